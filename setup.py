@@ -1,9 +1,12 @@
-"""Packaging of ``nc`` as ``nc-quant``; tool settings live in pyproject.toml, the development environment in Makefile.
+"""Packaging of ``nc`` as ``nc-quant``.
 
-A wheel contains the compiled C sources of ``nc/kernels/c_code`` and is for this platform, whatever the Python: they are plain libraries
-that link to no Python, torch or oneDNN. The build fails where the compiler can't build all instruction sets. Where there is no compiler, or
-``NC_WHEEL=source`` asks for it, the wheel is for all platforms (``py3-none-any``), and says so in its metadata; then, and in an editable
-install, ``nc.kernels.c_code.build`` compiles at first use, where it can. ``make wheel`` builds the one to publish.
+Tool settings live in pyproject.toml, the development environment in Makefile.
+
+A wheel contains the compiled C sources of ``nc/kernels/c_code`` and is for this platform, whatever the
+Python: they are plain libraries that link to no Python, torch or oneDNN. The build fails where the compiler
+can't build all instruction sets. Where there is no compiler, or ``NC_WHEEL=source`` asks for it, the wheel is
+for all platforms (``py3-none-any``), and says so in its metadata; then, and in an editable install,
+``nc.kernels.c_code.build`` compiles at first use, where it can. ``make wheel`` builds the one to publish.
 """
 
 import ctypes
@@ -41,7 +44,10 @@ def compiled() -> dict[str, bytes]:
     how = runpy.run_path(str(ROOT / C_CODE / "flags.py"))
     compiler = how["compiler"](os.environ.get("CC", ""))
     if os.environ.get("NC_WHEEL") == "source" or not compiler:
-        print("The wheel has no compiled libraries: its C code is compiled at first use, where there is a compiler.")
+        print(
+            "The wheel has no compiled libraries: its C code is compiled at first use, where there is a "
+            "compiler."
+        )
         return {}
     libraries = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +63,9 @@ def compiled() -> dict[str, bytes]:
 
 
 def check_instruction_sets(library: Path, compiler: str) -> None:
-    """Fail where a library lacks code for an instruction set, because the compiler is too old; of other processors it has none at all.
+    """Fail where a library lacks code for an instruction set, because the compiler is too old.
+
+    Of other processors it has none at all.
 
     Raises:
         SystemExit: says which, and what to do.
@@ -65,8 +73,13 @@ def check_instruction_sets(library: Path, compiler: str) -> None:
     known = runpy.run_path(str(ROOT / C_CODE / "isas.py"))
     missing = known["missing"](library.stem, known["compiled"](ctypes.CDLL(str(library))))
     if missing and platform.machine() == "x86_64":
-        needs = ", ".join(f"{name} takes {known['COMPILERS'].get(name, 'another compiler')}" for name in missing)
-        sys.exit(f"The compiler {compiler!r} has no code for all instruction sets of {library.stem}.c: {needs}. {ADVICE}")
+        needs = ", ".join(
+            f"{name} takes {known['COMPILERS'].get(name, 'another compiler')}" for name in missing
+        )
+        sys.exit(
+            f"The compiler {compiler!r} has no code for all instruction sets of {library.stem}.c: {needs}. "
+            f"{ADVICE}"
+        )
 
 
 class Package(Distribution):
@@ -91,7 +104,9 @@ class BuildPy(build_py):
         return [*super().get_outputs(include_bytecode), *self._libraries()]
 
     def _libraries(self) -> list[str]:
-        return [] if self.editable_mode else [str(Path(self.build_lib) / C_CODE / name) for name in compiled()]
+        return (
+            [] if self.editable_mode else [str(Path(self.build_lib) / C_CODE / name) for name in compiled()]
+        )
 
 
 class BdistWheel(bdist_wheel):

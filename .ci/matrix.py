@@ -1,10 +1,13 @@
-"""Run the jobs of the full matrix whose files have changed, the most needed first. Needs Python alone, and no history of git.
+"""Run the jobs of the full matrix whose files have changed, the most needed first.
+
+Needs Python alone, and no history of git.
 
     python3 .ci/matrix.py [--minutes 40] [--deadline 60] [--all] [--record] [--list]
 
-A job is a command and the files that decide its result: those that it is about (`own`), and all that it reaches. `ledger.json` has for each
-job the hashes of these files when it last passed, the date, and the minutes that it takes. `make test-everything` records what passed; CI
-does not. So the jobs that are chosen depend on the files of the tree and on the ledger, on nothing else.
+A job is a command and the files that decide its result: those that it is about (`own`), and all that it
+reaches. `ledger.json` has for each job the hashes of these files when it last passed, the date, and the
+minutes that it takes. `make test-everything` records what passed; CI does not. So the jobs that are chosen
+depend on the files of the tree and on the ledger, on nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER = ROOT / ".ci" / "ledger.json"
 #: What every job depends on, besides its own files.
-COMMON = ("pyproject.toml", "Makefile", "requirements/common.txt", "test/conftest.py", "test/models.py", "test/nets.py", "test/suites")
+COMMON = (
+    "pyproject.toml",
+    "Makefile",
+    "requirements/common.txt",
+    "test/conftest.py",
+    "test/models.py",
+    "test/nets.py",
+    "test/suites",
+)
 #: Folders of tests → what they test, where that is not the room of nc with the same name.
 OF_ROOMS = {
     ".": ("nc", "requirements/newer.py"),
@@ -36,7 +47,8 @@ OF_ROOMS = {
 }
 #: Minutes of a job that the ledger does not know.
 UNKNOWN = 10.0
-#: Folders of tests that are one job for each of their folders, and one for the files in them; all others are one job.
+#: Folders of tests that are one job for each of their folders, and one for the files in them; all others are
+#: one job.
 DIVIDED = ("backends", "algorithms", "api")
 
 
@@ -59,7 +71,10 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What the ledger has of a job: when it last passed ("": never), hashes of its own and of all its files then, and its minutes."""
+    """What the ledger has of a job.
+
+    When it last passed ("": never), hashes of its own and of all its files then, and its minutes.
+    """
 
     passed: str = ""
     own: str = ""
@@ -72,13 +87,18 @@ NEEDS = ("it never passed", "its own files changed", "files that it reaches chan
 
 
 def rooms(test: Path) -> list[str]:
-    """Return the folders of tests that are jobs of their own, relative to test/; "." for the files in test/ itself."""
+    """Return the folders of tests that are jobs of their own, relative to test/.
+
+    "." for the files in test/ itself.
+    """
 
     def has_tests(folder: Path, deep: bool) -> bool:
         return any(folder.rglob("test_*.py") if deep else folder.glob("test_*.py"))
 
     found = ["."] if has_tests(test, deep=False) else []
-    for folder in sorted(path for path in test.iterdir() if path.is_dir() and path.name not in ("judges", "suites", "data")):
+    for folder in sorted(
+        path for path in test.iterdir() if path.is_dir() and path.name not in ("judges", "suites", "data")
+    ):
         if folder.name in DIVIDED:
             found += [folder.name] if has_tests(folder, deep=False) else []
             parts = sorted(path for path in folder.iterdir() if path.is_dir() and has_tests(path, deep=True))
@@ -99,18 +119,32 @@ def jobs(root: Path, flags: frozenset[str] | None = None) -> list[Job]:
 
     Args:
         root: of the repository.
-        flags: features of a CPU, which leave out the instruction sets that it lacks; None: of a CPU that has them all.
+        flags: features of a CPU, which leave out the instruction sets that it lacks; None: of a CPU that has
+            them all.
     """
     table = runpy.run_path(str(root / "nc" / "kernels" / "c_code" / "isas.py"))["ISAS"]
     isas = [name for name, needed in table.items() if flags is None or flags.issuperset(needed)]
-    kernels = ("nc/kernels", "nc/backends/native", "nc/backends/low_bit", "test/kernels", "test/backends/native", "test/backends/low_bit")
+    kernels = (
+        "nc/kernels",
+        "nc/backends/native",
+        "nc/backends/low_bit",
+        "test/kernels",
+        "test/backends/native",
+        "test/backends/low_bit",
+    )
     packaging = ("setup.py", "nc/kernels/c_code", "nc/process", "test/process", "requirements/wheel.txt")
     outside = ("nc/interchange", "nc/numerics", "nc/torchao", "test/judges")
     sanitized = (*kernels, "test/sanitizers.py", "test/c_fuzz.py", "test/c_threads.c")
     broken = ("test/mutations.py", "nc")
-    found = [Job(f"isas:{name}", ("make", "test-isas", f"ISAS={name}"), (*kernels, "test/isas.py"), "native") for name in isas]
+    found = [
+        Job(f"isas:{name}", ("make", "test-isas", f"ISAS={name}"), (*kernels, "test/isas.py"), "native")
+        for name in isas
+    ]
     found.append(Job("wheel", ("make", "wheel-check"), packaging, "native"))
-    found += [Job(f"sanitize:{i}", ("make", "sanitize", "SHARE=4", f"TURN={i}"), sanitized, "native") for i in range(4)]
+    found += [
+        Job(f"sanitize:{i}", ("make", "sanitize", "SHARE=4", f"TURN={i}"), sanitized, "native")
+        for i in range(4)
+    ]
     for target, requirements in (
         ("test-exhaustive-native", "native"),
         ("test-exhaustive", "ipex"),
@@ -120,9 +154,16 @@ def jobs(root: Path, flags: frozenset[str] | None = None) -> list[Job]:
     ):
         for room in rooms(root / "test"):
             own = OF_ROOMS.get(room, (f"nc/{room}",))
-            found.append(Job(f"{target}:{room}", ("make", target, f"ROOM={room}"), (*own, f"test/{room}"), requirements))
+            found.append(
+                Job(
+                    f"{target}:{room}", ("make", target, f"ROOM={room}"), (*own, f"test/{room}"), requirements
+                )
+            )
     found.append(Job("judges", ("make", "test-judges"), outside, "judges"))
-    found += [Job(f"mutations:{i}", ("make", "mutations", "SHARE=20", f"TURN={i}"), broken, "native") for i in range(20)]
+    found += [
+        Job(f"mutations:{i}", ("make", "mutations", "SHARE=20", f"TURN={i}"), broken, "native")
+        for i in range(20)
+    ]
     return found
 
 
@@ -135,8 +176,14 @@ def files(root: Path, below: Iterable[str]) -> list[Path]:
     for name in below:
         path = root / name
         if path.is_dir():
-            alone = name == "test/." or (name.startswith(("test/", "nc/")) and name.partition("/")[2] in DIVIDED)
-            found |= {file for file in (path.glob("*") if alone else path.rglob("*")) if file.is_file() and _counts(file, root)}
+            alone = name == "test/." or (
+                name.startswith(("test/", "nc/")) and name.partition("/")[2] in DIVIDED
+            )
+            found |= {
+                file
+                for file in (path.glob("*") if alone else path.rglob("*"))
+                if file.is_file() and _counts(file, root)
+            }
         elif path.is_file():
             found.add(path)
     return sorted(found)
@@ -144,7 +191,9 @@ def files(root: Path, below: Iterable[str]) -> list[Path]:
 
 def _counts(file: Path, root: Path) -> bool:
     parts = file.relative_to(root).parts
-    return file.suffix not in (".pyc", ".so") and not any(part == "__pycache__" or part.startswith(".") for part in parts)
+    return file.suffix not in (".pyc", ".so") and not any(
+        part == "__pycache__" or part.startswith(".") for part in parts
+    )
 
 
 def reached(root: Path, below: Sequence[str]) -> list[Path]:
@@ -192,7 +241,9 @@ def _content(path: Path) -> bytes:
 def hashes(root: Path, job: Job) -> tuple[str, str]:
     """Return the hash of a job's own files, and that of all that it depends on."""
     environment = (*COMMON, f"requirements/{job.requirements}.txt")
-    return hash_of(root, files(root, job.own)), hash_of(root, {*reached(root, job.own), *files(root, environment)})
+    return hash_of(root, files(root, job.own)), hash_of(
+        root, {*reached(root, job.own), *files(root, environment)}
+    )
 
 
 def need(entry: Entry, now: tuple[str, str]) -> int:
@@ -203,7 +254,9 @@ def need(entry: Entry, now: tuple[str, str]) -> int:
     return 1 if entry.own != own else 2 if entry.all != everything else 3
 
 
-def ordered(found: Sequence[Job], ledger: Mapping[str, Entry], now: Mapping[str, tuple[str, str]]) -> list[Job]:
+def ordered(
+    found: Sequence[Job], ledger: Mapping[str, Entry], now: Mapping[str, tuple[str, str]]
+) -> list[Job]:
     """Return the jobs, the greatest need first; of equal needs the one that has not passed for longest."""
     place = {job.name: i for i, job in enumerate(found)}
 
@@ -215,7 +268,10 @@ def ordered(found: Sequence[Job], ledger: Mapping[str, Entry], now: Mapping[str,
 
 
 def chosen(in_order: Sequence[Job], ledger: Mapping[str, Entry], minutes: float) -> list[Job]:
-    """Return the jobs that fit into some minutes, taken in order; one that does not fit leaves its place to the next ones."""
+    """Return the jobs that fit into some minutes, taken in order.
+
+    One that does not fit leaves its place to the next ones.
+    """
     left, found = minutes, []
     for job in in_order:
         takes = ledger.get(job.name, Entry()).minutes
@@ -233,7 +289,10 @@ def read(path: Path) -> dict[str, Entry]:
 
 def write(path: Path, ledger: Mapping[str, Entry]) -> None:
     """Write the ledger, one job a line."""
-    lines = [f"{json.dumps(name)}: {json.dumps(dataclasses.asdict(entry))}" for name, entry in sorted(ledger.items())]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(dataclasses.asdict(entry))}"
+        for name, entry in sorted(ledger.items())
+    ]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -274,10 +333,20 @@ def _start(job: Job) -> int:
 
 def main() -> None:
     """Choose, run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, help="run what fits into them by the ledger; without it, all that has changed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--deadline", type=float, default=float("inf"), metavar="M", help="start nothing that ends later than so many minutes"
+        "--minutes",
+        type=float,
+        help="run what fits into them by the ledger; without it, all that has changed",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=float("inf"),
+        metavar="M",
+        help="start nothing that ends later than so many minutes",
     )
     parser.add_argument("--all", action="store_true", help="run what has not changed, too")
     parser.add_argument("--record", action="store_true", help="write what passed into the ledger")
@@ -293,7 +362,10 @@ def main() -> None:
         selected = [job for job in in_order if options.all or needs[job.name] < len(NEEDS) - 1]
     for job in selected:
         entry = ledger.get(job.name, Entry())
-        print(f"{job.name}: {NEEDS[needs[job.name]]}; last passed {entry.passed or 'never'}; {entry.minutes:.0f} minutes")
+        print(
+            f"{job.name}: {NEEDS[needs[job.name]]}; last passed {entry.passed or 'never'}; "
+            f"{entry.minutes:.0f} minutes"
+        )
     stale = [job.name for job in in_order if needs[job.name] < len(NEEDS) - 1]
     if options.list:
         print(f"{len(selected)} of {len(found)} jobs; {len(stale)} have changed since they passed")

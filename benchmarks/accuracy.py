@@ -3,7 +3,8 @@
 python benchmarks/accuracy.py [--task minilm digits lm] [--only "nc static kl" fp32] [--data DIR]
     [--results results/accuracy.jsonl]
 
-Other projects' quantizers on the same data: peers.py, which needs the folder given as --data and an environment of its own.
+Other projects' quantizers on the same data: peers.py, which needs the folder given as --data and an
+environment of its own.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ def plain_ipex(task: Task) -> Result:
         weight=PerChannelMinMaxObserver.with_args(dtype=torch.qint8, qscheme=torch.per_channel_symmetric),
     )
     example = task.calibration[0]
-    prepared = ipex.quantization.prepare(task.model, QConfigMapping().set_global(qconfig), example_kwarg_inputs=example, inplace=False)
+    prepared = ipex.quantization.prepare(
+        task.model, QConfigMapping().set_global(qconfig), example_kwarg_inputs=example, inplace=False
+    )
     for batch in task.calibration:
         prepared(**batch)
-    traced = torch.jit.trace(ipex.quantization.convert(prepared), example_kwarg_inputs=example, strict=False, check_trace=False)
+    traced = torch.jit.trace(
+        ipex.quantization.convert(prepared), example_kwarg_inputs=example, strict=False, check_trace=False
+    )
     return torch.jit.freeze(traced.eval()), "-", "-"
 
 
@@ -60,27 +65,48 @@ def quantized(config: Callable[[], object]) -> Candidate:
 
 def candidates() -> dict[str, Candidate]:
     """Everything that can be compared, by name."""
-    configs: dict[str, Callable[[], object]] = {f"static {algo}": lambda a=algo: nc.StaticQuantConfig(act_algo=a) for algo in ALGORITHMS}
+    configs: dict[str, Callable[[], object]] = {
+        f"static {algo}": lambda a=algo: nc.StaticQuantConfig(act_algo=a) for algo in ALGORITHMS
+    }
     configs["static minmax, weights mse"] = lambda: nc.StaticQuantConfig(w_algo="mse")
     configs["static minmax, biases not corrected"] = lambda: nc.StaticQuantConfig(post=())
-    configs |= {f"smooth alpha={alpha}": lambda a=alpha: nc.SmoothQuantConfig(alpha=a) for alpha in (0.3, 0.5, 0.7, 0.8, 0.95, "auto")}
-    configs["smooth alpha=0.5 folded"] = lambda: nc.SmoothQuantConfig(alpha=0.5, folding=True)
-    configs["smooth alpha=0.8, shared, percentile"] = lambda: nc.SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile")
     configs |= {
-        f"static {a} + dynamic": lambda a=a: nc.StaticQuantConfig(act_algo=a) + nc.DynamicQuantConfig() for a in ("minmax", "percentile")
+        f"smooth alpha={alpha}": lambda a=alpha: nc.SmoothQuantConfig(alpha=a)
+        for alpha in (0.3, 0.5, 0.7, 0.8, 0.95, "auto")
     }
-    configs |= {f"dynamic {g}": lambda g=g: nc.DynamicQuantConfig(act_granularity=g) for g in ("per_token", "per_tensor")}
-    return {"fp32": fp32, "plain IPEX": plain_ipex, **{f"nc {name}": quantized(config) for name, config in configs.items()}}
+    configs["smooth alpha=0.5 folded"] = lambda: nc.SmoothQuantConfig(alpha=0.5, folding=True)
+    configs["smooth alpha=0.8, shared, percentile"] = lambda: nc.SmoothQuantConfig(
+        alpha=0.8, scale_sharing=True, act_algo="percentile"
+    )
+    configs |= {
+        f"static {a} + dynamic": lambda a=a: nc.StaticQuantConfig(act_algo=a) + nc.DynamicQuantConfig()
+        for a in ("minmax", "percentile")
+    }
+    configs |= {
+        f"dynamic {g}": lambda g=g: nc.DynamicQuantConfig(act_granularity=g)
+        for g in ("per_token", "per_tensor")
+    }
+    return {
+        "fp32": fp32,
+        "plain IPEX": plain_ipex,
+        **{f"nc {name}": quantized(config) for name, config in configs.items()},
+    }
 
 
 @torch.no_grad()
 def main() -> None:
     """Print a Markdown table for each task, and append rows."""
     everything = candidates()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--only", nargs="+", choices=list(everything), default=list(everything), metavar="NAME")
-    parser.add_argument("--data", type=Path, help="folder for trained models and data: written when empty, else read")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(everything), default=list(everything), metavar="NAME"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder for trained models and data: written when empty, else read"
+    )
     parser.add_argument("--threads", type=int, default=2)
     results_rows.add_option(parser)
     options = parser.parse_args()

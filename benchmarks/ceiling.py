@@ -1,9 +1,12 @@
-"""How fast int8 can be on this CPU at best: oneDNN's rate on a large product, and the time that a model's multiply-adds take at that rate.
+"""How fast int8 can be on this CPU at best.
+
+oneDNN's rate on a large product, and the time that a model's multiply-adds take at that rate.
 
 python benchmarks/ceiling.py [--models hf-resnet50 bert-base] [--results results/kernels.jsonl]
 
-The bound leaves out everything that is not a multiply-add (quantizing, memory, activations, fp32 operators), so nothing reaches it. A
-model's eager time divided by it is the speed-up that no int8 engine on this CPU can pass.
+The bound leaves out everything that is not a multiply-add (quantizing, memory, activations, fp32 operators),
+so nothing reaches it. A model's eager time divided by it is the speed-up that no int8 engine on this CPU can
+pass.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ def int8_product() -> Callable[[], object]:
     packed = torch.ops.onednn.qlinear_prepack(weight, x.shape)
     scales, zeros = torch.ones(_SIZE), torch.zeros(_SIZE, dtype=torch.int64)
     output = (1.0, 0, torch.float32)
-    return lambda: torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, scales, zeros, None, *output, "none", [], "")
+    return lambda: torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, 0, packed, scales, zeros, None, *output, "none", [], ""
+    )
 
 
 def fp32_product() -> Callable[[], object]:
@@ -53,7 +58,9 @@ def best_ms(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, lis
 @torch.no_grad()
 def main() -> None:
     """Measure, print a Markdown table, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(NAMES))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
@@ -61,10 +68,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     products = best_ms({"int8": int8_product(), "fp32": fp32_product()}, options.rounds)
-    rate = {name: _SIZE**3 / min(times) / 1e6 for name, times in products.items()}  # the fastest run: this is a bound
+    rate = {
+        name: _SIZE**3 / min(times) / 1e6 for name, times in products.items()
+    }  # the fastest run: this is a bound
     figures = {name: Figure(rounded(found), "1e9 multiply-adds/s") for name, found in rate.items()}
     results_rows.append(options.results, {"measured": "rate", "threads": options.threads}, figures)
-    print(f"{options.threads} threads, 1e9 multiply-adds per second: int8 {rate['int8']:.0f}, fp32 {rate['fp32']:.0f}\n")
+    print(
+        f"{options.threads} threads, 1e9 multiply-adds per second: int8 {rate['int8']:.0f}, fp32 "
+        f"{rate['fp32']:.0f}\n"
+    )
     print("| model | 1e9 multiply-adds | at least, ms | eager fp32, ms | speed-up at most |")
     print("|---|---|---|---|---|")
     for name in options.models:

@@ -1,4 +1,6 @@
-"""What prepare and convert cost: seconds, and memory beyond what the fp32 model takes, each model in a process of its own.
+"""What prepare and convert cost.
+
+Seconds, and memory beyond what the fp32 model takes, each model in a process of its own.
 
 python benchmarks/cost.py [--models hf-resnet50 bert-base] [--results results/preparation.jsonl]
 """
@@ -19,13 +21,23 @@ from results_rows import Figure
 
 HERE = Path(__file__).parent
 #: Figure → its unit.
-UNITS = {"prepare": "s", "convert": "s", "together": "s", "extra memory": "MB", "relative memory": "x fp32 bytes"}
+UNITS = {
+    "prepare": "s",
+    "convert": "s",
+    "together": "s",
+    "extra memory": "MB",
+    "relative memory": "x fp32 bytes",
+}
 BACKEND = "ipex"
 
 
 def _status(field: str) -> float:
     """VmRSS or VmHWM of this process in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        if line.startswith(field)
+    )
     return float(line.split()[1]) * 1024
 
 
@@ -65,7 +77,9 @@ def measure(name: str, threads: int) -> dict[str, float]:
 
 def main() -> None:
     """Print a Markdown table, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(NAMES))
     parser.add_argument("--threads", type=int, default=2)
     results_rows.add_option(parser)
@@ -74,7 +88,10 @@ def main() -> None:
     if options.row:
         print(json.dumps(measure(options.row, options.threads)))
         return
-    print(f"| model | {' | '.join(f'{part}, {unit}' for part, unit in UNITS.items())} |\n{'|---' * (len(UNITS) + 1)}|")
+    print(
+        f"| model | {' | '.join(f'{part}, {unit}' for part, unit in UNITS.items())} "
+        f"|\n{'|---' * (len(UNITS) + 1)}|"
+    )
     for name in options.models:
         command = [sys.executable, str(HERE / "cost.py"), "--row", name, "--threads", str(options.threads)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE)
@@ -83,7 +100,12 @@ def main() -> None:
             continue
         numbers = json.loads(done.stdout.strip().splitlines()[-1])
         figures = {part: Figure(number, UNITS[part]) for part, number in numbers.items()}
-        what = {"measured": "prepare and convert", "model": name, "backend": BACKEND, "threads": options.threads}
+        what = {
+            "measured": "prepare and convert",
+            "model": name,
+            "backend": BACKEND,
+            "threads": options.threads,
+        }
         results_rows.append(options.results, what, figures, ("intel-extension-for-pytorch", "transformers"))
         print(f"| {name} | {' | '.join(str(number) for number in numbers.values())} |", flush=True)
 

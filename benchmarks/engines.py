@@ -1,4 +1,7 @@
-"""Engines of the benchmarks: each turns a model into a callable without arguments, in a process of its own."""
+"""Engines of the benchmarks.
+
+Each turns a model into a callable without arguments, in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,14 @@ def nc_int8(
     inputs: dict[str, Any],
     backend: str = "ipex",
     smooth: bool = False,
-    compile: bool = False,  # noqa: A002
+    compile: bool = False,
     remainder: str = "fp32",
     library: str = "",
 ) -> Run:
-    """Quantize with this project; SmoothQuant's scales are folded where that is possible. `library` is the value of `NC_ONEDNN`."""
+    """Quantize with this project; SmoothQuant's scales are folded where that is possible.
+
+    `library` is the value of `NC_ONEDNN`.
+    """
     import nc
 
     os.environ["NC_ONEDNN"] = library
@@ -60,7 +66,9 @@ def nc_int8(
     return lambda: quantized(**inputs)
 
 
-def _converted(model: torch.nn.Module, inputs: dict[str, Any], config: Any, backend: str, **options: Any) -> Any:
+def _converted(
+    model: torch.nn.Module, inputs: dict[str, Any], config: Any, backend: str, **options: Any
+) -> Any:
     """Prepare, one calibration batch, convert."""
     import nc
 
@@ -106,11 +114,15 @@ def peer(model: torch.nn.Module, inputs: dict[str, Any], name: str) -> Run:
     import peers
 
     if isinstance(getattr(model, "pooler", None), torch.nn.AvgPool2d):
-        # EfficientNet's window is larger than what it pools, which OpenVINO refuses when it compiles; this is the same mean
+        # EfficientNet's window is larger than what it pools, which OpenVINO refuses when it compiles; this is
+        # the same mean
         model.pooler = torch.nn.AdaptiveAvgPool2d(1)
     transformer = "input_ids" in inputs or "vit" in type(model).__name__.lower()
     task = SimpleNamespace(model=model, calibration=[inputs], free=(0,))
-    candidates = {"NNCF": peers.nncf_int8(**({"model_type": "transformer"} if transformer else {})), "ONNX": peers.onnx_static}
+    candidates = {
+        "NNCF": peers.nncf_int8(**({"model_type": "transformer"} if transformer else {})),
+        "ONNX": peers.onnx_static,
+    }
     run = candidates[name](task)[0]
     return lambda: run(**inputs)
 

@@ -1,4 +1,6 @@
-"""Draw the pictures of the documents: docs/images/ranges.svg, the ranges that algorithms choose for one activation of MiniLM.
+"""Draw the pictures of the documents.
+
+docs/images/ranges.svg, the ranges that algorithms choose for one activation of MiniLM.
 
 python benchmarks/figures.py [--operator encoder.layer.5.output.dense]
 
@@ -43,7 +45,9 @@ def histogram_of(operator: str) -> tuple[State, Decision]:
     prepared = nc.prepare(model, config, example_inputs=data[0], backend="reference")
     for batch in data:
         prepared(**batch)
-    source = input_node(next(n for n in prepared.graph.module.graph.nodes if n.meta.get("operator") == operator))
+    source = input_node(
+        next(n for n in prepared.graph.module.graph.nodes if n.meta.get("operator") == operator)
+    )
     return prepared.observers[source.name, HISTOGRAM.name].state, prepared.plan[operator]
 
 
@@ -60,7 +64,9 @@ def draw(state: State, decision: Decision, path: Path) -> None:
     """Return the histogram, and one line below it for each algorithm's range."""
     options = {"svg.hashsalt": "nc", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
     with mpl.rc_context(options):
-        figure, (top, below) = plt.subplots(2, 1, figsize=(6.4, 3.2), sharex=True, height_ratios=(3, 1.1), layout="constrained")
+        figure, (top, below) = plt.subplots(
+            2, 1, figsize=(6.4, 3.2), sharex=True, height_ratios=(3, 1.1), layout="constrained"
+        )
         borders, counts = bars(state)
         top.stairs(counts.tolist(), borders.tolist(), fill=True, color="#9db8cc", baseline=0.5)
         top.set(yscale="log", ylim=(0.5, None), ylabel="values per bar")
@@ -68,7 +74,14 @@ def draw(state: State, decision: Decision, path: Path) -> None:
         for row, (name, colour) in enumerate(zip(ALGOS, COLOURS, strict=True)):
             low, high = (float(end) for end in ALGORITHMS[name].find_range(state, spec))
             below.plot([low, high], [row, row], color=colour, linewidth=4, solid_capstyle="butt")
-            below.annotate(f"{low:.2f} … {high:.2f}", (high, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+            below.annotate(
+                f"{low:.2f} … {high:.2f}",
+                (high, row),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
             print(f"{name:11}{low:8.3f}{high:8.3f}")
         below.set(ylim=(len(ALGOS) - 0.4, -0.6), xlabel=f"input of {decision.operator}")
         below.set_yticks(range(len(ALGOS)), ALGOS)
@@ -83,9 +96,17 @@ def draw(state: State, decision: Decision, path: Path) -> None:
 
 def main() -> None:
     """Write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operator", default="encoder.layer.5.output.dense", help="whose input is drawn (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "images" / "ranges.svg")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--operator",
+        default="encoder.layer.5.output.dense",
+        help="whose input is drawn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent.parent / "docs" / "images" / "ranges.svg"
+    )
     options = parser.parse_args()
     draw(*histogram_of(options.operator), options.out)
     print(f"{options.out}: {options.out.stat().st_size} bytes")

@@ -152,7 +152,9 @@ def ours(subject: Subject, name: str, method: str, setting: str) -> Row:
         raise RuntimeError(msg)
     count = sum(math.prod(layer.shape) for layer in report.quantized)
     row.bits = 8 * sum(layer.size for layer in report.quantized) / count
-    row.levels = max(levels(quantized.get_submodule(n).packed.dequantize(), group) for n in looked_at(subject))
+    row.levels = max(
+        levels(quantized.get_submodule(n).packed.dequantize(), group) for n in looked_at(subject)
+    )
     judge(subject, quantized, row)
     return row
 
@@ -164,10 +166,25 @@ def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python
     script = FOLDER / f"with_{tool}.py"
     with tempfile.TemporaryDirectory(dir=data) as folder:
         made = Path(folder) / "weights.safetensors"
-        asked = ["--data", data, "--subject", subject.name, "--format", name, "--method", method, "--out", made]
+        asked = [
+            "--data",
+            data,
+            "--subject",
+            subject.name,
+            "--format",
+            name,
+            "--method",
+            method,
+            "--out",
+            made,
+        ]
         done = subprocess.run([python, script, *asked], check=False, capture_output=True, text=True)
         if done.returncode:
-            told = [line for line in done.stderr.splitlines() if re.match(r"([\w.]+\.)?[A-Z]\w+: |not offered", line)]
+            told = [
+                line
+                for line in done.stderr.splitlines()
+                if re.match(r"([\w.]+\.)?[A-Z]\w+: |not offered", line)
+            ]
             last = [line for line in done.stderr.splitlines() if line.strip()]
             row.error = (told or last or [f"ended with {done.returncode} and no message"])[-1].strip()[:300]
             print(done.stderr[-3000:], file=sys.stderr)
@@ -183,7 +200,8 @@ def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python
 def judge_weights(subject: Subject, form: Format, weights: dict[str, torch.Tensor], row: Row) -> None:
     """Judge the fp32 model with these weights in it.
 
-    The row gets an error instead if layers are missing, are as they were, or hold more values than the format has.
+    The row gets an error instead if layers are missing, are as they were, or hold more values than the format
+    has.
     """
     names = {layer: f"{layer}.weight" for layer in subject.layers}
     if missing := sorted(set(names.values()) - weights.keys()):
@@ -195,10 +213,14 @@ def judge_weights(subject: Subject, form: Format, weights: dict[str, torch.Tenso
         return
     # what a transform multiplies the input by belongs to the weight
     factors = {n: weights.get(f"{n}.input_scale", 1.0) for n in names}
-    put = {k: w for k, w in weights.items() if not k.endswith(".input_scale")} | {k: weights[k] * factors[n] for n, k in names.items()}
+    put = {k: w for k, w in weights.items() if not k.endswith(".input_scale")} | {
+        k: weights[k] * factors[n] for n, k in names.items()
+    }
     model = copy.deepcopy(subject.model)
     model.load_state_dict({**model.state_dict(), **put})
-    same = [n for n in names if torch.equal(model.get_submodule(n).weight, subject.model.get_submodule(n).weight)]
+    same = [
+        n for n in names if torch.equal(model.get_submodule(n).weight, subject.model.get_submodule(n).weight)
+    ]
     if same:
         row.error = f"left as they were: {same[:3]}"
         return
@@ -237,7 +259,10 @@ def judge(subject: Subject, model: Any, row: Row) -> None:
         count += len(right)
         kl += (a.exp() * (a - b)).sum(dtype=torch.float64).item()
         same += (a.argmax(-1) == b.argmax(-1)).sum().item()
-        before, after = (total - x.gather(1, right).sum(dtype=torch.float64).item() for total, x in ((before, a), (after, b)))
+        before, after = (
+            total - x.gather(1, right).sum(dtype=torch.float64).item()
+            for total, x in ((before, a), (after, b))
+        )
     row.kl, row.top1 = kl / count, 100 * same / count
     row.fp32_perplexity, row.perplexity = math.exp(before / count), math.exp(after / count)
 
@@ -265,40 +290,67 @@ def read(path: Path) -> list[Row]:
 def restored(stored: results_rows.Row) -> Row:
     """Return the row of a line of results/low-bit-accuracy.jsonl."""
     figures = {attribute: stored.value(name) for name, (_, attribute) in FIGURES.items() if stored.figures}
-    return Row(**{name: stored.what[name] for name in WHAT}, **figures, error="" if stored.figures else stored.note)
+    return Row(
+        **{name: stored.what[name] for name in WHAT}, **figures, error="" if stored.figures else stored.note
+    )
 
 
 def store(path: Path, row: Row) -> None:
     """Append a row to results/low-bit-accuracy.jsonl."""
     what = {"measured": MEASURED, **{name: getattr(row, name) for name in WHAT}}
     figures = {name: Figure(getattr(row, attribute), unit) for name, (unit, attribute) in FIGURES.items()}
-    results_rows.append(path, what, {} if row.error else figures, ("transformers",), row.error, pinned(row.tool))
+    results_rows.append(
+        path, what, {} if row.error else figures, ("transformers",), row.error, pinned(row.tool)
+    )
 
 
 def pinned(tool: str) -> dict[str, str]:
     """Return the versions of another tool: its environment is made from pins."""
     file = results_rows.ROOT / "requirements" / f"peers-lowbit-{tool}.txt"
-    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", file.read_text(encoding="utf-8"), re.MULTILINE)) if tool != "nc" else {}
-    return {name: found for name, found in pins.items() if name not in ("accelerate", "datasets", "transformers")}
+    pins = (
+        dict(re.findall(r"^([\w.-]+)==([\w.]+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+        if tool != "nc"
+        else {}
+    )
+    return {
+        name: found for name, found in pins.items() if name not in ("accelerate", "datasets", "transformers")
+    }
 
 
 def compare(row: Row, others: Iterable[Row]) -> None:
-    """Stop if a row is about other data than those that it would stand beside: what fp32 says of the same tokens is the same."""
+    """Stop if a row is about other data than those that it would stand beside.
+
+    What fp32 says of the same tokens is the same.
+    """
     for other in others:
         near = math.isclose(row.fp32_perplexity, other.fp32_perplexity, rel_tol=1e-4)
-        if (row.subject, row.setting) == (other.subject, other.setting) and not (near or row.error or other.error):
-            msg = f"{row.subject}: other data than in the rows so far: fp32 perplexity {row.fp32_perplexity}, not {other.fp32_perplexity}"
+        if (row.subject, row.setting) == (other.subject, other.setting) and not (
+            near or row.error or other.error
+        ):
+            msg = (
+                f"{row.subject}: other data than in the rows so far: fp32 perplexity {row.fp32_perplexity}, "
+                f"not {other.fp32_perplexity}"
+            )
             raise SystemExit(msg)
 
 
 def main() -> None:
     """See the module's description."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("ours", "peer"))
     parser.add_argument("tool", nargs="?", choices=list(PEERS))
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--results", type=Path, default=results_rows.FOLDER / "low-bit-accuracy.jsonl", help="default: %(default)s")
-    parser.add_argument("--python", type=Path, help="of the tool's environment; default .venv-lowbit-TOOL/bin/python")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=results_rows.FOLDER / "low-bit-accuracy.jsonl",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--python", type=Path, help="of the tool's environment; default .venv-lowbit-TOOL/bin/python"
+    )
     parser.add_argument("--subject", nargs="+", choices=list(BLOCKS), default=["antiberty", "smollm2"])
     parser.add_argument("--format", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--method", nargs="+", help="default: all")
@@ -317,15 +369,25 @@ def main() -> None:
                 if (name, form, tool, method, setting) in done or method not in known:
                     continue
                 try:
-                    row = ours(subject, form, method, setting) if tool == "nc" else peer(subject, form, tool, method, options.data, python)
+                    row = (
+                        ours(subject, form, method, setting)
+                        if tool == "nc"
+                        else peer(subject, form, tool, method, options.data, python)
+                    )
                 except Exception as error:
                     traceback.print_exc()
-                    row = Row(name, form, tool, method, setting, error=f"{type(error).__name__}: {error}"[:300])
+                    row = Row(
+                        name, form, tool, method, setting, error=f"{type(error).__name__}: {error}"[:300]
+                    )
                 compare(row, old)
                 store(options.results, row)
                 print(
                     f"{name} {form} {tool} {method}: "
-                    + (row.error or f"KL {row.kl:.5f} top-1 {row.top1:.1f} bits {row.bits:.2f} levels {row.levels} {row.seconds:.0f} s"),
+                    + (
+                        row.error
+                        or f"KL {row.kl:.5f} top-1 {row.top1:.1f} bits {row.bits:.2f} levels {row.levels} "
+                        f"{row.seconds:.0f} s"
+                    ),
                     flush=True,
                 )
 

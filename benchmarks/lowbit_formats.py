@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Model → the module list of its blocks.
-BLOCKS = {"smollm2": "model.layers", "antiberty": "bert.encoder.layer", "lm": "layers", "minilm": "encoder.layer"}
+BLOCKS = {
+    "smollm2": "model.layers",
+    "antiberty": "bert.encoder.layer",
+    "lm": "layers",
+    "minilm": "encoder.layer",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Format:
         return dict(self.other).get(subject, self.group)
 
 
-#: 576 = 64 * 9 input channels are no multiple of 128: legal sizes around it that divide 1536 too are 96 and 192.
+#: 576 = 64 * 9 input channels are no multiple of 128: legal sizes around it that divide 1536 too are 96 and
+#: 192.
 FORMATS = {
     "int4-g64": Format(4, 64),
     "int4-g128": Format(4, 128, other=(("smollm2", 192),)),

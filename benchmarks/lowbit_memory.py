@@ -2,12 +2,14 @@
 
     python benchmarks/lowbit_memory.py --solver rtn
     python benchmarks/lowbit_memory.py --solver gptq --samples 128 --length 512
-    python benchmarks/lowbit_memory.py --solver gptq --blocks 3                     # all sizes but the depth; times are per block
+    python benchmarks/lowbit_memory.py --solver gptq --blocks 3                     # all sizes but the depth;
+    times are per block
 
-The sizes are those of TinyLlama-1.1B. Weights are made shard by shard into a temporary folder (4.4 GB in float32), calibration data are
-random token ids, so no tokenizer is needed. A process of its own quantizes a tiny model first: everything is imported and warm. Then
-Linux's high-water mark of resident memory (VmHWM) is reset, and the growth above the memory at that moment (VmRSS) is what quantizing
-needs. Files are read, not mapped, so all of the growth is memory of the process.
+The sizes are those of TinyLlama-1.1B. Weights are made shard by shard into a temporary folder (4.4 GB in
+float32), calibration data are random token ids, so no tokenizer is needed. A process of its own quantizes a
+tiny model first: everything is imported and warm. Then Linux's high-water mark of resident memory (VmHWM) is
+reset, and the growth above the memory at that moment (VmRSS) is what quantizing needs. Files are read, not
+mapped, so all of the growth is memory of the process.
 """
 
 from __future__ import annotations
@@ -29,8 +31,20 @@ import torch
 from results_rows import Figure
 from safetensors.torch import save_file
 
-TINYLLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32000}
+TINYLLAMA = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+}
 #: Bytes of hidden states that stay in memory; see nc.algorithms.inputs.activations.
 _HIDDEN_LIMIT = 2**30
 
@@ -52,7 +66,11 @@ def shapes(sizes: dict[str, int], blocks: int) -> Iterator[dict[str, tuple[int, 
     }
     for block in range(blocks):
         yield {f"model.layers.{block}.{name}.weight": shape for name, shape in linears.items()}
-    yield {"model.embed_tokens.weight": (rows, width), "lm_head.weight": (rows, width), "model.norm.weight": (width,)}
+    yield {
+        "model.embed_tokens.weight": (rows, width),
+        "lm_head.weight": (rows, width),
+        "model.norm.weight": (width,),
+    }
 
 
 def make(folder: Path, sizes: dict[str, int], blocks: int, dtype: torch.dtype) -> None:
@@ -69,7 +87,9 @@ def make(folder: Path, sizes: dict[str, int], blocks: int, dtype: torch.dtype) -
     generator = torch.Generator().manual_seed(0)
     for index, shard in enumerate(shapes(sizes, blocks)):
         tensors = {
-            name: (torch.randn(shape, generator=generator) * 0.02 if len(shape) > 1 else torch.ones(shape)).to(dtype)
+            name: (
+                torch.randn(shape, generator=generator) * 0.02 if len(shape) > 1 else torch.ones(shape)
+            ).to(dtype)
             for name, shape in shard.items()
         }
         save_file(tensors, folder / f"model-{index:05d}-of-{blocks + 1:05d}.safetensors")
@@ -87,7 +107,9 @@ def child(source: str, tiny: str, out: str, solver: str, samples: int, length: i
     from nc.api.pretrained import quantize_folder
 
     torch.set_num_threads(threads)
-    config = WeightOnlyConfig("int4", group_size=64, scale_dtype="fp16", solver=GPTQ() if solver == "gptq" else RTN())
+    config = WeightOnlyConfig(
+        "int4", group_size=64, scale_dtype="fp16", solver=GPTQ() if solver == "gptq" else RTN()
+    )
     generator = torch.Generator().manual_seed(1)
 
     def run(folder: str, count: int) -> None:
@@ -114,7 +136,9 @@ def child(source: str, tiny: str, out: str, solver: str, samples: int, length: i
 
 def main() -> None:
     """Make the models, quantize them in a child process, print figures and the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--solver", choices=("rtn", "gptq"), default="rtn")
     parser.add_argument("--blocks", type=int, default=22)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -129,21 +153,53 @@ def main() -> None:
         folder = Path(name)
         make(folder / "source", TINYLLAMA, asked.blocks, dtype)
         make(folder / "tiny", TINY, 2, dtype)
-        arguments = [folder / "source", folder / "tiny", folder / "out", asked.solver, asked.samples, asked.length, asked.threads]
-        done = subprocess.run([sys.executable, __file__, "child", *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True)
+        arguments = [
+            folder / "source",
+            folder / "tiny",
+            folder / "out",
+            asked.solver,
+            asked.samples,
+            asked.length,
+            asked.threads,
+        ]
+        done = subprocess.run(
+            [sys.executable, __file__, "child", *map(str, arguments)],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         row = json.loads(done.stdout.splitlines()[-1])
         stored = sum(path.stat().st_size for path in (folder / "out").iterdir())
-        weights = sum(torch.Size(shape).numel() for shard in shapes(TINYLLAMA, asked.blocks) for shape in shard.values())
+        weights = sum(
+            torch.Size(shape).numel() for shard in shapes(TINYLLAMA, asked.blocks) for shape in shard.values()
+        )
     mb = 1e-6
     largest = 4 * sum(torch.Size(shape).numel() for shape in block.values()) * mb
     # one matrix per tensor that linears read: in front of q, k and v, of o, of gate and up, of down
-    sums = (3 * TINYLLAMA["hidden_size"] ** 2 + TINYLLAMA["intermediate_size"] ** 2) * 8 * mb if asked.solver == "gptq" else 0.0
-    hidden = asked.samples * asked.length * TINYLLAMA["hidden_size"] * dtype.itemsize if asked.solver == "gptq" else 0
+    sums = (
+        (3 * TINYLLAMA["hidden_size"] ** 2 + TINYLLAMA["intermediate_size"] ** 2) * 8 * mb
+        if asked.solver == "gptq"
+        else 0.0
+    )
+    hidden = (
+        asked.samples * asked.length * TINYLLAMA["hidden_size"] * dtype.itemsize
+        if asked.solver == "gptq"
+        else 0
+    )
     held = min(hidden, _HIDDEN_LIMIT) * mb
     need = row["mb_peak"] - row["mb_before"]
     bound = 2 * largest + sums + held
-    what = {"measured": "low-bit from files", "model": "TinyLlama's sizes, 1.1 B weights", "format": "int4, groups of 64"}
-    what |= {"solver": asked.solver.upper(), "threads": asked.threads, "blocks": asked.blocks, "dtype": asked.dtype}
+    what = {
+        "measured": "low-bit from files",
+        "model": "TinyLlama's sizes, 1.1 B weights",
+        "format": "int4, groups of 64",
+    }
+    what |= {
+        "solver": asked.solver.upper(),
+        "threads": asked.threads,
+        "blocks": asked.blocks,
+        "dtype": asked.dtype,
+    }
     what |= {"tokens": f"{asked.samples} x {asked.length}"} if asked.solver == "gptq" else {}
     measured = {
         "peak": (need, "MB"),
@@ -152,11 +208,25 @@ def main() -> None:
         "time per block": (row["seconds_per_block"], "s"),
     }
     figures = {name: Figure(results_rows.rounded(number), unit) for name, (number, unit) in measured.items()}
-    results_rows.append(asked.results, what, figures, ("transformers",), f"load of the machine {row['load']:.1f}")
-    print(f"{asked.solver}, {weights / 1e9:.2f} B weights in {asked.dtype} ({asked.blocks} blocks), {asked.threads} threads")
-    print(f"time {row['seconds']:.0f} s, {row['seconds_per_block']:.1f} s per block; load of the machine {row['load']:.1f}")
-    print(f"memory: before {row['mb_before']:.0f}, peak {row['mb_peak']:.0f}, so quantizing {need:.0f}; result {stored * mb:.0f} MB")
-    print(f"bound: 2 x largest block {2 * largest:.0f} (float32) + statistics {sums:.0f} + hidden states {held:.0f} = {bound:.0f} MB")
+    results_rows.append(
+        asked.results, what, figures, ("transformers",), f"load of the machine {row['load']:.1f}"
+    )
+    print(
+        f"{asked.solver}, {weights / 1e9:.2f} B weights in {asked.dtype} ({asked.blocks} blocks), "
+        f"{asked.threads} threads"
+    )
+    print(
+        f"time {row['seconds']:.0f} s, {row['seconds_per_block']:.1f} s per block; load of the machine "
+        f"{row['load']:.1f}"
+    )
+    print(
+        f"memory: before {row['mb_before']:.0f}, peak {row['mb_peak']:.0f}, so quantizing {need:.0f}; result "
+        f"{stored * mb:.0f} MB"
+    )
+    print(
+        f"bound: 2 x largest block {2 * largest:.0f} (float32) + statistics {sums:.0f} + hidden states "
+        f"{held:.0f} = {bound:.0f} MB"
+    )
 
 
 if __name__ == "__main__":

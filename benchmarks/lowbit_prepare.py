@@ -1,7 +1,9 @@
-"""Writes the models and the data of lowbit.py: `python benchmarks/lowbit_prepare.py --data DIR`. Needs no network.
+"""Writes the models and the data of lowbit.py: `python benchmarks/lowbit_prepare.py --data DIR`.
 
-Calibration and evaluation never share a file of text, nor a generated sequence. Settings: "fast" is 4 k tokens to calibrate and 2 k to
-judge, "long" 4 k and 16 k, "full" 64 k and 16 k.
+Needs no network.
+
+Calibration and evaluation never share a file of text, nor a generated sequence. Settings: "fast" is 4 k
+tokens to calibrate and 2 k to judge, "long" 4 k and 16 k, "full" 64 k and 16 k.
 """
 
 from __future__ import annotations
@@ -25,12 +27,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 #: (calibration sequences, their tokens, evaluation sequences, their tokens)
 SIZES = {"fast": (16, 256, 8, 256), "long": (16, 256, 64, 256), "full": (128, 512, 64, 256)}
 _MASKED = 0.15
-#: Pinned in requirements/common.txt. Not what else is installed: one more package gives other texts, and rows that cannot be compared.
-PACKAGES = {"click", "hypothesis", "ml_dtypes", "numpy", "packaging", "psutil", "pytest", "pytest-timeout", "rich", "ruff", "safetensors"}
+#: Pinned in requirements/common.txt. Not what else is installed: one more package gives other texts, and rows
+#: that cannot be compared.
+PACKAGES = {
+    "click",
+    "hypothesis",
+    "ml_dtypes",
+    "numpy",
+    "packaging",
+    "psutil",
+    "pytest",
+    "pytest-timeout",
+    "rich",
+    "ruff",
+    "safetensors",
+}
 
 
 def smollm2(folder: Path, setting: str) -> None:
-    """Return the model, and English texts: what some packages say about themselves, and Python's documentation."""
+    """Return the model, and English texts.
+
+    What some packages say about themselves, and Python's documentation.
+    """
     import smollm2 as source
 
     source.load_model().save_pretrained(folder)
@@ -55,15 +73,25 @@ def texts() -> list[str]:
     """Long texts, one per file, in a fixed order."""
     found = {}
     for package in map(importlib.metadata.distribution, sorted(PACKAGES)):
-        found[package.name.lower()] = str(package.metadata.get_payload() or package.metadata.get("Description") or "")
+        found[package.name.lower()] = str(
+            package.metadata.get_payload() or package.metadata.get("Description") or ""
+        )
         for file in package.files or ():
             if re.search(r"(LICENSE|COPYING|NOTICE)[^/]*$", file.name) and file.locate().is_file():
-                found[f"{package.name.lower()} {file.name}"] = Path(str(file.locate())).read_text(encoding="utf-8", errors="replace")[:6000]
+                found[f"{package.name.lower()} {file.name}"] = Path(str(file.locate())).read_text(
+                    encoding="utf-8", errors="replace"
+                )[:6000]
     found |= {f"topic {name}": text for name, text in topics.items()}
     seen: set[str] = set()
     kept = []
-    for _, text in sorted(found.items()):  # licences and topics repeat each other: each paragraph is taken once
-        fresh = [p for p in re.split(r"\n\s*\n", text) if (key := " ".join(p.lower().split())) not in seen and not seen.add(key)]  # type: ignore[func-returns-value]
+    for _, text in sorted(
+        found.items()
+    ):  # licences and topics repeat each other: each paragraph is taken once
+        fresh = [
+            p
+            for p in re.split(r"\n\s*\n", text)
+            if (key := " ".join(p.lower().split())) not in seen and not seen.add(key)
+        ]  # type: ignore[func-returns-value]
         kept.append("\n\n".join(fresh))
     return [text for text in kept if len(text) > 1500]
 
@@ -85,25 +113,37 @@ def antiberty(folder: Path, setting: str) -> None:
     source = trained / "AntiBERTy_md_smooth"
     model: Any = BertForMaskedLM(BertConfig.from_json_file(str(source / "config.json")))
     weights = torch.load(source / "pytorch_model.bin", weights_only=True, map_location="cpu")
-    missing, _ = model.load_state_dict(weights, strict=False)  # its heads for species and chain, and a pooler, are left out
+    missing, _ = model.load_state_dict(
+        weights, strict=False
+    )  # its heads for species and chain, and a pooler, are left out
     if missing:
         msg = f"the file lacks {missing}"
         raise SystemExit(msg)
     model.eval().save_pretrained(folder)
     letters = (trained / "vocab.txt").read_text(encoding="utf-8").split()
-    description = str(importlib.metadata.metadata("antiberty").get_payload() or importlib.metadata.metadata("antiberty")["Description"])
+    description = str(
+        importlib.metadata.metadata("antiberty").get_payload()
+        or importlib.metadata.metadata("antiberty")["Description"]
+    )
     found = sorted(set(re.findall(r'"([A-Z]{100,})"', description)))
     batch = 8
-    calibrate, judge = {"fast": (4, 16), "long": (4, 64), "full": (32, 64)}[setting]  # batches of 8 sequences of about 120 residues
+    calibrate, judge = {"fast": (4, 16), "long": (4, 64), "full": (32, 64)}[
+        setting
+    ]  # batches of 8 sequences of about 120 residues
     start = [torch.tensor([[2, *(letters.index(c) for c in s), 3]]).repeat(batch, 1) for s in found]
     random = torch.Generator().manual_seed(0)
-    made = [resampled(model, start[i % len(start)], letters.index("[MASK]"), random) for i in range(calibrate + judge)]
+    made = [
+        resampled(model, start[i % len(start)], letters.index("[MASK]"), random)
+        for i in range(calibrate + judge)
+    ]
     masked = [mask(ids, letters.index("[MASK]"), random) for ids in made]
     write(folder, [{"input_ids": b["input_ids"]} for b in masked[:calibrate]], masked[calibrate:])
 
 
 @torch.no_grad()
-def resampled(model: Any, ids: torch.Tensor, hole: int, random: torch.Generator, rounds: int = 20) -> torch.Tensor:
+def resampled(
+    model: Any, ids: torch.Tensor, hole: int, random: torch.Generator, rounds: int = 20
+) -> torch.Tensor:
     """Sequences after rounds in which a part is masked and drawn from the model's distribution."""
     for _ in range(rounds):
         batch = mask(ids, hole, random)
@@ -132,7 +172,9 @@ def lm(folder: Path, setting: str) -> None:
 
 
 def minilm(folder: Path, setting: str) -> None:
-    """Return the sentence encoder, and paragraphs of Python's documentation cut to 64 tokens; shorter ones are left out.
+    """Return the sentence encoder, and paragraphs of Python's documentation cut to 64 tokens.
+
+    Shorter ones are left out.
 
     Texts are judged 64 at a time: which other one of them is nearest. What is right is fp32's nearest.
     """
@@ -141,7 +183,11 @@ def minilm(folder: Path, setting: str) -> None:
     model: Any = source.load_model()
     model.save_pretrained(folder)
     tokenizer = source.load_tokenizer()
-    ids = [i for text in source.paragraphs() if len(i := tokenizer(text, truncation=True, max_length=64)["input_ids"]) == 64]
+    ids = [
+        i
+        for text in source.paragraphs()
+        if len(i := tokenizer(text, truncation=True, max_length=64)["input_ids"]) == 64
+    ]
     calibrate, judge = (256 if setting == "full" else 64, 256)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[: calibrate + judge]
     found = torch.tensor(ids)[order]
@@ -154,10 +200,19 @@ def minilm(folder: Path, setting: str) -> None:
 def write(folder: Path, calibration: list[Batch], evaluation: list[Batch]) -> None:
     """Return the data file of a subject."""
     parts = (("calibration", calibration), ("evaluation", evaluation))
-    named = {f"{part}.{i}.{k}": v.contiguous() for part, some in parts for i, batch in enumerate(some) for k, v in batch.items()}
+    named = {
+        f"{part}.{i}.{k}": v.contiguous()
+        for part, some in parts
+        for i, batch in enumerate(some)
+        for k, v in batch.items()
+    }
     save_file(named, folder / "data.safetensors")
     judged = sum(int((b["labels"] != IGNORED).sum()) for b in evaluation)
-    print(f"{folder.name}: {sum(next(iter(b.values())).numel() for b in calibration)} tokens calibrate, {judged} are judged", flush=True)
+    print(
+        f"{folder.name}: {sum(next(iter(b.values())).numel() for b in calibration)} tokens calibrate, "
+        f"{judged} are judged",
+        flush=True,
+    )
 
 
 SUBJECTS = {"smollm2": smollm2, "antiberty": antiberty, "lm": lm, "minilm": minilm}
@@ -165,7 +220,9 @@ SUBJECTS = {"smollm2": smollm2, "antiberty": antiberty, "lm": lm, "minilm": mini
 
 def main() -> None:
     """Write what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--setting", choices=list(SIZES), default="fast")
     parser.add_argument("--subject", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))

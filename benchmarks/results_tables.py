@@ -42,15 +42,34 @@ def _engines(*names: str) -> list[Column]:
 _MODEL = {"model": "model"}
 _LINEAR = {"layer": "layer", "group": "group"}
 _BLOCK32 = {"engine": "c int8 block32"}
-_ENGINES = ("c int8", "c int8 block32", "c fp32", "c bf16", "torch int4pack", "bf16 GEMM", "fp32 GEMM", "OpenVINO", "ONNX Runtime")
+_ENGINES = (
+    "c int8",
+    "c int8 block32",
+    "c fp32",
+    "c bf16",
+    "torch int4pack",
+    "bf16 GEMM",
+    "fp32 GEMM",
+    "OpenVINO",
+    "ONNX Runtime",
+)
 
 #: File, and name of the part in the frames → the table.
 TABLES: dict[str, dict[str, Table]] = {
     "speed": {
-        "speed-openvino": Table({"base": OPENVINO, "further": None, "graph": None}, _MODEL, _beside_openvino(), apart=("torch",)),
+        "speed-openvino": Table(
+            {"base": OPENVINO, "further": None, "graph": None}, _MODEL, _beside_openvino(), apart=("torch",)
+        ),
         "speed-further": Table(
             {"base": OPENVINO, "further": True},
-            {**_MODEL, "batch": "batch", "threads": "threads", "run": "run", "biases": "biases", "rounds": "rounds"},
+            {
+                **_MODEL,
+                "batch": "batch",
+                "threads": "threads",
+                "run": "run",
+                "biases": "biases",
+                "rounds": "rounds",
+            },
             [
                 Column("nc-native ms", "latency", 1, {"engine": "nc-native"}),
                 Column("openvino-int8 ms", "latency", 1, {"engine": OPENVINO}),
@@ -164,7 +183,14 @@ TABLES: dict[str, dict[str, Table]] = {
         ),
         "preparation-files": Table(
             {"measured": "low-bit from files"},
-            {**_MODEL, "format": "format", "solver": "solver", "calibration": "tokens", "threads": "threads", "blocks": "blocks"},
+            {
+                **_MODEL,
+                "format": "format",
+                "solver": "solver",
+                "calibration": "tokens",
+                "threads": "threads",
+                "blocks": "blocks",
+            },
             [
                 Column("peak, MB", "peak", 0),
                 Column("bound, MB", "bound", 0),
@@ -276,7 +302,9 @@ TABLES: dict[str, dict[str, Table]] = {
             ],
         ),
         "accuracy-operators": Table(
-            {"measured": "sensitivity"}, {"of": "of", "in int8": "operators"}, [Column("1 - mean cosine, 1e-4", "loss", None)]
+            {"measured": "sensitivity"},
+            {"of": "of", "in int8": "operators"},
+            [Column("1 - mean cosine, 1e-4", "loss", None)],
         ),
     },
     "low-bit-speed": {

@@ -1,4 +1,7 @@
-"""Speed as ratios: every engine in its own process, all processes interleaved in rounds of random order, medians of the rounds' ratios.
+"""Speed as ratios.
+
+Every engine in its own process, all processes interleaved in rounds of random order, medians of the rounds'
+ratios.
 
 python benchmarks/run.py [--models hf-resnet50 bert-base] [--engines eager nc-int8] [--rounds 15]
     [--results results/speed.jsonl]
@@ -30,7 +33,12 @@ class Worker:
     def __init__(self, engine: str, model: str, threads: int, batch: int) -> None:
         command = [sys.executable, str(HERE / "worker.py"), engine, model, str(threads), str(batch)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=HERE,
         )
 
     def ready(self) -> float | None:
@@ -49,8 +57,13 @@ class Worker:
         self.process.wait()
 
 
-def measure_model(model: str, engines: list[str], rounds: int, runs: int, threads: int, batch: int) -> dict[str, dict[str, Figure]]:
-    """Per engine: latency in ms, and speed relative to the first engine of the same round; medians over the rounds."""
+def measure_model(
+    model: str, engines: list[str], rounds: int, runs: int, threads: int, batch: int
+) -> dict[str, dict[str, Figure]]:
+    """Per engine: latency in ms, and speed relative to the first engine of the same round.
+
+    Medians over the rounds.
+    """
     workers: dict[str, Worker] = {}
     try:
         for engine in engines:  # started one after the other: a start-up must not disturb another's
@@ -65,7 +78,9 @@ def measure_model(model: str, engines: list[str], rounds: int, runs: int, thread
         latencies: dict[str, list[float]] = {engine: [] for engine in workers}
         order = random.Random(0)
         for _ in range(rounds):
-            for engine in order.sample(list(workers), len(workers)):  # whoever runs behind a slow engine starts with cold caches
+            for engine in order.sample(
+                list(workers), len(workers)
+            ):  # whoever runs behind a slow engine starts with cold caches
                 latencies[engine].append(workers[engine].measure(runs))
     finally:
         for worker in workers.values():
@@ -74,7 +89,9 @@ def measure_model(model: str, engines: list[str], rounds: int, runs: int, thread
     return {
         engine: {
             "latency": results_rows.median(values, "ms"),
-            "speed": results_rows.median([b / v for b, v in zip(base, values, strict=True)], f"x {engines[0]}"),
+            "speed": results_rows.median(
+                [b / v for b, v in zip(base, values, strict=True)], f"x {engines[0]}"
+            ),
         }
         for engine, values in latencies.items()
     }
@@ -87,7 +104,9 @@ def cell(figures: dict[str, Figure]) -> str:
 
 def main() -> None:
     """Measure, print a Markdown table, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(NAMES))
     parser.add_argument("--engines", nargs="+", default=list(DEFAULT), choices=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=15)
@@ -97,15 +116,22 @@ def main() -> None:
     results_rows.add_option(parser)
     options = parser.parse_args()
     lines = [
-        f"{options.threads} threads, batch {options.batch}, {options.rounds} interleaved rounds of {options.runs} calls; speed relative to "
-        f"{options.engines[0]} (median latency in ms)",
+        f"{options.threads} threads, batch {options.batch}, {options.rounds} interleaved rounds of "
+        f"{options.runs} calls; speed relative to {options.engines[0]} (median latency in ms)",
         "",
         "| model | " + " | ".join(options.engines) + " |",
         "|---" * (len(options.engines) + 1) + "|",
     ]
     for model in options.models:
-        results = measure_model(model, options.engines, options.rounds, options.runs, options.threads, options.batch)
-        conditions = {"batch": options.batch, "threads": options.threads, "rounds": options.rounds, "calls": options.runs}
+        results = measure_model(
+            model, options.engines, options.rounds, options.runs, options.threads, options.batch
+        )
+        conditions = {
+            "batch": options.batch,
+            "threads": options.threads,
+            "rounds": options.rounds,
+            "calls": options.runs,
+        }
         for engine, figures in results.items():
             what = {"model": model, "engine": engine, "base": options.engines[0], **conditions}
             results_rows.append(options.results, what, figures, PACKAGES)

@@ -1,12 +1,17 @@
-"""What a server sees: calls per second of several threads with one core each, and what the first call with new sizes costs.
+"""What a server sees.
 
-    .venv-native/bin/python benchmarks/serving.py [--models minilm hf-resnet50] [--threads 2] [--results results/serving.jsonl]
+Calls per second of several threads with one core each, and what the first call with new sizes costs.
 
-* New sizes: ms of the first and of the second call with sizes that the model was not called with, beyond the fastest of five later ones.
-  Before, what is in memory is taken from Python's garbage collector (`gc.freeze`), as servers do: a full collection takes 0.3 s in a
-  process with a float model, the quantized one and transformers, and would fall into one call or another.
-* Throughput: all threads call one model, each with one core. In each round one thread and all of them take turns; the number is the
-  median of the rounds' ratios. The row `matrix product` is torch's, of 1024 x 1024 in fp32: what the machine itself gives.
+    .venv-native/bin/python benchmarks/serving.py [--models minilm hf-resnet50] [--threads 2] [--results
+    results/serving.jsonl]
+
+* New sizes: ms of the first and of the second call with sizes that the model was not called with, beyond the
+  fastest of five later ones. Before, what is in memory is taken from Python's garbage collector
+  (`gc.freeze`), as servers do: a full collection takes 0.3 s in a process with a float model, the quantized
+  one and transformers, and would fall into one call or another.
+* Throughput: all threads call one model, each with one core. In each round one thread and all of them take
+  turns; the number is the median of the rounds' ratios. The row `matrix product` is torch's, of 1024 x 1024
+  in fp32: what the machine itself gives.
 """
 
 from __future__ import annotations
@@ -68,7 +73,10 @@ def calls_per_second(run: Callable[[], Any], threads: int, seconds: float) -> fl
 
 def throughput(run: Callable[[], Any], options: argparse.Namespace) -> dict[str, Figure]:
     """Return calls per second of one thread and of all, and the ratio."""
-    rounds = [[calls_per_second(run, n, options.seconds) for n in (1, options.threads)] for _ in range(options.rounds)]
+    rounds = [
+        [calls_per_second(run, n, options.seconds) for n in (1, options.threads)]
+        for _ in range(options.rounds)
+    ]
     one, several = zip(*rounds, strict=True)
     return {
         "one thread": results_rows.median(one, "calls/s"),
@@ -80,7 +88,10 @@ def throughput(run: Callable[[], Any], options: argparse.Namespace) -> dict[str,
 def other_sizes(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """Return inputs of sizes that are new to a model: images of other heights, texts of other lengths."""
     if "input_ids" in inputs:
-        return {str(n): {key: torch.ones(1, n, dtype=value.dtype) for key, value in inputs.items()} for n in NEW_LENGTHS}
+        return {
+            str(n): {key: torch.ones(1, n, dtype=value.dtype) for key, value in inputs.items()}
+            for n in NEW_LENGTHS
+        }
     ((key, image),) = inputs.items()
     return {f"{n} x 224": {key: torch.randn(*image.shape[:2], n, 224)} for n in NEW_IMAGES}
 
@@ -105,7 +116,9 @@ def new_sizes(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Figure]:
 
 def main() -> None:
     """Print two Markdown tables, and append rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["minilm", "bert-base", "hf-resnet50"])
     parser.add_argument("--backend", default="native")
     parser.add_argument("--threads", type=int, default=2, help="one core each")
@@ -135,7 +148,12 @@ def main() -> None:
     for name, run in runs.items():
         figures = throughput(run, options)
         print(f"| {name} | {' | '.join(str(figure.value) for figure in figures.values())} |", flush=True)
-        what = {"measured": "throughput", "model": name, "backend": options.backend, "threads": options.threads}
+        what = {
+            "measured": "throughput",
+            "model": name,
+            "backend": options.backend,
+            "threads": options.threads,
+        }
         results_rows.append(options.results, {**what, "rounds": options.rounds}, figures, ("transformers",))
 
 

@@ -10,7 +10,7 @@ import torch
 Inputs = Callable[[int], Any]  # batch size → what `example_inputs` takes
 
 
-class NotBuilt(Exception):  # noqa: N818 - a finding, not an error
+class NotBuilt(Exception):  # a finding, not an error
     """The sweep could not make the model small, or could not call it; says why."""
 
 
@@ -20,10 +20,11 @@ def images(size: int, channels: int = 3) -> Inputs:
 
 
 def settled(model: torch.nn.Module) -> torch.nn.Module:
-    """Eval mode, statistics and weights of batch norms as after training, and no parameter that hides the layers behind it.
+    """Eval mode, statistics and weights of batch norms as after training, and no parameter that hides the
+    layers behind it.
 
-    Layer scales begin at 1e-6 and last projections of residual branches at zero: with those, a model is hardly more than its skip
-    connections, and its output would say nothing about its int8 operators.
+    Layer scales begin at 1e-6 and last projections of residual branches at zero: with those, a model is
+    hardly more than its skip connections, and its output would say nothing about its int8 operators.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -39,9 +40,13 @@ def settled(model: torch.nn.Module) -> torch.nn.Module:
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
     if not parameter.is_floating_point() or not parameter.numel():
         return
-    if not torch.isfinite(parameter).all() or (parameter.dim() >= 2 and not parameter.any()):  # torch.empty, or zeros
+    if not torch.isfinite(parameter).all() or (
+        parameter.dim() >= 2 and not parameter.any()
+    ):  # torch.empty, or zeros
         parameter.normal_(0, 0.02, generator=generator)
-    elif name.endswith("weight") and parameter.dim() == 1 and not parameter.any():  # zero_init_last of residual branches
+    elif (
+        name.endswith("weight") and parameter.dim() == 1 and not parameter.any()
+    ):  # zero_init_last of residual branches
         parameter.fill_(0.5)
     elif 0 < parameter.abs().max() < 1e-3:  # layer scales, and heads that begin near zero
         parameter.mul_(0.1 / parameter.abs().max())

@@ -1,7 +1,10 @@
-"""What the sweep runs: architectures of torchvision, timm and transformers, one entry each, and how torchvision's and timm's are built.
+"""What the sweep runs.
 
-An entry is a name "source:family:model". `entries` lists them without building anything; `build` gives the model with random weights
-and a function that makes inputs of any batch size.
+Architectures of torchvision, timm and transformers, one entry each, and how torchvision's and timm's are
+built.
+
+An entry is a name "source:family:model". `entries` lists them without building anything; `build` gives the
+model with random weights and a function that makes inputs of any batch size.
 """
 
 from __future__ import annotations
@@ -238,14 +241,22 @@ def _torchvision(entry: Entry) -> tuple[torch.nn.Module, Inputs, str]:
     if entry.family in _VIDEO:
         frames, size = _VIDEO[entry.family]
         model = torchvision.models.get_model(entry.model, weights=None)
-        return settled(model), lambda batch: torch.randn(batch, 3, frames, size, size), f"{frames} frames of {size} pixels"
+        return (
+            settled(model),
+            lambda batch: torch.randn(batch, 3, frames, size, size),
+            f"{frames} frames of {size} pixels",
+        )
     options: dict[str, Any] = {"image_size": 64} if entry.family == "vit" else {}
     if entry.family in ("deeplabv3", "fcn", "lraspp"):
         options["weights_backbone"] = None
     if entry.family in ("googlenet", "inception"):
         options["init_weights"] = True
     size = _IMAGE.get(entry.family, 64)
-    return settled(torchvision.models.get_model(entry.model, weights=None, **options)), images(size), f"{size} pixels"
+    return (
+        settled(torchvision.models.get_model(entry.model, weights=None, **options)),
+        images(size),
+        f"{size} pixels",
+    )
 
 
 def _timm(name: str) -> tuple[torch.nn.Module, Inputs, str]:
@@ -260,7 +271,7 @@ def _timm(name: str) -> tuple[torch.nn.Module, Inputs, str]:
                 make = images(size, timm.get_pretrained_cfg(name).input_size[0])
                 with torch.no_grad():
                     model(make(2))
-            except Exception as error:  # noqa: BLE001 - each model says in its own way that the size does not fit
+            except Exception as error:  # each model says in its own way that the size does not fit
                 reason = f"{type(error).__name__}: {error}"
                 continue
             return model, make, f"{size} pixels"

@@ -28,9 +28,14 @@ def run(entry: Entry, backend: str) -> dict[str, Any]:
         row.update(status="ok", stage="done")
     except NotBuilt as error:
         row.update(status="not built", reason=str(error))
-    except Exception as error:  # noqa: BLE001 - every failure is a row
+    except Exception as error:  # every failure is a row
         status = "not built" if row["stage"] == "build" else "failed"
-        row.update(status=status, error=type(error).__name__, typed=isinstance(error, NCError), reason=str(error)[:2000])
+        row.update(
+            status=status,
+            error=type(error).__name__,
+            typed=isinstance(error, NCError),
+            reason=str(error)[:2000],
+        )
         row["cause"] = _origin(error)
     row["seconds"] = round(time.perf_counter() - began, 1)
     return row
@@ -62,7 +67,10 @@ def _steps(entry: Entry, backend: str, row: dict[str, Any]) -> None:
         except nc.errors.CaptureError as error:
             if "use_cache=False" not in str(error):
                 raise
-            make, row["size"] = _without_cache(make), f"{row['size']}, use_cache=False"  # what the error advises
+            make, row["size"] = (
+                _without_cache(make),
+                f"{row['size']}, use_cache=False",
+            )  # what the error advises
             example = _made(make, 0, BATCH)
             prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=example, backend=backend)
     row["captured"] = True
@@ -83,10 +91,12 @@ def _steps(entry: Entry, backend: str, row: dict[str, Any]) -> None:
     _other_batch(model, quantized, _made(make, 7, OTHER_BATCH), row)
 
 
-def _other_batch(model: torch.nn.Module, quantized: nc.api.quantized.QuantizedModel, inputs: Any, row: dict[str, Any]) -> None:
+def _other_batch(
+    model: torch.nn.Module, quantized: nc.api.quantized.QuantizedModel, inputs: Any, row: dict[str, Any]
+) -> None:
     try:
         expected = _floats(call(model, inputs))
-    except Exception:  # noqa: BLE001 - nothing to compare with
+    except Exception:  # nothing to compare with
         row["other"] = "the fp32 model does not take it"
         return
     try:
@@ -96,12 +106,18 @@ def _other_batch(model: torch.nn.Module, quantized: nc.api.quantized.QuantizedMo
         row["other"] = f"fixed: {str(error)[:200]}"
 
 
-def _compared(expected: list[torch.Tensor], quantized: nc.api.quantized.QuantizedModel, inputs: Any, suffix: str) -> dict[str, Any]:
+def _compared(
+    expected: list[torch.Tensor], quantized: nc.api.quantized.QuantizedModel, inputs: Any, suffix: str
+) -> dict[str, Any]:
     """SQNR of the engine against fp32, and against the reference; in dB, of the worst output."""
     got, reference = _floats(call(quantized, inputs)), _floats(call(quantized.reference, inputs))
     if [t.shape for t in got] != [t.shape for t in expected]:
         shapes = f"{[list(t.shape) for t in expected]} became {[list(t.shape) for t in got]}"
-        return {f"sqnr_db{suffix}": None, f"reference_db{suffix}": _worst(reference, got), f"shapes{suffix}": shapes[:300]}
+        return {
+            f"sqnr_db{suffix}": None,
+            f"reference_db{suffix}": _worst(reference, got),
+            f"shapes{suffix}": shapes[:300],
+        }
     return {f"sqnr_db{suffix}": _worst(expected, got), f"reference_db{suffix}": _worst(reference, got)}
 
 

@@ -1,7 +1,9 @@
-"""Models of transformers' auto-model tables, made small from their configurations alone, and inputs that their `forward` accepts.
+"""Models of transformers' auto-model tables, made small from their configurations alone, and inputs that
+their `forward` accepts.
 
-Nothing here knows a single architecture: sizes are found by the names of the configuration's attributes, inputs by the names of
-`forward`'s parameters. A model that none of the ways fits raises `NotBuilt` with the reason of the first way.
+Nothing here knows a single architecture: sizes are found by the names of the configuration's attributes,
+inputs by the names of `forward`'s parameters. A model that none of the ways fits raises `NotBuilt` with the
+reason of the first way.
 """
 
 from __future__ import annotations
@@ -19,18 +21,28 @@ from sweep_building import Inputs, NotBuilt, settled
 MOST_PARAMETERS = 120_000_000
 SEQUENCE, VOCABULARY, IMAGE = 16, 128, 64
 
-#: Attribute names → what they are set to where they are larger. The first pattern that matches the whole name counts.
+#: Attribute names → what they are set to where they are larger. The first pattern that matches the whole name
+#: counts.
 SIZES = (
     (r"(\w+_)?vocab_size(_\w+)?|num_embeddings", VOCABULARY),
-    (r"(num_(hidden_|encoder_|decoder_|local_|text_|vision_|transformer_)?layers|n_layers?|depth|(encoder|decoder|vision|text)_layers)", 2),
+    (
+        r"(num_(hidden_|encoder_|decoder_|local_|text_|vision_|transformer_)?layers|n_layers?|depth|(encoder|decoder|vision|text)_layers)",
+        2,
+    ),
     (r"num_hidden_groups", 1),
     (r"num_key_value_heads|num_kv_heads|n_head_kv", 2),
     (r"(\w+_)?(attention_heads|num_heads)|num_attention_heads|n_heads?|heads|num_heads", 4),
     (r"head_dim|d_kv|qk_nope_head_dim|v_head_dim|kv_channels|(attention_)?head_size", 16),
     (r"qk_rope_head_dim|rotary_dim", 8),
     (r"(q|kv|o)_lora_rank", 32),
-    (r"hidden_size|d_model|n_embd|(encoder_|decoder_)?(embed|hidden)_dim|dim|embedding_size|word_embed_proj_dim|n_embed", 64),
-    (r"(\w+_)?intermediate_size|(encoder_|decoder_)?ffn_dim|d_ff|n_inner|(\w+_)?ffn_hidden_size|hidden_dim|mlp_dim|ff_dim", 128),
+    (
+        r"hidden_size|d_model|n_embd|(encoder_|decoder_)?(embed|hidden)_dim|dim|embedding_size|word_embed_proj_dim|n_embed",
+        64,
+    ),
+    (
+        r"(\w+_)?intermediate_size|(encoder_|decoder_)?ffn_dim|d_ff|n_inner|(\w+_)?ffn_hidden_size|hidden_dim|mlp_dim|ff_dim",
+        128,
+    ),
     (r"(num|n)_(local_|routed_)?experts|moe_num_experts", 4),
     (r"num_experts_per_tok|moe_topk|top_k|num_experts_per_token", 2),
     (r"n_group|topk_group|first_k_dense_replace|n_shared_experts|num_shared_experts", 1),
@@ -42,7 +54,9 @@ SIZES = (
 #: What a configuration leaves open and its model needs.
 MISSING = {"vocab_size": VOCABULARY, "num_experts_per_tok": 2, "prediction_length": 8, "pad_token_id": 1}
 #: The same for lists of one number per stage.
-DEPTHS = re.compile(r"depths|layers|num_blocks|block_depths|decoder_depths|layer_depths|stage_num_blocks|encoder_block_nums")
+DEPTHS = re.compile(
+    r"depths|layers|num_blocks|block_depths|decoder_depths|layer_depths|stage_num_blocks|encoder_block_nums"
+)
 
 
 def base_models() -> list[tuple[str, str]]:
@@ -57,10 +71,12 @@ def task_models() -> list[tuple[str, str]]:
     from transformers.models.auto import modeling_auto as auto
 
     wanted = (
-        "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "OBJECT_DETECTION",
-        "DEPTH_ESTIMATION", "UNIVERSAL_SEGMENTATION", "AUDIO_CLASSIFICATION", "CTC", "SPEECH_SEQ_2_SEQ", "VIDEO_CLASSIFICATION",
-        "IMAGE_TO_IMAGE", "KEYPOINT_DETECTION", "POSE_ESTIMATION", "BACKBONE", "TEXT_TO_SPECTROGRAM", "TIME_SERIES_PREDICTION",
-        "TIME_SERIES_CLASSIFICATION", "ZERO_SHOT_OBJECT_DETECTION", "IMAGE_TEXT_TO_TEXT", "TEXT_RECOGNITION", "INSTANCE_SEGMENTATION",
+        "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION",
+        "SEMANTIC_SEGMENTATION", "OBJECT_DETECTION", "DEPTH_ESTIMATION", "UNIVERSAL_SEGMENTATION",
+        "AUDIO_CLASSIFICATION", "CTC", "SPEECH_SEQ_2_SEQ", "VIDEO_CLASSIFICATION", "IMAGE_TO_IMAGE",
+        "KEYPOINT_DETECTION", "POSE_ESTIMATION", "BACKBONE", "TEXT_TO_SPECTROGRAM",
+        "TIME_SERIES_PREDICTION", "TIME_SERIES_CLASSIFICATION", "ZERO_SHOT_OBJECT_DETECTION",
+        "IMAGE_TEXT_TO_TEXT", "TEXT_RECOGNITION", "INSTANCE_SEGMENTATION",
     )  # fmt: skip
     base = {name for _, name in base_models()}
     return _distinct([getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in wanted], base)
@@ -92,13 +108,15 @@ def build(class_name: str, family: str) -> tuple[torch.nn.Module, Inputs, str]:
         try:
             config = make_config()
             model = _model(model_class, config)
-        except Exception as error:  # noqa: BLE001 - configurations and constructors check sizes in many ways
+        except Exception as error:  # configurations and constructors check sizes in many ways
             reasons.append(f"{way}: {type(error).__name__}: {error}")
             continue
         make = _inputs(model, config, reasons, way)
         if make is not None:
             return model, make, way
-    raise NotBuilt(" | ".join(reason[:160] for reason in list(dict.fromkeys(reasons))[:4]) or "no configuration")
+    raise NotBuilt(
+        " | ".join(reason[:160] for reason in list(dict.fromkeys(reasons))[:4]) or "no configuration"
+    )
 
 
 def _configs(family: str, model_class: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -107,7 +125,10 @@ def _configs(family: str, model_class: Any) -> Iterator[tuple[str, Callable[[], 
     own = getattr(model_class, "config_class", None)
     config_class = CONFIG_MAPPING[family] if family in CONFIG_MAPPING_NAMES else own
     yield "small", lambda: _constructed(config_class, _wanted(config_class(), layers_only=False))
-    yield "small, four layers", lambda: _constructed(config_class, _wanted(config_class(), layers_only=False, layers=4))
+    yield (
+        "small, four layers",
+        lambda: _constructed(config_class, _wanted(config_class(), layers_only=False, layers=4)),
+    )
     yield "small, set afterwards", lambda: _assigned(config_class())
     yield "few layers", lambda: _constructed(config_class, _wanted(config_class(), layers_only=True))
     yield "as it comes", config_class
@@ -127,7 +148,11 @@ def _wanted(config: Any, layers_only: bool, layers: int = 2) -> dict[str, Any]:
     """Attributes that change, with nested configurations as dicts."""
     values = config.to_dict()
     changed: dict[str, Any] = {}
-    small = _size("vocab_size", values["vocab_size"], layers_only, layers) if isinstance(values.get("vocab_size"), int) else 10**9
+    small = (
+        _size("vocab_size", values["vocab_size"], layers_only, layers)
+        if isinstance(values.get("vocab_size"), int)
+        else 10**9
+    )
     for name, value in values.items():
         if hasattr(getattr(config, name, None), "to_dict"):
             nested = getattr(config, name)
@@ -137,18 +162,33 @@ def _wanted(config: Any, layers_only: bool, layers: int = 2) -> dict[str, Any]:
         elif isinstance(value, bool):
             continue
         elif isinstance(value, int):
-            size = _token(value, small) if name.endswith(("_token_id", "_token_index")) else _size(name, value, layers_only, layers)
+            size = (
+                _token(value, small)
+                if name.endswith(("_token_id", "_token_index"))
+                else _size(name, value, layers_only, layers)
+            )
             if size != value:
                 changed[name] = size
-        elif isinstance(value, (list, tuple)) and value and DEPTHS.fullmatch(name) and all(type(v) is int for v in value):
+        elif (
+            isinstance(value, (list, tuple))
+            and value
+            and DEPTHS.fullmatch(name)
+            and all(type(v) is int for v in value)
+        ):
             changed[name] = [min(v, 1) for v in value]
-    if values.get("num_key_value_heads") == values.get("num_attention_heads") and "num_attention_heads" in changed:
+    if (
+        values.get("num_key_value_heads") == values.get("num_attention_heads")
+        and "num_attention_heads" in changed
+    ):
         changed["num_key_value_heads"] = changed["num_attention_heads"]
     return changed
 
 
 def _token(value: int, vocabulary: int) -> int:
-    """Move special tokens to the end of a vocabulary that became smaller; they stay different from each other."""
+    """Move special tokens to the end of a vocabulary that became smaller.
+
+    They stay different from each other.
+    """
     return value if value < vocabulary else vocabulary - 1 - value % 8
 
 
@@ -188,10 +228,16 @@ def _inputs(model: torch.nn.Module, config: Any, reasons: list[str], way: str) -
         try:
             with torch.no_grad():
                 outputs = model(**make(2))
-        except Exception as error:  # noqa: BLE001 - models refuse inputs in many ways
+        except Exception as error:  # models refuse inputs in many ways
             reasons.append(f"{way}: {type(error).__name__}: {error}")
             continue
-        values = outputs.values() if hasattr(outputs, "values") else outputs if isinstance(outputs, tuple) else (outputs,)
+        values = (
+            outputs.values()
+            if hasattr(outputs, "values")
+            else outputs
+            if isinstance(outputs, tuple)
+            else (outputs,)
+        )
         if any(torch.isnan(t).any() for t in values if isinstance(t, torch.Tensor)):
             reasons.append(f"{way}: NaN with random weights")
             continue
@@ -202,10 +248,18 @@ def _inputs(model: torch.nn.Module, config: Any, reasons: list[str], way: str) -
 def _candidates(model: torch.nn.Module, config: Any) -> Iterator[Inputs]:
     """Return sets of inputs, the model's main input first."""
     parameters = inspect.signature(model.forward).parameters
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [
+        n
+        for n, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     main = [model.main_input_name] if model.main_input_name in parameters else []
     text = ["input_ids", "attention_mask"]
-    pictures = [n for n in ("pixel_values", "pixel_values_videos", "input_features", "input_values") if n in parameters]
+    pictures = [
+        n
+        for n in ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+        if n in parameters
+    ]
     sets = [
         [*required, *main, *pictures[:1], *text],
         [*required, *main, "attention_mask"],
@@ -233,12 +287,23 @@ def _candidates(model: torch.nn.Module, config: Any) -> Iterator[Inputs]:
 
 def _variants(names: frozenset[str], config: Any) -> Iterator[Inputs]:
     """Return the shapes that the inputs of these names may have."""
-    for size in dict.fromkeys((_image_size(config), IMAGE, 224)) if any(n.startswith("pixel") for n in names) else (0,):
-        for form in range(3 if names & {"pixel_values", "input_features", "input_values", "pixel_values_videos", "past_values"} else 1):
+    for size in (
+        dict.fromkeys((_image_size(config), IMAGE, 224))
+        if any(n.startswith("pixel") for n in names)
+        else (0,)
+    ):
+        for form in range(
+            3
+            if names
+            & {"pixel_values", "input_features", "input_values", "pixel_values_videos", "past_values"}
+            else 1
+        ):
 
             def make(batch: int, size: int = size, form: int = form) -> dict[str, torch.Tensor]:
                 made = {name: _tensor(name, batch, config, size, form) for name in sorted(names)}
-                if "attention_mask" in names and "input_features" in names and "input_ids" not in names:  # a mask over frames
+                if (
+                    "attention_mask" in names and "input_features" in names and "input_ids" not in names
+                ):  # a mask over frames
                     frames = made["input_features"].shape[-1 if form == 0 else -2]
                     made["attention_mask"] = torch.ones(batch, frames, dtype=torch.long)
                 return made
@@ -257,7 +322,13 @@ def _find(config: Any, *names: str) -> Any:
 
 def _image_size(config: Any) -> int:
     size = _find(config, "image_size", "img_size", "input_size")
-    size = max(size) if isinstance(size, (list, tuple)) else max(size.values()) if isinstance(size, dict) else size
+    size = (
+        max(size)
+        if isinstance(size, (list, tuple))
+        else max(size.values())
+        if isinstance(size, dict)
+        else size
+    )
     return size if isinstance(size, int) and 16 <= size <= 256 else IMAGE
 
 
@@ -265,22 +336,43 @@ def _tensor(name: str, batch: int, config: Any, size: int, form: int) -> torch.T
     channels = _find(config, "num_channels", "in_channels", "in_chans") or 3
     channels = channels if isinstance(channels, int) else 3
     mels = (
-        _find(config, "feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_dim") or 80
+        _find(
+            config,
+            "feature_projection_input_dim",
+            "num_mel_bins",
+            "input_feat_per_channel",
+            "feature_size",
+            "n_mels",
+            "input_dim",
+        )
+        or 80
     )
     frames = _find(config, "num_frames", "frames_per_clip") or 4
     length = _find(config, "max_source_positions") or 40
     match name:
         case "pixel_values" | "pixel_values_videos":
-            shapes = ((batch, channels, size, size), (batch, frames, channels, size, size), (batch, 1, channels, size, size))
+            shapes = (
+                (batch, channels, size, size),
+                (batch, frames, channels, size, size),
+                (batch, 1, channels, size, size),
+            )
             return torch.randn(shapes[form])
         case "input_features":
-            return torch.randn(((batch, mels, 2 * length), (batch, 2 * length, mels), (batch, 1, 2 * length, mels))[form])
+            return torch.randn(
+                ((batch, mels, 2 * length), (batch, 2 * length, mels), (batch, 1, 2 * length, mels))[form]
+            )
         case "input_values" | "audio_values":
-            return torch.randn(((batch, 4000), (batch, _find(config, "max_length") or 64, mels), (batch, 1, 4000))[form])
+            return torch.randn(
+                ((batch, 4000), (batch, _find(config, "max_length") or 64, mels), (batch, 1, 4000))[form]
+            )
         case "past_values" | "series":
             context = _find(config, "context_length", "prompt_length") or 32
             return torch.randn(
-                ((batch, context, _find(config, "num_input_channels", "input_size") or 1), (batch, context), (batch, 64))[form]
+                (
+                    (batch, context, _find(config, "num_input_channels", "input_size") or 1),
+                    (batch, context),
+                    (batch, 64),
+                )[form]
             )
         case "attention_mask" | "decoder_attention_mask":
             return torch.ones(batch, SEQUENCE, dtype=torch.long)

@@ -31,10 +31,18 @@ def stored(entry: Entry, backend: str, found: Found) -> tuple[dict[str, Any], di
     """Return `what`, the figures and the note of a row of results/architectures.jsonl."""
     why = found.get("reason", "") if found["status"] == "not built" else problem(found)
     status = "not built" if found["status"] == "not built" else "failed" if why else "went through"
-    what = {"source": entry.source, "family": entry.family, "model": entry.model, "backend": backend, "status": status}
+    what = {
+        "source": entry.source,
+        "family": entry.family,
+        "model": entry.model,
+        "backend": backend,
+        "status": status,
+    }
     what |= {key: found[key] for key in SAID if key in found}
     what |= {"other batch": found["other"].split(":")[0]} if "other" in found else {}
-    figures = {name: Figure(found[key], unit) for name, (unit, key) in FIGURES.items() if found.get(key) is not None}
+    figures = {
+        name: Figure(found[key], unit) for name, (unit, key) in FIGURES.items() if found.get(key) is not None
+    }
     return what, figures, why
 
 
@@ -47,7 +55,9 @@ def problem(found: Found) -> str:
     for suffix in ("", "_other"):
         engine, quantized = found.get(f"reference_db{suffix}"), found.get(f"sqnr_db{suffix}")
         if engine is not None and engine < max(FLOOR_DB, min(TOLERANCE_DB, (quantized or 0.0) - CHANCE_DB)):
-            return f"the engine is {engine:.0f} dB from its reference" + (" at another batch size" if suffix else "")
+            return f"the engine is {engine:.0f} dB from its reference" + (
+                " at another batch size" if suffix else ""
+            )
     return ""
 
 

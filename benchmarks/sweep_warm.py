@@ -1,4 +1,7 @@
-"""Imported once, before the processes of single architectures are forked: what the first quantization imports is there for all of them."""
+"""Imported once, before the processes of single architectures are forked.
+
+What the first quantization imports is there for all of them.
+"""
 
 from __future__ import annotations
 

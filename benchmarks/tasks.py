@@ -1,11 +1,16 @@
-"""Three tasks to judge accuracy on: a fp32 model, data to calibrate on, other data to evaluate on, and what counts as good.
+"""Three tasks to judge accuracy on.
+
+A fp32 model, data to calibrate on, other data to evaluate on, and what counts as good.
 
 * `minilm`: the sentence encoder and the protocol of examples/minilm.py.
-* `digits`: a convolutional network trained here on scikit-learn's digits, scans of handwriting; a third is held out.
-* `lm`: a byte-level transformer trained here on Python's own documentation, in about two minutes; a tenth is held out.
+* `digits`: a convolutional network trained here on scikit-learn's digits, scans of handwriting; a third is
+  held out.
+* `lm`: a byte-level transformer trained here on Python's own documentation, in about two minutes; a tenth is
+  held out.
 
-Needs torch, safetensors and transformers only, so that the environment of peers.py can import it too. With a folder, what was trained
-and the data are kept there as safetensors, and read from there the next time: all environments then judge the same weights.
+Needs torch, safetensors and transformers only, so that the environment of peers.py can import it too. With a
+folder, what was trained and the data are kept there as safetensors, and read from there the next time: all
+environments then judge the same weights.
 """
 
 from __future__ import annotations
@@ -59,7 +64,11 @@ class Task(abc.ABC):
         if files and all(file.exists() for file in files):
             self.model.load_state_dict(load_file(files[0]))
             data = load_file(files[1])
-            self.labels, self.calibration, self.evaluation = data.pop("labels"), _batches(data, "calibration"), _batches(data, "evaluation")
+            self.labels, self.calibration, self.evaluation = (
+                data.pop("labels"),
+                _batches(data, "calibration"),
+                _batches(data, "evaluation"),
+            )
         else:
             self.make()
             if files:
@@ -98,7 +107,9 @@ class Task(abc.ABC):
     def row(self, fp32: torch.Tensor, got: torch.Tensor) -> dict[str, Figure]:
         """`judge`, and the noise in dB."""
         noise = (fp32 - got).double().square().sum().item()
-        sqnr: Value = round(10 * math.log10(fp32.double().square().sum().item() / noise), 1) if noise else "inf"
+        sqnr: Value = (
+            round(10 * math.log10(fp32.double().square().sum().item() / noise), 1) if noise else "inf"
+        )
         judged = zip(self.figures.items(), self.judge(fp32, got), strict=True)
         found = {name: Figure(round(number, digits), unit) for (name, (unit, digits)), number in judged}
         return {**found, "SQNR": Figure(sqnr, "dB")}
@@ -108,7 +119,11 @@ class MiniLM(Task):
     """Sentence embeddings against the fp32 model's own."""
 
     name = "minilm"
-    figures: ClassVar = {"mean cosine": ("cosine", 5), "worst cosine": ("cosine", 4), "same neighbour": ("%", 1)}
+    figures: ClassVar = {
+        "mean cosine": ("cosine", 5),
+        "worst cosine": ("cosine", 4),
+        "same neighbour": ("%", 1),
+    }
     free = (0, 1)
 
     def architecture(self) -> nn.Module:
@@ -118,11 +133,15 @@ class MiniLM(Task):
     def make(self) -> None:
         """Tokenize."""
         tokenizer = minilm.load_tokenizer()
-        self.calibration, self.evaluation = ([dict(b) for b in minilm.batches(texts, tokenizer)] for texts in minilm.split())
+        self.calibration, self.evaluation = (
+            [dict(b) for b in minilm.batches(texts, tokenizer)] for texts in minilm.split()
+        )
 
     def read(self, output: Any, batch: Batch) -> torch.Tensor:
         """One unit vector per text."""
-        hidden = output if isinstance(output, torch.Tensor) else output["last_hidden_state"]  # engines differ in what they return
+        hidden = (
+            output if isinstance(output, torch.Tensor) else output["last_hidden_state"]
+        )  # engines differ in what they return
         return minilm.embed(lambda **_: types.SimpleNamespace(last_hidden_state=hidden), [batch])
 
     def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
@@ -154,17 +173,31 @@ class Digits(Task):
     def architecture(self) -> nn.Module:
         """Return a residual network of 5 convolutions and a classifier."""
         stem = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
-        return nn.Sequential(stem, Block(32), nn.MaxPool2d(2), Block(32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+        return nn.Sequential(
+            stem,
+            Block(32),
+            nn.MaxPool2d(2),
+            Block(32),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+        )
 
     def make(self) -> None:
         """Train for 12 epochs: seconds."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            msg = "the digits come with scikit-learn: pip install scikit-learn (or pip install 'nc-quant[bench]')"
+            msg = (
+                "the digits come with scikit-learn: pip install scikit-learn (or pip install "
+                "'nc-quant[bench]')"
+            )
             raise LookupError(msg) from error
         data = load_digits()
-        images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+        images, labels = (
+            torch.tensor(data.images, dtype=torch.float32)[:, None] / 16,
+            torch.tensor(data.target),
+        )
         order = torch.randperm(len(images))
         kept, held = order[self.held_out :], order[: self.held_out]
         epochs = [kept[torch.randperm(len(kept))] for _ in range(12)]
@@ -196,7 +229,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same shape: [batch, positions, width]."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -234,15 +269,20 @@ class LanguageModel(Task):
 
     def make(self) -> None:
         """Train."""
-        # paragraphs, each once and in random order: topics repeat each other, and what is held out must be new
-        found = sorted({p.strip("\n") for topic in topics.values() for p in re.split(r"\n\s*\n", topic) if p.strip()})
+        # paragraphs, each once and in random order: topics repeat each other, and what is held out must be
+        # new
+        found = sorted(
+            {p.strip("\n") for topic in topics.values() for p in re.split(r"\n\s*\n", topic) if p.strip()}
+        )
         text = "\n\n".join(found[i] for i in torch.randperm(len(found)))
         data = torch.tensor(list(text.encode()))
         cut = len(data) * 9 // 10
         starts = torch.randint(cut - self.positions - 1, (self.train_steps, 16, 1))
         pieces = (data[s + torch.arange(self.positions + 1)] for s in starts)
         _train(self.model, [({"tokens": p[:, :-1]}, p[:, 1:]) for p in pieces], rate=4e-3)
-        self.calibration = [{"tokens": t} for t in data[: 64 * self.positions].view(-1, self.positions).split(16)]
+        self.calibration = [
+            {"tokens": t} for t in data[: 64 * self.positions].view(-1, self.positions).split(16)
+        ]
         held = data[cut:]
         held = held[: len(held) // self.positions * self.positions].view(-1, self.positions)
         self.evaluation = [{"tokens": t} for t in held[:256].split(32)]
@@ -294,7 +334,9 @@ def fp32(task: Task) -> Result:
     return task.model, f"{size / 1e6:.1f}", "-"
 
 
-def compare(task: Task, candidates: Mapping[str, Candidate], results: Path | None, packages: Sequence[str]) -> None:
+def compare(
+    task: Task, candidates: Mapping[str, Candidate], results: Path | None, packages: Sequence[str]
+) -> None:
     """Print a Markdown table, row by row as candidates finish, and append rows.
 
     Args:
@@ -303,7 +345,13 @@ def compare(task: Task, candidates: Mapping[str, Candidate], results: Path | Non
         results: file of the rows; None: no rows.
         packages: whose versions a row names.
     """
-    head = ["", *(f"{name}, {unit}" for name, (unit, _) in task.figures.items()), "SQNR, dB", "MB", "int8 products"]
+    head = [
+        "",
+        *(f"{name}, {unit}" for name, (unit, _) in task.figures.items()),
+        "SQNR, dB",
+        "MB",
+        "int8 products",
+    ]
     print(f"\n### {task.name}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     expected = task.outputs(task.model)
     for name, candidate in candidates.items():
@@ -315,6 +363,9 @@ def compare(task: Task, candidates: Mapping[str, Candidate], results: Path | Non
         except Exception as error:  # the others still count
             print(f"| {name} | {type(error).__name__}: {str(error).strip().splitlines()[0]} |", flush=True)
             continue
-        print(f"| {' | '.join([name, *(str(figure.value) for figure in figures.values()), size, int8])} |", flush=True)
+        print(
+            f"| {' | '.join([name, *(str(figure.value) for figure in figures.values()), size, int8])} |",
+            flush=True,
+        )
         what = {"measured": "accuracy", "task": task.name, "flow": name}
         append(results, what if int8 == "-" else {**what, "int8 products": int8}, figures, packages)

@@ -1,4 +1,7 @@
-"""One engine on one model in a process of its own: `worker.py ENGINE MODEL THREADS BATCH`, then one line per command on standard input."""
+"""One engine on one model in a process of its own.
+
+`worker.py ENGINE MODEL THREADS BATCH`, then one line per command on standard input.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Write docs/reference/ from the code: `python docs/make_reference.py`. A test compares the files with what this makes."""
+"""Write docs/reference/ from the code: `python docs/make_reference.py`.
+
+A test compares the files with what this makes.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,11 @@ def _flowing(lines: Sequence[str]) -> str:
 
 def meanings(thing: object, section: str) -> dict[str, str]:
     """Return what a section says of each name."""
-    return {name.strip(): text for names, text in parsed(thing).items.get(section, []) for name in names.split(",")}
+    return {
+        name.strip(): text
+        for names, text in parsed(thing).items.get(section, [])
+        for name in names.split(",")
+    }
 
 
 # ---- Markdown ----
@@ -113,7 +120,11 @@ def text(value: str) -> str:
     """Return a text of a docstring as Markdown: paths of documents become links."""
     parts = re.split(r"(`[^`]*`)", value)
     parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]
-    return re.sub(r"docs/([\w/-]+?)([\w-]+)\.md", lambda m: f"[{m[2].replace('-', ' ')}](../{m[1]}{m[2]}.md)", "".join(parts))
+    return re.sub(
+        r"docs/([\w/-]+?)([\w-]+)\.md",
+        lambda m: f"[{m[2].replace('-', ' ')}](../{m[1]}{m[2]}.md)",
+        "".join(parts),
+    )
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -148,7 +159,8 @@ def configurations() -> str:
     parts = [
         "A field that is not given has its default; in a local configuration it has the value of the "
         "[next rule that matches](../how-to/keep-layers-float.md#fields-that-a-rule-does-not-give). "
-        "*Whole model* marks fields that local configurations cannot have. Every configuration also takes `white_list`.",
+        "*Whole model* marks fields that local configurations cannot have. Every configuration also takes "
+        "`white_list`.",
     ]
     static = meanings(nc.StaticQuantConfig, "Args")
     every_dtype = one_of(*DTYPES).values
@@ -169,7 +181,10 @@ def configurations() -> str:
     rows = [(f"`{f.name}`", text(says[f.name])) for f in dataclasses.fields(FakeTensorSpec)]
     parts += ["## FakeTensorSpec", text(parsed(FakeTensorSpec).body[0]), table(("field", "meaning"), rows)]
     parts += ["## DoubleQuant", text(parsed(DoubleQuant).body[0]), fields_table(DoubleQuant)]
-    parts += ["## Methods of all configurations", methods(QuantConfig, "set_local", "exclude", "__add__", "to_dict", "from_dict")]
+    parts += [
+        "## Methods of all configurations",
+        methods(QuantConfig, "set_local", "exclude", "__add__", "to_dict", "from_dict"),
+    ]
     parts += [methods(Document, "to_json_file", "from_json_file", "to_json", "from_json")]
     return page("Configurations", *parts)
 
@@ -184,7 +199,10 @@ def methods(cls: type, *names: str) -> str:
             if isinstance(member, property)
             else f"{name}{parameters(getattr(cls, name))}".replace("(self, ", "(").replace("(self)", "()")
         )
-        lines.append(f"* `{shown}`: {text(parsed(member.__func__ if isinstance(member, classmethod) else member).body[0])}")
+        lines.append(
+            f"* `{shown}`: "
+            f"{text(parsed(member.__func__ if isinstance(member, classmethod) else member).body[0])}"
+        )
     return "\n".join(lines)
 
 
@@ -228,41 +246,63 @@ def operators() -> str:
     heading = ("kernel", "activations", "weights", "rows M", "needs", "computes")
     return page(
         "Operators and engines",
-        "What each engine computes in integers, on the CPUs that can most. Everything else is fp32, and the plan gives the reason.",
+        "What each engine computes in integers, on the CPUs that can most. Everything else is fp32, and the "
+        "plan gives the reason.",
         support,
         "Weights are symmetric, per output channel or per tensor.",
         "## Kernels for low-bit weights",
-        "The first kernel of `native` that takes the layer and the number of rows M (tokens) of a call computes it.",
+        "The first kernel of `native` that takes the layer and the number of rows M (tokens) of a call "
+        "computes it.",
         table(heading, kernels),
     )
 
 
 def _kernel(kernel: LowBitKernel) -> tuple[str, ...]:
-    bits = f"integers of {kernel.bits[0]} to {kernel.bits[-1]} bits" if len(kernel.bits) > 1 else f"integers of {kernel.bits[0]} bits"
+    bits = (
+        f"integers of {kernel.bits[0]} to {kernel.bits[-1]} bits"
+        if len(kernel.bits) > 1
+        else f"integers of {kernel.bits[0]} bits"
+    )
     floats = "every format" if kernel.floats is None else ", ".join(kernel.floats)
     groups = f"; groups of {', '.join(map(str, kernel.groups))}" if kernel.groups else ""
     groups += f"; groups in multiples of {kernel.group_step}" if kernel.group_step > 1 else ""
     limits = "; one scale per row" * kernel.whole_row + "; symmetric" * (not kernel.zero_points)
-    limits += f"; N a multiple of {kernel.outputs}" * (kernel.outputs > 1) + f"; K a multiple of {kernel.inputs}" * (kernel.inputs > 1)
+    limits += f"; N a multiple of {kernel.outputs}" * (
+        kernel.outputs > 1
+    ) + f"; K a multiple of {kernel.inputs}" * (kernel.inputs > 1)
     rows = "any" if kernel.max_rows == ANY_ROWS else f"up to {kernel.max_rows}"
     weights = f"{bits}{f'; {floats}' if floats else ''}{groups}{limits}"
-    return f"`{kernel.name}`", ", ".join(kernel.activations), weights, rows, ", ".join(kernel.isa), text(kernel.what)
+    return (
+        f"`{kernel.name}`",
+        ", ".join(kernel.activations),
+        weights,
+        rows,
+        ", ".join(kernel.isa),
+        text(kernel.what),
+    )
 
 
 def commands() -> str:
     """Return the command line."""
     parts = [
-        "`python -m nc COMMAND`, also as `nc-quant COMMAND`. Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 "
-        "means that the command failed, and one line says why. Exit code 1 means that `doctor` found a problem.",
+        "`python -m nc COMMAND`, also as `nc-quant COMMAND`. Results go to stdout; progress, warnings and "
+        "errors go to stderr. Exit code 2 means that the command failed, and one line says why. Exit code 1 "
+        "means that `doctor` found a problem.",
     ]
     assert isinstance(command_line, click.Group)
     for name, command in command_line.commands.items():
-        context = click.Context(command, info_name=f"python -m nc {name}", terminal_width=200, max_content_width=200)
+        context = click.Context(
+            command, info_name=f"python -m nc {name}", terminal_width=200, max_content_width=200
+        )
         usage = command.get_usage(context).removeprefix("Usage: ")
         parts += [f"## {name}", f"```\n{' '.join(usage.split())}\n```"]
         parts += [text(" ".join(paragraph.split())) for paragraph in (command.help or "").split("\n\n")]
         records = (p.get_help_record(context) for p in command.params if isinstance(p, click.Option))
-        parts.append(table(("option", "meaning"), [(f"`{record[0]}`", text(record[1])) for record in records if record]))
+        parts.append(
+            table(
+                ("option", "meaning"), [(f"`{record[0]}`", text(record[1])) for record in records if record]
+            )
+        )
     return page("Command line", *parts)
 
 
@@ -284,7 +324,11 @@ def environment() -> str:
 
 def error_page() -> str:
     """Return the errors and warnings, with what to do."""
-    found = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, (Exception, Warning))]
+    found = [
+        cls
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, (Exception, Warning))
+    ]
     rows = []
     for cls in found:
         ours = [base for base in cls.__bases__ if base in found]
@@ -305,23 +349,30 @@ def reports() -> str:
     names = ("operator", "type", "asked", "ran", "share", "kernel", "why")
     says = meanings(OpReport, "Attributes")
     fields = [
-        [(f"`{f.name}`", text(meanings(cls, "Attributes").get(f.name, ""))) for f in dataclasses.fields(cls)] for cls in (Report, OpReport)
+        [(f"`{f.name}`", text(meanings(cls, "Attributes").get(f.name, ""))) for f in dataclasses.fields(cls)]
+        for cls in (Report, OpReport)
     ]
     causes = [(f"`{cause.name}`", text(cause.value)) for cause in Cause if cause is not Cause.OTHER]
     return page(
         "Report",
-        "[What to do about it](../how-to/accuracy-dropped.md) and [about speed](../how-to/speed-is-not-there.md) is explained elsewhere.",
+        "[What to do about it](../how-to/accuracy-dropped.md) and [about "
+        "speed](../how-to/speed-is-not-there.md) is explained elsewhere.",
         "## Columns of the table",
         table(("column", "meaning"), [(name, text(says[columns.get(name, name)])) for name in names]),
-        "`share` and `kernel` are there with `report(profile_inputs=…)`, `kernel` also where an engine knows its kernels.",
+        "`share` and `kernel` are there with `report(profile_inputs=…)`, `kernel` also where an engine knows "
+        "its kernels.",
         "## Fields of `Report`",
         table(("field", "meaning"), fields[0]),
         "## Fields of `report.ops`",
         table(("field", "meaning"), fields[1]),
         "## Fields of `report.verdict`",
-        table(("field", "meaning"), [(f"`{name}`", text(says)) for name, says in meanings(Verdict, "Attributes").items()]),
+        table(
+            ("field", "meaning"),
+            [(f"`{name}`", text(says)) for name, says in meanings(Verdict, "Attributes").items()],
+        ),
         "## Reasons why an operator stays fp32",
-        "Words in braces are filled in. What an engine adds is explained [here](../concepts/why-a-layer-stays-float.md).",
+        "Words in braces are filled in. What an engine adds is explained "
+        "[here](../concepts/why-a-layer-stays-float.md).",
         table(("reason", "text"), causes),
     )
 
@@ -341,7 +392,8 @@ def artefacts() -> str:
         table(("tensor", "holds"), rows(layout.GRAPH_TENSORS)),
         "## A model with low-bit weights: `format` is `nc-weights`",
         table(("key of model.json", "holds"), rows(layout.WEIGHT_KEYS)),
-        "A low-bit weight has those of these tensors that its format needs, with the name of its layer in front:",
+        "A low-bit weight has those of these tensors that its format needs, with the name of its layer in "
+        "front:",
         table(("tensor", "holds"), rows(layout.WEIGHT_TENSORS)),
     )
 
@@ -349,11 +401,19 @@ def artefacts() -> str:
 def functions() -> str:
     """Return what users call, and what it gives them."""
     parts = []
-    public = {name: value for name, value in sorted(vars(nc).items()) if isinstance(value, types.FunctionType) and not name.startswith("_")}
+    public = {
+        name: value
+        for name, value in sorted(vars(nc).items())
+        if isinstance(value, types.FunctionType) and not name.startswith("_")
+    }
     ours = {name: value for name, value in public.items() if not value.__module__.startswith("nc.config")}
     for name, function in ours.items():
         parts += [f"## nc.{name}", *_function(name, function)]
-    parts += ["## QuantizedModel", text(parsed(QuantizedModel).body[0]), methods(QuantizedModel, "report", "save", "reference")]
+    parts += [
+        "## QuantizedModel",
+        text(parsed(QuantizedModel).body[0]),
+        methods(QuantizedModel, "report", "save", "reference"),
+    ]
     parts += ["## statistics of a prepared model", methods(Statistics, "save", "load", "merge")]
     parts += ["## Plan, the result of `describe`", methods(Plan, "explain", "table", "to_dict", "quantized")]
     parts += ["## Formats of `export_weights`", ", ".join(f"`{name}`" for name in FORMATS)]
@@ -369,9 +429,14 @@ def _function(name: str, function: Callable[..., Any]) -> list[str]:
     parts = [f"```\n{_wrapped(f'{name}{parameters(function)}')}\n```", *map(text, found.body)]
     for section, heading in (("Args", "argument"), ("Raises", "error")):
         if section in found.items:
-            rows = [(", ".join(f"`{n.strip()}`" for n in names.split(",")), text(meaning)) for names, meaning in found.items[section]]
+            rows = [
+                (", ".join(f"`{n.strip()}`" for n in names.split(",")), text(meaning))
+                for names, meaning in found.items[section]
+            ]
             parts.append(table((heading, "meaning" if section == "Args" else "when"), rows))
-    returned = " ".join(f"{names}: {meaning}" if names else meaning for names, meaning in found.items.get("Returns", []))
+    returned = " ".join(
+        f"{names}: {meaning}" if names else meaning for names, meaning in found.items.get("Returns", [])
+    )
     return [*parts, *([f"Returns: {text(returned)}"] if returned else []), *map(text, found.tail)]
 
 

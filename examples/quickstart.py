@@ -26,8 +26,12 @@ CHECK_BATCHES = 4
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="new or empty folder for what is saved (default: a temporary one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="new or empty folder for what is saved (default: a temporary one)"
+    )
     parser.add_argument("--check", type=Path, metavar="DIR", help="the --out folder of an earlier run")
     parser.add_argument(
         "--evaluate",
@@ -68,18 +72,24 @@ def tour(out: Path, evaluate: int) -> None:
     save_file({"embeddings": embeddings}, out / "expected.safetensors")
     fp32_file = minilm.model_folder() / "model.safetensors"
     show.sizes(fp32_file.stat().st_size, show.folder_bytes(out / "int8"))
-    show.console.print("Embedding tables stay fp32, because no arithmetic uses them. They are most of the int8 model's size.")
+    show.console.print(
+        "Embedding tables stay fp32, because no arithmetic uses them. They are most of the int8 model's size."
+    )
     show.heading(f"Saved in {out}")
     show.in_new_process("--check", out)
 
 
-def accuracy(model: torch.nn.Module, q_model: torch.nn.Module, evaluation: list[minilm.Batch]) -> torch.Tensor:
+def accuracy(
+    model: torch.nn.Module, q_model: torch.nn.Module, evaluation: list[minilm.Batch]
+) -> torch.Tensor:
     """Compare embeddings of text that was not used for calibration; returns the int8 embeddings."""
     fp32 = minilm.embed(model, show.progress(evaluation, "evaluate fp32"))
     int8 = minilm.embed(q_model, show.progress(evaluation, "evaluate int8"))
     figures = minilm.agreement(fp32, int8)
     show.heading(f"Accuracy on {len(fp32)} paragraphs that were not used for calibration")
-    show.console.print(f"cosine to fp32 embeddings: mean {figures['mean_cosine']:.4f}, worst {figures['worst_cosine']:.4f}")
+    show.console.print(
+        f"cosine to fp32 embeddings: mean {figures['mean_cosine']:.4f}, worst {figures['worst_cosine']:.4f}"
+    )
     show.console.print(f"nearest other paragraph stays the same: {figures['same_neighbour']:.1%}")
     return int8
 

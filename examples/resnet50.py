@@ -30,8 +30,12 @@ LATENCY_ROUNDS = 20
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="new or empty folder for what is saved (default: a temporary one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="new or empty folder for what is saved (default: a temporary one)"
+    )
     parser.add_argument("--check", type=Path, metavar="DIR", help="the --out folder of an earlier run")
     options = parser.parse_args()
     if options.check:
@@ -95,8 +99,12 @@ def accuracy(model: torch.nn.Module, q_model: torch.nn.Module, evaluation: list[
     int8 = torch.cat([q_model(batch) for batch in show.progress(evaluation, "evaluate int8")])
     cosine = torch.nn.functional.cosine_similarity(fp32, int8)
     same = (fp32.argmax(-1) == int8.argmax(-1)).float().mean()
-    show.heading(f"Agreement with fp32 on {len(fp32)} random images (random weights: this says nothing about accuracy)")
-    show.console.print(f"cosine of the logits: mean {cosine.mean():.4f}, worst {cosine.min():.4f}; same class {same:.1%}")
+    show.heading(
+        f"Agreement with fp32 on {len(fp32)} random images (random weights: this says nothing about accuracy)"
+    )
+    show.console.print(
+        f"cosine of the logits: mean {cosine.mean():.4f}, worst {cosine.min():.4f}; same class {same:.1%}"
+    )
 
 
 def check(out: Path) -> None:

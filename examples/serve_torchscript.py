@@ -1,4 +1,5 @@
-"""Export a quantized model as one TorchScript file, and serve it in a process that imports only torch and IPEX.
+"""Export a quantized model as one TorchScript file, and serve it in a process that imports only torch and
+IPEX.
 
     python examples/serve_torchscript.py [--out DIR]   quantize, export, then start the server process below
     python examples/serve_torchscript.py --serve DIR   the server: needs neither `nc` nor the model's class
@@ -18,9 +19,13 @@ from pathlib import Path
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="folder for the file (default: a temporary one)")
-    parser.add_argument("--serve", type=Path, metavar="DIR", help="load and run what an earlier run exported to this folder")
+    parser.add_argument(
+        "--serve", type=Path, metavar="DIR", help="load and run what an earlier run exported to this folder"
+    )
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
@@ -28,7 +33,9 @@ def main() -> None:
     out = options.out or Path(tempfile.mkdtemp(prefix="nc-serve-"))
     out.mkdir(parents=True, exist_ok=True)
     export(out)
-    server = subprocess.run([sys.executable, __file__, "--serve", str(out)], stderr=subprocess.PIPE, text=True)
+    server = subprocess.run(
+        [sys.executable, __file__, "--serve", str(out)], stderr=subprocess.PIPE, text=True
+    )
     if server.returncode:
         sys.exit(server.stderr)  # else it holds only what IPEX says when it is imported
 
@@ -44,7 +51,9 @@ def export(out: Path) -> None:
     model = resnet18(weights=None).eval()
     images = torch.randn(4, 3, 224, 224)
     config = nc.StaticQuantConfig()
-    q_model = nc.quantize(model, config, lambda prepared: prepared(images), example_inputs=images[:1], backend="ipex")
+    q_model = nc.quantize(
+        model, config, lambda prepared: prepared(images), example_inputs=images[:1], backend="ipex"
+    )
     nc.export_torchscript(q_model, out / "model.pt")
     torch.save({"input": images[:1], "output": q_model(images[:1])}, out / "expected.pt")
     megabytes = (out / "model.pt").stat().st_size / 1e6

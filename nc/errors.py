@@ -22,8 +22,8 @@ One tree:
         ├── ArtefactSchemaError               written by a newer version, or not by nc
         └── ArtefactOperatorError             an operator that is not on the allow-list
 
-Every message says what was wrong, where, and what to do. There are two warnings: `NCWarning` for a decision that nc made for the
-user, and its subclass `UnmatchedTypeWarning` for a type rule that matches nothing.
+Every message says what was wrong, where, and what to do. There are two warnings: `NCWarning` for a decision
+that nc made for the user, and its subclass `UnmatchedTypeWarning` for a type rule that matches nothing.
 """
 
 from __future__ import annotations

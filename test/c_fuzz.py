@@ -2,9 +2,10 @@
 
     python test/c_fuzz.py [--functions map norm …] [--cases 30] [--seed 0] [--sanitize]
 
-Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one, so a read or write outside of
-it ends this process. What no function may write is compared with what it was. With --sanitize the C code is compiled with the address
-and undefined-behaviour sanitizers of gcc (sanitizers.py), whose message is the last that this process prints.
+Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one,
+so a read or write outside of it ends this process. What no function may write is compared with what it was.
+With --sanitize the C code is compiled with the address and undefined-behaviour sanitizers of gcc
+(sanitizers.py), whose message is the last that this process prints.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 class Guarded:
-    """A copy of a tensor between two pages without rights; where it ends in front of the second, or begins behind the first."""
+    """A copy of a tensor between two pages without rights.
+
+    Where it ends in front of the second, or begins behind the first.
+    """
 
     def __init__(self, tensor: torch.Tensor, at_end: bool) -> None:
         self.tensor = tensor
@@ -155,14 +159,34 @@ def case_map() -> str:
     operands = []
     for _ in range(count):
         dtype = random.choice((*FLOATS, torch.bool, torch.int64))
-        values = torch.rand(shape) * 3 + 0.5 if op in ("sqrt", "rsqrt", "reciprocal", "div") else torch.randn(shape)
-        values = torch.ones(shape) if op == "div" and dtype is torch.bool else values.ceil() if dtype is torch.int64 else values
-        values = values.index_select(len(shape) - 1, torch.zeros(1, dtype=torch.int64)) if random.random() < 0.2 else values
+        values = (
+            torch.rand(shape) * 3 + 0.5
+            if op in ("sqrt", "rsqrt", "reciprocal", "div")
+            else torch.randn(shape)
+        )
+        values = (
+            torch.ones(shape)
+            if op == "div" and dtype is torch.bool
+            else values.ceil()
+            if dtype is torch.int64
+            else values
+        )
+        values = (
+            values.index_select(len(shape) - 1, torch.zeros(1, dtype=torch.int64))
+            if random.random() < 0.2
+            else values
+        )
         operands.append(spread(values.to(dtype)).expand(shape))
     if op in ("rsqrt", "reciprocal"):
         operands = [torch.ones(shape, dtype=torch.bool) if x.dtype is torch.bool else x for x in operands]
     wide = [x.double() for x in operands]
-    expected = UNARY[op](*wide) if op in UNARY else BINARY[op](*wide) if op in BINARY else torch.where(wide[0] != 0, wide[1], wide[2])
+    expected = (
+        UNARY[op](*wide)
+        if op in UNARY
+        else BINARY[op](*wide)
+        if op in BINARY
+        else torch.where(wide[0] != 0, wide[1], wide[2])
+    )
     dtype = torch.bool if op == "not" else random.choice(FLOATS)
     y = spread(torch.zeros(shape, dtype=dtype))
     given = (y, *operands)
@@ -298,7 +322,9 @@ def case_attention() -> str:
     scores = torch.einsum("bhw,bhkw->bhk", q.double(), k.double().repeat_interleave(group, 1)) * factor
     if kind:
         scores = scores.masked_fill(~mask[0], -math.inf) if kind == 1 else scores + mask[0].double()
-    expected = torch.einsum("bhk,bhkv->bhv", torch.softmax(scores, -1).nan_to_num(0), v.double().repeat_interleave(group, 1))
+    expected = torch.einsum(
+        "bhk,bhkv->bhv", torch.softmax(scores, -1).nan_to_num(0), v.double().repeat_interleave(group, 1)
+    )
     close(y, expected, 8e-3 if types[3] is torch.bfloat16 else 2e-5, 1e-5)
     return f"{fields}"
 
@@ -310,7 +336,10 @@ def case_rotary() -> str:
         random.choice((torch.float32, torch.uint8, torch.int8)),
     )
     x = rows_of((*sizes, 2 * half), torch.float32)
-    cosine, sine = (torch.randn([n if random.random() < 0.6 else 1 for n in sizes] + [2 * half]).expand(*sizes, -1) for _ in range(2))
+    cosine, sine = (
+        torch.randn([n if random.random() < 0.6 else 1 for n in sizes] + [2 * half]).expand(*sizes, -1)
+        for _ in range(2)
+    )
     y, scale, zero_point = torch.zeros(*sizes, 2 * half).to(to), 0.1, -3 if to is torch.int8 else 100
     tensors = {"y": y, "x": x, "cosine": cosine, "sine": sine}
     fields = {
@@ -361,7 +390,9 @@ def case_int8_attention() -> str:
     y = torch.zeros(batch, heads, rows, wide, dtype=torch.uint8 if to_codes else torch.float32)
     zeros, factor, probability, scale = (120, 3, -5, 128), 1e-4 / width**0.5, 1 / 255, 0.05
     value = 0.02 / 255
-    before = [torch.randn(batch, 1, 1, keys).expand(batch, heads, rows, keys)] if random.random() < 0.5 else []
+    before = (
+        [torch.randn(batch, 1, 1, keys).expand(batch, heads, rows, keys)] if random.random() < 0.5 else []
+    )
     behind = [torch.rand(1, heads, rows, 1).expand(batch, heads, rows, wide)] if random.random() < 0.5 else []
     bytes_ = int8_attention._room(keys, width, wide)
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
@@ -476,7 +507,10 @@ def case_depthwise() -> str:
     steps, dilations = [random.choice((1, 2)) for _ in range(2)], [random.choice((1, 2)) for _ in range(2)]
     pads = [random.randrange(0, n) for n in window]
     sizes = [random.choice((1, 3, 9)) + d * (n - 1) for n, d in zip(window, dilations, strict=True)]
-    out = [(n + 2 * p - d * (w - 1) - 1) // s + 1 for n, p, d, w, s in zip(sizes, pads, dilations, window, steps, strict=True)]
+    out = [
+        (n + 2 * p - d * (w - 1) - 1) // s + 1
+        for n, p, d, w, s in zip(sizes, pads, dilations, window, steps, strict=True)
+    ]
     x = torch.randint(0, 256, (images, *sizes, channels), dtype=torch.uint8)
     w = torch.randint(-128, 128, (channels, 1, *window), dtype=torch.int8)
     packed, sums = avx2._by_channels(w)
@@ -498,7 +532,9 @@ def case_depthwise() -> str:
         "pads": pads,
     }
     call(avx2._function("depthwise"), fields, [y, x, packed, sums * -zero, scales, bias, pixel])
-    wide = F.conv2d(x.double().permute(0, 3, 1, 2) - zero, w.double(), None, steps, pads, dilations, channels).permute(0, 2, 3, 1)
+    wide = F.conv2d(
+        x.double().permute(0, 3, 1, 2) - zero, w.double(), None, steps, pads, dilations, channels
+    ).permute(0, 2, 3, 1)
     check_product(fields, y, wide, scales, bias, None, scale, zero_point)
     return f"{fields}"
 
@@ -506,7 +542,11 @@ def case_depthwise() -> str:
 def case_low_bit() -> str:
     group = random.choice((32, 64, 96, -1))
     inputs = group * random.randrange(1, 5) if group > 0 else random.choice((1, 20, 83, 128, 700))
-    kinds = [(name, kind) for name in ("int4", "uint4", "int8", "uint8", "int3", "int6") for kind in ("symmetric", "zero point", "minimum")]
+    kinds = [
+        (name, kind)
+        for name in ("int4", "uint4", "int8", "uint8", "int3", "int6")
+        for kind in ("symmetric", "zero point", "minimum")
+    ]
     name, kind = random.choice(kinds)
     outputs, rows, isa = (
         random.choice((1, 7, 15, 16, 17, 33, 48)),
@@ -522,19 +562,31 @@ def case_low_bit() -> str:
     bias = torch.randn(outputs) if random.random() < 0.5 else torch.empty(0)
     y, nothing = torch.zeros(rows, outputs), torch.empty(0)
     tensors = [y, x, sizes, found, offsets, nothing if shifts is None else shifts, values, bias]
-    call(compiled.function(), {"rows": rows, "stride": columns, "block": block, "threads": threads()}, tensors)
+    call(
+        compiled.function(), {"rows": rows, "stride": columns, "block": block, "threads": threads()}, tensors
+    )
     wide = x[:, :inputs]
     wide = rounded(wide, block) if block else wide.double()
     given = bias if bias.numel() else torch.zeros(outputs)
-    assert ((y.double() - (wide @ exact(packed).T + given.double())).abs() <= bound(wide, packed, given)).all()
+    assert (
+        (y.double() - (wide @ exact(packed).T + given.double())).abs() <= bound(wide, packed, given)
+    ).all()
     return f"{name} {group} {kind} {outputs} x {inputs}, {rows} rows, block {block}, {isa}"
 
 
 def case_low_bit_blocks() -> str:
     name = random.choice((*low_bit_blocks.INTEGERS, *compiled_blocks.FLOATS))
-    kind = random.choice(("symmetric", "zero point", "minimum")) if name in low_bit_blocks.INTEGERS else "symmetric"
+    kind = (
+        random.choice(("symmetric", "zero point", "minimum"))
+        if name in low_bit_blocks.INTEGERS
+        else "symmetric"
+    )
     group = random.choice((1, 3, 8, 12, 16, 24, 48, 100, -1))
-    inputs = group * random.randrange(1, 1 + max(1, 300 // group)) if group > 0 else random.choice((1, 7, 8, 83, 383, 384, 385, 1030))
+    inputs = (
+        group * random.randrange(1, 1 + max(1, 300 // group))
+        if group > 0
+        else random.choice((1, 7, 8, 83, 383, 384, 385, 1030))
+    )
     outputs = random.choice((1, 7, 15, 16, 17, 33, 48))
     rows, how = (
         random.choice((0, 1, 2, 3, 5, 6, 7, 8, 9, 17, 24, 33, 40, 260)),
@@ -543,7 +595,9 @@ def case_low_bit_blocks() -> str:
     isa = random.choice(compiled_blocks.usable())
     packed = weight(form(name, group, kind, random.choice(("fp32", "fp16", "bf16"))), outputs, inputs)
     found, scale, offset, values, sizes = compiled_blocks.pack(packed, NUMBERS[isa])
-    x = rows_of((rows, inputs), torch.float32) * random.choice((1, 1, 1e-29))  # AMX can't hold parts of the smallest ones
+    x = rows_of((rows, inputs), torch.float32) * random.choice(
+        (1, 1, 1e-29)
+    )  # AMX can't hold parts of the smallest ones
     x = x.bfloat16().float() if how == "bf16" else x
     bias = torch.randn(outputs) if random.random() < 0.5 else torch.empty(0)
     y, nothing = torch.zeros(rows, outputs), torch.empty(0)
@@ -583,7 +637,9 @@ def case_recurrent() -> str:
         random.random() < 0.5,
         [name for name in recurrent._code().isas if not cpu.lacks(ISAS[name])],
     )
-    options = {"proj_size": projection} if projection else {"nonlinearity": "relu"} if kind == "rnn_relu" else {}
+    options = (
+        {"proj_size": projection} if projection else {"nonlinearity": "relu"} if kind == "rnn_relu" else {}
+    )
     layer, isa = RECURRENT[kind](features, hidden, bias=random.random() < 0.7, **options), random.choice(isas)
     x, y = laid_out(steps, rows, features), laid_out(steps, rows, projection or hidden)
     states = [torch.randn(1, rows, n) for n in (projection or hidden, hidden)[: 2 if kind == "lstm" else 1]]
@@ -610,7 +666,11 @@ def case_recurrent() -> str:
         "features": features,
         "hidden": hidden,
         "state": projection or hidden,
-        **{f"{name}_{of}": t.stride(i) for name, t in (("x", x), ("y", y)) for i, of in enumerate(("step", "row"))},
+        **{
+            f"{name}_{of}": t.stride(i)
+            for name, t in (("x", x), ("y", y))
+            for i, of in enumerate(("step", "row"))
+        },
     }
     gates, cells = torch.zeros(steps * rows, parts[1].shape[0]), states[1] if len(states) > 1 else nothing
     call(recurrent._code().function, fields, [y, x, states[0], cells, gates, *parts], writes=(0, 2, 3, 4))
@@ -619,10 +679,14 @@ def case_recurrent() -> str:
         output, *last = float64_layers(layer, ordered, first, weights.__getitem__)
     for found, expected in zip((y, *states), (output.flip(0) if reverse else output, *last), strict=True):
         close(found, expected, 0.01, 1e-5)  # a value between two codes can go either way
-    return f"{kind} {features} x {hidden} ({projection}), {rows} rows, {steps} steps, reverse={reverse}, {isa}"
+    return (
+        f"{kind} {features} x {hidden} ({projection}), {rows} rows, {steps} steps, reverse={reverse}, {isa}"
+    )
 
 
-CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+CASES = {
+    name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")
+}
 
 
 def possible() -> dict[str, str]:
@@ -641,11 +705,15 @@ def possible() -> dict[str, str]:
 
 def main() -> None:
     """Run cases, and print what they were."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--cases", type=int, default=30, help="of each function")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers of gcc")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers of gcc"
+    )
     options = parser.parse_args()
     if not options.sanitize:  # whose messages say more
         faulthandler.enable()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read when transformers is imported
-# Read when torch is imported. By default idle OpenMP threads spin, and several test processes on few cores take each other's time so.
+# Read when torch is imported. By default idle OpenMP threads spin, and several test processes on few cores
+# take each other's time so.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest.register_assert_rewrite("models", "suites")
@@ -48,7 +49,9 @@ WHY_NO_IPEX = get_backend("ipex").why_unavailable()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--share", type=int, default=1, metavar="N", help="run every Nth test, chosen by their names")
+    parser.addoption(
+        "--share", type=int, default=1, metavar="N", help="run every Nth test, chosen by their names"
+    )
     parser.addoption("--turn", type=int, default=0, metavar="K", help="which of the N shares")
 
 
@@ -61,7 +64,9 @@ def pytest_report_header():
 def pytest_collection_modifyitems(config, items):
     _mark_samples(items)
     for item in items:
-        if _is_once(item.path.parent.relative_to(Path(__file__).parent), item.get_closest_marker("ipex") is not None):
+        if _is_once(
+            item.path.parent.relative_to(Path(__file__).parent), item.get_closest_marker("ipex") is not None
+        ):
             item.add_marker(pytest.mark.once)
     share = config.getoption("share")
     turn = config.getoption("turn") % share
@@ -80,7 +85,10 @@ def pytest_collectstart(collector):
 
 
 def _is_once(folder, ipex):
-    """Whether tests of a folder, relative to test/, need not run with each torch; those that need IPEX run with its torch."""
+    """Whether tests of a folder, relative to test/, need not run with each torch.
+
+    Those that need IPEX run with its torch.
+    """
     parts = ("/".join(folder.parts[:1]), "/".join(folder.parts[:2]))
     return not ipex and (not folder.parts or any(part in ONCE for part in parts))
 
@@ -129,7 +137,8 @@ def without_c(monkeypatch):
     """As where the C code of low-bit kernels can't be compiled."""
     for module in ("compiled", "compiled_blocks"):
         monkeypatch.setattr(
-            f"nc.backends.low_bit.{module}._code", lambda: Unavailable("its C code can't be loaded: there is no C compiler")
+            f"nc.backends.low_bit.{module}._code",
+            lambda: Unavailable("its C code can't be loaded: there is no C compiler"),
         )
 
 

@@ -1,9 +1,11 @@
-"""The short tests of kernels, once for each instruction set that this CPU has, in processes that are limited to it.
+"""The short tests of kernels, once for each instruction set that this CPU has, in processes that are limited
+to it.
 
     python test/isas.py [NAME…] [--jobs 2]
 
-Each process has the limits of `environment`: on the C code of this package, and on oneDNN, torch and FBGEMM, so a CPU with AMX computes as
-one with AVX2 alone does. `make test-isas` runs it, and pytest's marker `isas` selects the tests.
+Each process has the limits of `environment`: on the C code of this package, and on oneDNN, torch and FBGEMM,
+so a CPU with AMX computes as one with AVX2 alone does. `make test-isas` runs it, and pytest's marker `isas`
+selects the tests.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "FBGEMM_ENABLE_INSTRU
 
 def environment(name: str) -> dict[str, str]:
     """Return the variables that limit a process to an instruction set."""
-    return {VARIABLE: name, **{variable: value for variable, value in zip(_VARIABLES, LIMITS[name], strict=True) if value}}
+    return {
+        VARIABLE: name,
+        **{variable: value for variable, value in zip(_VARIABLES, LIMITS[name], strict=True) if value},
+    }
 
 
 def lacking(name: str) -> tuple[str, ...]:
@@ -42,20 +47,47 @@ def lacking(name: str) -> tuple[str, ...]:
 
 def run(name: str, jobs: int) -> int:
     """Run the tests for one instruction set, and return pytest's exit code."""
-    command = ["-m", "pytest", "-q", "--disable-warnings", "-n", str(jobs), "--dist", "worksteal", "-m", "isas and not exhaustive"]
-    others = {variable: value for variable, value in os.environ.items() if variable not in (*_VARIABLES, "DNNL_MAX_CPU_ISA")}
-    return subprocess.run([sys.executable, *command], env={**others, **environment(name)}, check=False).returncode
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "--disable-warnings",
+        "-n",
+        str(jobs),
+        "--dist",
+        "worksteal",
+        "-m",
+        "isas and not exhaustive",
+    ]
+    others = {
+        variable: value
+        for variable, value in os.environ.items()
+        if variable not in (*_VARIABLES, "DNNL_MAX_CPU_ISA")
+    }
+    return subprocess.run(
+        [sys.executable, *command], env={**others, **environment(name)}, check=False
+    ).returncode
 
 
 def summary(codes: dict[str, int], asked: Iterable[str]) -> list[str]:
-    """Return one line for each instruction set that was asked for: how its tests ended, or what this CPU lacks for it."""
-    said = {name: "passed" if code == 0 else f"FAILED (exit code {code} of pytest)" for name, code in codes.items()}
-    return [f"{name}: {said.get(name) or 'skipped, this CPU lacks ' + ', '.join(lacking(name))}" for name in asked]
+    """Return one line for each instruction set that was asked for.
+
+    How its tests ended, or what this CPU lacks for it.
+    """
+    said = {
+        name: "passed" if code == 0 else f"FAILED (exit code {code} of pytest)"
+        for name, code in codes.items()
+    }
+    return [
+        f"{name}: {said.get(name) or 'skipped, this CPU lacks ' + ', '.join(lacking(name))}" for name in asked
+    ]
 
 
 def main() -> None:
     """Run the tests for all instruction sets that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ISAS)}; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
     options = parser.parse_args()
@@ -65,7 +97,10 @@ def main() -> None:
     codes = {}
     for name in asked:
         if not lacking(name):
-            print(f"--- {name}: {' '.join(f'{key}={value}' for key, value in environment(name).items())}", flush=True)
+            print(
+                f"--- {name}: {' '.join(f'{key}={value}' for key, value in environment(name).items())}",
+                flush=True,
+            )
             codes[name] = run(name, options.jobs)
     print(*summary(codes, asked), sep="\n")
     sys.exit(1 if not codes or any(codes.values()) else 0)

@@ -29,7 +29,8 @@ def _why_no_plans():
     return ""
 
 
-#: Why `native` has no oneDNN library to make plans with, in its own words; "" where it has. For tests of what only plans do.
+#: Why `native` has no oneDNN library to make plans with, in its own words; "" where it has. For tests of what
+#: only plans do.
 WHY_NO_PLANS = _why_no_plans()
 FP32 = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")
 
@@ -77,7 +78,10 @@ class Attention(nn.Module):
         self.heads, self.options = heads, options
 
     def forward(self, x, mask=None):
-        q, k, v = (f(x).view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (
+            f(x).view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.options)
         return self.out(self.join(y.transpose(1, 2)))
 
@@ -112,7 +116,10 @@ class Conv3dNet(nn.Module):
 class TransposeNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.down, self.up = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ConvTranspose2d(8, 4, 4, stride=2, padding=1)
+        self.down, self.up = (
+            nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            nn.ConvTranspose2d(8, 4, 4, stride=2, padding=1),
+        )
 
     def forward(self, x):
         return self.up(F.relu(self.down(x)))
@@ -167,7 +174,9 @@ def quantizable(graph):
 
 def prepared_for(model, inputs, config=None, backend="reference", batches=1, **options):
     """Prepared and calibrated on the example."""
-    prepared = prepare(model.eval(), config or StaticQuantConfig(), example_inputs=inputs, backend=backend, **options)
+    prepared = prepare(
+        model.eval(), config or StaticQuantConfig(), example_inputs=inputs, backend=backend, **options
+    )
     for _ in range(batches):
         call(prepared, inputs)
     return prepared
@@ -186,16 +195,27 @@ def assert_planned(report):
 
 
 def assert_all_int8(report):
-    """All that was asked to be int8 is, by a plan; without plans all but products of two activations and transposed convolutions."""
+    """All that was asked to be int8 is, by a plan.
+
+    Without plans all but products of two activations and transposed convolutions.
+    """
     assert_planned(report)
-    others = [op for op in report.not_int8 if not (WHY_NO_PLANS and (op.kind == "matmul" or op.kind.startswith("conv_transpose")))]
+    others = [
+        op
+        for op in report.not_int8
+        if not (WHY_NO_PLANS and (op.kind == "matmul" or op.kind.startswith("conv_transpose")))
+    ]
     assert not others
 
 
 def quantized(model, inputs, config=None, backend="reference", **options):
     """Prepared, calibrated on the example and converted; the engine's first run is trusted, for speed."""
     prepared = prepared_for(model, inputs, config, backend)
-    return convert(prepared, **options) if backend == "reference" else convert(prepared, **{"isolate": "never", **options})
+    return (
+        convert(prepared, **options)
+        if backend == "reference"
+        else convert(prepared, **{"isolate": "never", **options})
+    )
 
 
 def worst_db(expected, got):
@@ -219,14 +239,19 @@ def path():
 
 
 def run_ranks(file, count, folder, timeout):
-    """Run a test file as a program once for each rank, with the rank and a folder as its arguments; all must end well."""
+    """Run a test file as a program once for each rank, with the rank and a folder as its arguments.
+
+    All must end well.
+    """
     options = {
         "env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path()},
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
         "text": True,
     }
-    processes = [subprocess.Popen([sys.executable, file, str(rank), str(folder)], **options) for rank in range(count)]
+    processes = [
+        subprocess.Popen([sys.executable, file, str(rank), str(folder)], **options) for rank in range(count)
+    ]
     try:
         for process in processes:
             output, _ = process.communicate(timeout=timeout)

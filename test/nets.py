@@ -1,4 +1,7 @@
-"""One small network per int8 pattern: what the IPEX tests run and what `tested_patterns.py` collects patterns from."""
+"""One small network per int8 pattern.
+
+What the IPEX tests run and what `tested_patterns.py` collects patterns from.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Random programs on tensors: a `torch.nn.Module` from a list of lines, so that what fails prints as code.
 
-Lines are drawn one after the other and run at once on small tensors; what does not apply to the shapes at hand is dropped.
+Lines are drawn one after the other and run at once on small tensors; what does not apply to the shapes at
+hand is dropped.
 """
 
 import copy
@@ -18,7 +19,8 @@ from nc.numerics.metrics import sqnr_db
 
 _LARGEST, _ELEMENTS, _RANK = 1e4, 4096, 5
 
-#: Lines with places: {x} and {y} for values (y of any shape), {a}, {b} for dimensions, {n} for a small number, {c} for a scalar.
+#: Lines with places: {x} and {y} for values (y of any shape), {a}, {b} for dimensions, {n} for a small
+#: number, {c} for a scalar.
 ELEMENTWISE = """
 F.relu({x}) | F.relu6({x}) | F.hardtanh({x}, -0.5, 1.5) | torch.clamp({x}, -1, 2) | torch.clamp({x}, min=0) | torch.clamp({x}, max={c})
 F.gelu({x}) | F.gelu({x}, approximate="tanh") | F.silu({x}) | F.hardswish({x}) | F.hardsigmoid({x}) | torch.sigmoid({x}) | torch.tanh({x})
@@ -112,8 +114,25 @@ MODULES = (
     ("nn.Conv1d({i}, {i}, 3, stride=2)", "F.gelu({m}({x}))", -2),
     ("nn.ConvTranspose1d({i}, {o}, 3)", "{m}({x})", -2),
 )
-_KINDS = [ELEMENTWISE, SCALARS, BINARY, MOVES, MOVES, JOINS, REDUCTIONS, POOLS, MODULES, MODULES, MODULES, IN_PLACE]
-_LINES = {kind: [line.strip() for row in kind.strip().splitlines() for line in row.split(" | ")] for kind in _KINDS if kind is not MODULES}
+_KINDS = [
+    ELEMENTWISE,
+    SCALARS,
+    BINARY,
+    MOVES,
+    MOVES,
+    JOINS,
+    REDUCTIONS,
+    POOLS,
+    MODULES,
+    MODULES,
+    MODULES,
+    IN_PLACE,
+]
+_LINES = {
+    kind: [line.strip() for row in kind.strip().splitlines() for line in row.split(" | ")]
+    for kind in _KINDS
+    if kind is not MODULES
+}
 _SHAPES = ((2, 4, 8, 8), (2, 3, 8, 6), (2, 6, 8), (3, 4, 4), (2, 8), (4, 6), (2, 4, 6, 6))
 _NAMESPACE = {"torch": torch, "nn": nn, "F": F, "math": math, "operator": operator}
 
@@ -131,11 +150,15 @@ class Program(nn.Module):
     def finish(self, outputs):
         """Compile `forward`; its source is shown in tracebacks."""
         names = ", ".join(f"x{i}" for i in range(len(self.inputs)))
-        source = f"def forward(self, {names}):\n" + "".join(f"    {line}\n" for line in self.lines) + f"    return {outputs}\n"
+        source = (
+            f"def forward(self, {names}):\n"
+            + "".join(f"    {line}\n" for line in self.lines)
+            + f"    return {outputs}\n"
+        )
         file = f"<program {id(self)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         scope = dict(_NAMESPACE)
-        exec(compile(source, file, "exec"), scope)  # noqa: S102 - the lines above
+        exec(compile(source, file, "exec"), scope)  # the lines above
         self.forward = types.MethodType(scope["forward"], self)
         self.source = source
         return self.eval()
@@ -170,7 +193,10 @@ def program(rng, steps=8, in_place=False):
 
 
 def _is_stable(model, name):
-    """Whether a value is more than rounding noise, such as the sum of what a layer norm gives: fp32 and fp64 agree on it."""
+    """Whether a value is more than rounding noise, such as the sum of what a layer norm gives.
+
+    Fp32 and fp64 agree on it.
+    """
     single = _run(model.finish(name), torch.float32)
     double = copy.deepcopy(model).double()
     double.forward = types.MethodType(model.forward.__func__, double)
@@ -186,15 +212,24 @@ def _try(model, values, rng, kind):
     names = list(values)
     x = rng.choice([names[-1], names[-1], rng.choice(names)])
     rank = values[x].dim()
-    places = {"x": x, "y": rng.choice(names), "n": rng.choice([1, 2, 3]), "c": rng.choice([0.5, -1.5, 2.0]), "o": rng.choice([4, 6, 8])}
+    places = {
+        "x": x,
+        "y": rng.choice(names),
+        "n": rng.choice([1, 2, 3]),
+        "c": rng.choice([0.5, -1.5, 2.0]),
+        "o": rng.choice([4, 6, 8]),
+    }
     places |= {k: rng.randrange(-rank, rank) if rank else 0 for k in ("a", "b")}
     module, name = f"m{len(model.made)}", f"v{len(model.lines)}"
     how, line = None, ""
     try:
         if kind is MODULES:
             how, line, axis = rng.choice(kind)
-            how, line = how.format(**places, i=values[x].shape[axis]), line.format(**places, m=f"self.{module}")
-            setattr(model, module, eval(how, _NAMESPACE).eval())  # noqa: S307
+            how, line = (
+                how.format(**places, i=values[x].shape[axis]),
+                line.format(**places, m=f"self.{module}"),
+            )
+            setattr(model, module, eval(how, _NAMESPACE).eval())
         else:
             line = rng.choice(_LINES[kind]).format(**places)
         model.lines.append(f"{name} = {line}")
@@ -209,7 +244,12 @@ def _try(model, values, rng, kind):
 
 
 def _is_sensible(value):
-    fine = isinstance(value, torch.Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= _ELEMENTS and value.dim() <= _RANK
+    fine = (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.float32
+        and 0 < value.numel() <= _ELEMENTS
+        and value.dim() <= _RANK
+    )
     return fine and bool(value.isfinite().all()) and value.abs().max() <= _LARGEST
 
 

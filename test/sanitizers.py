@@ -1,10 +1,12 @@
-"""The tests of the C code under gcc's address and undefined-behaviour sanitizers, in processes whose C code is compiled for them.
+"""The tests of the C code under gcc's address and undefined-behaviour sanitizers, in processes whose C code
+is compiled for them.
 
-    python test/sanitizers.py [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests test/backends/native/test_one_token.py …]
+    python test/sanitizers.py [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests
+    test/backends/native/test_one_token.py …]
 
-Random sizes of c_fuzz.py, then every nth test of the files that call C code. The first message of a sanitizer ends its process, and is
-printed with what the process did last. Libraries that others have compiled (torch, oneDNN, OpenMP) are not instrumented. `make sanitize`
-runs it.
+Random sizes of c_fuzz.py, then every nth test of the files that call C code. The first message of a sanitizer
+ends its process, and is printed with what the process did last. Libraries that others have compiled (torch,
+oneDNN, OpenMP) are not instrumented. `make sanitize` runs it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ TESTS = (
     "teams",
     "plans",
 )
-#: Of these: one compiles all of low_bit.c again, the other one runs c_fuzz.py in a process without sanitizers.
+#: Of these: one compiles all of low_bit.c again, the other one runs c_fuzz.py in a process without
+#: sanitizers.
 _LEFT_OUT = "not with_the_instruction_of_avx512 and not some_random_sizes"
 _STARTED = "NC_SANITIZED"
 #: Of what a process printed before it failed.
@@ -47,7 +50,8 @@ _LINES = 60
 
 
 def use() -> None:
-    """Let C code be compiled for the sanitizers in this process, which is started again with their libraries if it has none.
+    """Let C code be compiled for the sanitizers in this process, which is started again with their libraries
+    if it has none.
 
     What is compiled never lies in the user's cache.
 
@@ -56,7 +60,9 @@ def use() -> None:
     """
     if os.environ.pop(_STARTED, None) is None:
         with tempfile.TemporaryDirectory(prefix="nc-sanitized-") as folder:
-            sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment(folder), check=False).returncode)
+            sys.exit(
+                subprocess.run([sys.executable, *sys.argv], env=environment(folder), check=False).returncode
+            )
     if "nc" in sys.modules:
         msg = "nc was imported before the sanitizers were asked for"
         raise RuntimeError(msg)
@@ -70,7 +76,12 @@ def use() -> None:
 
 def environment(cache: str) -> dict[str, str]:
     """Of a process that calls `use`, with the sanitizers' libraries in front of all others, and a folder for what it compiles."""
-    found = [subprocess.run(["gcc", f"-print-file-name={n}"], capture_output=True, text=True, check=True).stdout.strip() for n in LIBRARIES]
+    found = [
+        subprocess.run(
+            ["gcc", f"-print-file-name={n}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for n in LIBRARIES
+    ]
     return {**os.environ, **OPTIONS, _STARTED: "1", "LD_PRELOAD": ":".join(found), "XDG_CACHE_HOME": cache}
 
 
@@ -91,7 +102,12 @@ def run(commands: list[list[str]], cache: str) -> None:
 
     def one(command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *command], env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            [sys.executable, *command],
+            env=environment(cache),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
 
     with ThreadPoolExecutor(len(commands)) as pool:
@@ -104,25 +120,59 @@ def run(commands: list[list[str]], cache: str) -> None:
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth test")
-    parser.add_argument("--turn", type=int, default=0, metavar="K", help="which of the N shares, and where random sizes begin")
+    parser.add_argument(
+        "--turn", type=int, default=0, metavar="K", help="which of the N shares, and where random sizes begin"
+    )
     parser.add_argument("--cases", type=int, default=60, help="random sizes of each function")
     parser.add_argument(
-        "--tests", nargs="*", default=[str(found) for name in TESTS for found in _HERE.rglob(f"test_{name}.py")], help="files of pytest"
+        "--tests",
+        nargs="*",
+        default=[str(found) for name in TESTS for found in _HERE.rglob(f"test_{name}.py")],
+        help="files of pytest",
     )
     options = parser.parse_args()
     us, jobs = str(Path(__file__)), range(options.jobs)
     each = -(-options.cases // options.jobs)
     # each process runs a part of the cases, and of the tests
     fuzz = [
-        [str(_HERE / "c_fuzz.py"), "--sanitize", "--cases", str(each), "--seed", str((options.turn * options.jobs + job) * each)]
+        [
+            str(_HERE / "c_fuzz.py"),
+            "--sanitize",
+            "--cases",
+            str(each),
+            "--seed",
+            str((options.turn * options.jobs + job) * each),
+        ]
         for job in jobs
     ]
     tests = [
-        [us, "--pytest", "-q", "-s", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not exhaustive", "-k", _LEFT_OUT]
-        + ["--share", str(options.share * options.jobs), "--turn", str(options.turn % options.share + options.share * job), *options.tests]
+        [
+            us,
+            "--pytest",
+            "-q",
+            "-s",
+            "-x",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not exhaustive",
+            "-k",
+            _LEFT_OUT,
+        ]
+        + [
+            "--share",
+            str(options.share * options.jobs),
+            "--turn",
+            str(options.turn % options.share + options.share * job),
+            *options.tests,
+        ]
         for job in jobs
     ]
     with tempfile.TemporaryDirectory(prefix="nc-sanitized-") as cache:

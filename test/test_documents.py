@@ -21,7 +21,11 @@ RESULTS = DOCS / "results"
 #: Parts that are read from the first to the last line; the reference and the results are looked up.
 READ = (
     ROOT / "README.md",
-    *(page for part in ("start", "how-to", "concepts", "contribute") for page in sorted((DOCS / part).glob("*.md"))),
+    *(
+        page
+        for part in ("start", "how-to", "concepts", "contribute")
+        for page in sorted((DOCS / part).glob("*.md"))
+    ),
 )
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*/*.md")))
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -49,7 +53,11 @@ def broken(page, content):
             continue
         if not path.exists():
             yield target
-        elif anchor and path.suffix == ".md" and anchor not in anchors(content if path == page else path.read_text(encoding="utf-8")):
+        elif (
+            anchor
+            and path.suffix == ".md"
+            and anchor not in anchors(content if path == page else path.read_text(encoding="utf-8"))
+        ):
             yield f"{target}#{anchor}"
 
 
@@ -68,10 +76,14 @@ def test_links_reach_something(page):
 def test_a_broken_link_is_found():
     page = DOCS / "start" / "install.md"
     content = (
-        "# One title: `a`\n[a](no-page.md) [b](#no-title) [c](../how-to/deploy.md#no-title) [d](../how-to/deploy.md#without-a-compiler)"
+        "# One title: `a`\n[a](no-page.md) [b](#no-title) [c](../how-to/deploy.md#no-title) "
+        "[d](../how-to/deploy.md#without-a-compiler)"
     )
     assert list(broken(page, content)) == ["no-page.md", "#no-title", "../how-to/deploy.md#no-title"]
-    assert list(broken(page, "# One title: `a`\n[a](#one-title-a) [b](https://a.b/c) [c](../results/README.md)")) == []
+    assert (
+        list(broken(page, "# One title: `a`\n[a](#one-title-a) [b](https://a.b/c) [c](../results/README.md)"))
+        == []
+    )
     assert list(broken(page, "```\n[a](no-page.md)\n```")) == []
 
 
@@ -85,7 +97,11 @@ def test_what_is_read_has_at_most_15_000_words():
 
 def test_every_page_can_be_reached_in_two_clicks():
     def linked(page):
-        targets = (target for target, _ in LINK.findall(page.read_text(encoding="utf-8")) if target.endswith(".md") and ":" not in target)
+        targets = (
+            target
+            for target, _ in LINK.findall(page.read_text(encoding="utf-8"))
+            if target.endswith(".md") and ":" not in target
+        )
         return {(page.parent / target).resolve() for target in targets}
 
     first = linked(ROOT / "README.md")
@@ -97,9 +113,17 @@ def test_every_page_can_be_reached_in_two_clicks():
 
 def test_the_reference_is_what_the_code_says(tmp_path):
     """In a process of its own: tests in this one register algorithms and backends."""
-    environment = {**os.environ, "COLUMNS": "40", "PYTHONPATH": str(ROOT)}  # the width of a terminal changes no page
-    subprocess.run([sys.executable, DOCS / "make_reference.py", tmp_path], check=True, timeout=300, env=environment)
-    assert {path.name for path in (DOCS / "reference").iterdir()} == {path.name for path in tmp_path.iterdir()}
+    environment = {
+        **os.environ,
+        "COLUMNS": "40",
+        "PYTHONPATH": str(ROOT),
+    }  # the width of a terminal changes no page
+    subprocess.run(
+        [sys.executable, DOCS / "make_reference.py", tmp_path], check=True, timeout=300, env=environment
+    )
+    assert {path.name for path in (DOCS / "reference").iterdir()} == {
+        path.name for path in tmp_path.iterdir()
+    }
     for path in tmp_path.iterdir():
         said = (DOCS / "reference" / path.name).read_text(encoding="utf-8")
         assert said == path.read_text(encoding="utf-8"), f"{path.name}: run `python docs/make_reference.py`"
@@ -108,18 +132,32 @@ def test_the_reference_is_what_the_code_says(tmp_path):
 def test_the_reference_says_something_of_each_name(reference):
     """An empty cell means that a docstring lacks an argument."""
     for name, content in reference.contents().items():
-        empty = [line for line in content.splitlines() if line.startswith("| `") and re.search(r"\|\s+\|", line)]
-        assert empty == ([] if name != "errors.md" else [line for line in empty if line.startswith("| `NCError`")]), name
+        empty = [
+            line for line in content.splitlines() if line.startswith("| `") and re.search(r"\|\s+\|", line)
+        ]
+        assert empty == (
+            [] if name != "errors.md" else [line for line in empty if line.startswith("| `NCError`")]
+        ), name
 
 
 def test_the_tables_of_an_artefact_list_what_is_written(tmp_path):
     model, x = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.ReLU()).eval(), torch.randn(4, 32)
-    nc.save(nc.quantize(model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference"), tmp_path / "graph")
+    nc.save(
+        nc.quantize(model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference"),
+        tmp_path / "graph",
+    )
     config = nc.WeightOnlyConfig("int4", group_size=8, w_sym=False, float_zero=True, double_quant=True)
     nc.save(nc.quantize(model, config, measure=False), tmp_path / "weights")
-    nc.save(nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=8, w_sym=False), measure=False), tmp_path / "zeros")
+    nc.save(
+        nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=8, w_sym=False), measure=False),
+        tmp_path / "zeros",
+    )
     parts = set()
-    for folder, keys in (("graph", layout.GRAPH_KEYS), ("weights", layout.WEIGHT_KEYS), ("zeros", layout.WEIGHT_KEYS)):
+    for folder, keys in (
+        ("graph", layout.GRAPH_KEYS),
+        ("weights", layout.WEIGHT_KEYS),
+        ("zeros", layout.WEIGHT_KEYS),
+    ):
         assert {path.name for path in (tmp_path / folder).iterdir()} == set(layout.FILES)
         document = json.loads((tmp_path / folder / "model.json").read_text(encoding="utf-8"))
         assert set(document) == set(keys)

@@ -92,7 +92,9 @@ def test_rooms_need_each_other_in_one_direction():
 
 
 def test_modules_need_each_other_in_one_direction():
-    found = levels({module: {name for name, inside in own(module) if not inside} - {module} for module in FILES})
+    found = levels(
+        {module: {name for name, inside in own(module) if not inside} - {module} for module in FILES}
+    )
     assert found["nc"] > found["nc.api.workflow"] > found["nc.graph.qdq"] > found["nc.errors"]
 
 
@@ -110,11 +112,15 @@ def test_the_package_itself_holds_folders():
 def test_imports_inside_functions_are_the_listed_ones(module):
     allowed = DEFERRED.get(module, ())
     for name, inside in own(module):
-        assert not inside or any(name == a or name.startswith(f"{a}.") for a in allowed), f"{module} defers {name}"
+        assert not inside or any(name == a or name.startswith(f"{a}.") for a in allowed), (
+            f"{module} defers {name}"
+        )
 
 
 def test_every_module_that_defers_exists():
-    assert not [module for module, names in DEFERRED.items() for name in (module, *names) if name not in FILES]
+    assert not [
+        module for module, names in DEFERRED.items() for name in (module, *names) if name not in FILES
+    ]
 
 
 def test_algorithms_and_backends_do_not_know_each_other():
@@ -126,42 +132,64 @@ def test_algorithms_and_backends_do_not_know_each_other():
 
 def test_ipex_is_imported_in_one_place_and_only_when_used():
     engine = "intel_extension_for_pytorch"
-    users = {module: inside for module in FILES for name, inside in imports(module) if name.split(".")[0] == engine}
+    users = {
+        module: inside for module in FILES for name, inside in imports(module) if name.split(".")[0] == engine
+    }
     assert users == {"nc.backends.ipex.quiet": True}
 
 
-#: Where engines have names: the table of them, the order of "auto" that was measured, and the public functions `nc.export_…`.
+#: Where engines have names: the table of them, the order of "auto" that was measured, and the public
+#: functions `nc.export_…`.
 NAMING = {"nc.backends", "nc.backends.auto_order", "nc.api.exports"}
 
 
 def test_engines_are_known_by_name_in_few_places():
-    """By an import, or by a string that is the name. An engine that is added or removed changes nothing else."""
-    engines = {name for name in ENGINES if FILES[f"nc.backends.{name}"].name == "__init__.py"}  # the reference has no folder
+    """By an import, or by a string that is the name.
+
+    An engine that is added or removed changes nothing else.
+    """
+    engines = {
+        name for name in ENGINES if FILES[f"nc.backends.{name}"].name == "__init__.py"
+    }  # the reference has no folder
     assert engines >= {"native", "onnx"}
     found = set()
     for module, path in FILES.items():
         if not any(f"{module}.".startswith(f"nc.backends.{name}.") for name in engines):
-            known = {name for name in engines for other, _ in own(module) if f"{other}.".startswith(f"nc.backends.{name}.")}
+            known = {
+                name
+                for name in engines
+                for other, _ in own(module)
+                if f"{other}.".startswith(f"nc.backends.{name}.")
+            }
             found |= {module} if known or strings_in(path) & engines else set()
     assert found == NAMING
     for name in engines:  # what several of them use is in nc/backends itself
         for module in FILES:
             if f"{module}.".startswith(f"nc.backends.{name}."):
-                others = [other for other, _ in own(module) for each in engines - {name} if f"{other}.".startswith(f"nc.backends.{each}.")]
+                others = [
+                    other
+                    for other, _ in own(module)
+                    for each in engines - {name}
+                    if f"{other}.".startswith(f"nc.backends.{each}.")
+                ]
                 assert not others, module
 
 
 def strings_in(path):
     """Every string in a file."""
     return {
-        n.value for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        n.value
+        for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
     }
 
 
 def test_nothing_above_the_graph_reads_a_configuration():
     """Backends and algorithms see the QDQ graph and the plan only."""
     for module in FILES:
-        if module.startswith(("nc.graph", "nc.algorithms", "nc.backends.ipex", "nc.observers", "nc.numerics")):
+        if module.startswith(
+            ("nc.graph", "nc.algorithms", "nc.backends.ipex", "nc.observers", "nc.numerics")
+        ):
             assert not [name for name, _ in own(module) if name.split(".")[:2] == ["nc", "config"]], module
 
 
@@ -172,7 +200,10 @@ def test_only_capture_and_load_decide_the_kind_of_an_operator():
 
 
 def test_arguments_are_read_by_their_names():
-    """`Linear.of(node).weight`, not `node.args[1]`: a position says nothing, and a graph may give an argument by name."""
+    """`Linear.of(node).weight`, not `node.args[1]`.
+
+    A position says nothing, and a graph may give an argument by name.
+    """
     readers = {"nc.graph.catalogue"}  # where names are looked up
     assert {module for module, path in FILES.items() if "args" in subscripted_in(path)} == readers
 
@@ -180,24 +211,50 @@ def test_arguments_are_read_by_their_names():
 def subscripted_in(path):
     """Names of the attributes of which a file reads a part: `args` for `node.args[1]` and `node.args[:2]`."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {node.value.attr for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)}
+    return {
+        node.value.attr
+        for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
+    }
 
 
 def names_in(path):
     """Every name, attribute and function in a file."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    return {getattr(node, field) for node in nodes for field in ("id", "attr", "name") if isinstance(getattr(node, field, None), str)}
+    return {
+        getattr(node, field)
+        for node in nodes
+        for field in ("id", "attr", "name")
+        if isinstance(getattr(node, field, None), str)
+    }
 
 
 #: What torch makes of floats is of the user's default dtype, unless it is named.
-_OF_FLOATS = {"as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
+_OF_FLOATS = {
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randn",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
 
 
 def test_new_tensors_name_their_dtype():
     found = []
     for path in sorted((ROOT / "nc").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_FLOATS:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in _OF_FLOATS
+            ):
                 of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
                 if of_torch and "dtype" not in {keyword.arg for keyword in node.keywords}:
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")

@@ -1,4 +1,7 @@
-"""The list of hand-made faults fits the code: `make mutations` runs for hours, and must not stop for an old entry."""
+"""The list of hand-made faults fits the code.
+
+`make mutations` runs for hours, and must not stop for an old entry.
+"""
 
 import pytest
 from mutations import MUTATIONS, ROOT, files_of
@@ -7,7 +10,9 @@ from mutations import MUTATIONS, ROOT, files_of
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_text_stands_exactly_once_in_its_file(mutation):
     path = ROOT / "nc" / mutation.file
-    assert path.read_text(encoding="utf-8").count(mutation.text) == 1, f"bring test/mutations.py up to date with {path}"
+    assert path.read_text(encoding="utf-8").count(mutation.text) == 1, (
+        f"bring test/mutations.py up to date with {path}"
+    )
     assert mutation.fault != mutation.text
 
 

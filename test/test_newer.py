@@ -27,8 +27,14 @@ gone==1.0
 
 def test_pins_of_this_python_and_no_others():
     functions = runpy.run_path(str(SCRIPT))
-    assert functions["pins_in"](PINS) == {"one": Version("2.9.0"), "two": Version("2.10.0"), "gone": Version("1.0")}
-    assert {"torch", "torchvision", "transformers"} <= functions["pins_in"](functions["NEWEST"].read_text()).keys()
+    assert functions["pins_in"](PINS) == {
+        "one": Version("2.9.0"),
+        "two": Version("2.10.0"),
+        "gone": Version("1.0"),
+    }
+    assert {"torch", "torchvision", "transformers"} <= functions["pins_in"](
+        functions["NEWEST"].read_text()
+    ).keys()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,13 @@ def test_the_script_ends_well_and_names_no_host(tmp_path, monkeypatch):
     (tmp_path / "pip.py").write_text(FAKE_PIP)
     (tmp_path / "pins.txt").write_text(PINS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path / "pins.txt"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path / "pins.txt"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "one 2.9.0: newer is 2.9.1, 2.10.0",

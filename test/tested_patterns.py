@@ -2,7 +2,8 @@
 
     python test/tested_patterns.py
 
-Run it after a change of placement or of the tests' networks; the tests fail when the file does not cover what they run.
+Run it after a change of placement or of the tests' networks; the tests fail when the file does not cover what
+they run.
 """
 
 from __future__ import annotations

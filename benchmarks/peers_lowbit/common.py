@@ -2,8 +2,8 @@
 
 python benchmarks/peers_lowbit/TOOL.py --data DIR --subject NAME --format NAME --method NAME --out FILE
 
-The file holds `{layer}.weight`, dequantized fp32 [N, K], of all linears of the blocks; other parameters if the tool changed them; and
-`{layer}.input_scale` [K] where the tool multiplies a layer's input.
+The file holds `{layer}.weight`, dequantized fp32 [N, K], of all linears of the blocks; other parameters if
+the tool changed them; and `{layer}.input_scale` [K] where the tool multiplies a layer's input.
 """
 
 from __future__ import annotations
@@ -69,13 +69,19 @@ def serve(make: Callable[[Task], Made]) -> None:
         "scale_bits": str(made.scale_bits),
         "zero_bits": str(made.zero_bits),
     }
-    save_file({k: v.detach().float().contiguous().clone() for k, v in made.weights.items()}, options.out, metadata=told)
+    save_file(
+        {k: v.detach().float().contiguous().clone() for k, v in made.weights.items()},
+        options.out,
+        metadata=told,
+    )
 
 
 def changed(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Parameters that a tool changed besides the layers."""
     return {
-        k: v for k, v in model.state_dict().items() if k in before and v.shape == before[k].shape and not torch.equal(v.float(), before[k])
+        k: v
+        for k, v in model.state_dict().items()
+        if k in before and v.shape == before[k].shape and not torch.equal(v.float(), before[k])
     }
 
 

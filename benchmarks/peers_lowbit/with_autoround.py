@@ -1,4 +1,7 @@
-"""AutoRound 0.16: RTN, RTN with its search of scales ("opt RTN"), and "light": 50 steps with a learning rate of 5e-3."""
+"""AutoRound 0.16.
+
+RTN, RTN with its search of scales ("opt RTN"), and "light": 50 steps with a learning rate of 5e-3.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,21 @@ def make(task: Task) -> Made:
     if subject.folder is None:
         refuse("models that are not from transformers")
     before = {k: v.clone() for k, v in subject.model.state_dict().items()}
-    length = min(b["input_ids"].shape[1] for b in subject.calibration)  # it joins samples, and drops shorter ones
-    rows = [b["input_ids"][i : i + 1, :length] for b in subject.calibration for i in range(len(b["input_ids"]))]
+    length = min(
+        b["input_ids"].shape[1] for b in subject.calibration
+    )  # it joins samples, and drops shorter ones
+    rows = [
+        b["input_ids"][i : i + 1, :length] for b in subject.calibration for i in range(len(b["input_ids"]))
+    ]
     light = task.method == "light"
-    options: dict[str, Any] = {"iters": 50, "lr": 5e-3} if light else {"iters": 0, "disable_opt_rtn": task.method == "RTN"}
-    outside = [n for n, m in subject.model.named_modules() if isinstance(m, torch.nn.Linear) and n not in set(subject.layers)]
+    options: dict[str, Any] = (
+        {"iters": 50, "lr": 5e-3} if light else {"iters": 0, "disable_opt_rtn": task.method == "RTN"}
+    )
+    outside = [
+        n
+        for n, m in subject.model.named_modules()
+        if isinstance(m, torch.nn.Linear) and n not in set(subject.layers)
+    ]
     tuner = AutoRound(
         subject.model,
         Tokens(),

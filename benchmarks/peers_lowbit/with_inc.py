@@ -22,12 +22,20 @@ def config_of(task: Task) -> Any:
         "use_sym": form.symmetric,
         "group_size": task.group,
     }
-    more = {"mse": {"use_mse_search": True}, "full range": {"use_full_range": True}, "hybrid order": {"hybrid_order": True}, "": {}}[option]
+    more = {
+        "mse": {"use_mse_search": True},
+        "full range": {"use_full_range": True},
+        "hybrid order": {"hybrid_order": True},
+        "": {},
+    }[option]
     float_: Any
     if kind == "HQQ":
         if form.symmetric or form.group == -1:
             refuse("HQQ without zero points")
-        config, float_ = HQQConfig(bits=form.bits, group_size=task.group, quant_zero=False), HQQConfig(dtype="fp32")
+        config, float_ = (
+            HQQConfig(bits=form.bits, group_size=task.group, quant_zero=False),
+            HQQConfig(dtype="fp32"),
+        )
     else:
         if form.kind == "nf" and kind != "RTN":
             refuse(f"NF4 with {kind}")
@@ -40,7 +48,9 @@ def config_of(task: Task) -> Any:
         if kind == "GPTQ":  # it looks for a folder even where it reads none
             basic |= {"model_path": str(task.subject.folder)}
         config, float_ = cls(**basic, **more), cls(**{**basic, "dtype": "fp32"})
-    names = {n for n, m in task.subject.model.named_modules() if isinstance(m, torch.nn.Linear)} - set(task.subject.layers)
+    names = {n for n, m in task.subject.model.named_modules() if isinstance(m, torch.nn.Linear)} - set(
+        task.subject.layers
+    )
     for name in names:
         config.set_local(name, float_)
     return config
@@ -56,11 +66,20 @@ def make(task: Task) -> Made:
     example = subject.calibration[0]
     data = not task.method.startswith(("RTN", "HQQ"))
     model = copy.deepcopy(subject.model)
-    prepared = prepare(model, config, example_inputs=next(iter(example.values())) if task.method.startswith("AWQ") else None)
+    prepared = prepare(
+        model, config, example_inputs=next(iter(example.values())) if task.method.startswith("AWQ") else None
+    )
     if data:
-        rows = [{k: v[i : i + 1] for k, v in b.items()} for b in subject.calibration for i in range(len(next(iter(b.values()))))]
+        rows = [
+            {k: v[i : i + 1] for k, v in b.items()}
+            for b in subject.calibration
+            for i in range(len(next(iter(b.values()))))
+        ]
         for row in rows:  # its GPTQ keeps samples of one sequence
-            with torch.no_grad(), contextlib.suppress(ValueError):  # it stops the model behind the first block in this way
+            with (
+                torch.no_grad(),
+                contextlib.suppress(ValueError),
+            ):  # it stops the model behind the first block in this way
                 prepared(**row)
     done = convert(prepared)
     weights = changed(done, before)

@@ -1,4 +1,7 @@
-"""llm-compressor 0.14: `oneshot` with `QuantizationModifier`, `GPTQModifier` and `AWQModifier`, at its own defaults."""
+"""llm-compressor 0.14.
+
+`oneshot` with `QuantizationModifier`, `GPTQModifier` and `AWQModifier`, at its own defaults.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from common import Made, Task, changed, refuse, serve
 
 
 def make(task: Task) -> Made:
-    """Its modules hold weight, scale and zero point; what they compute with is the weight after both roundings."""
+    """Its modules hold weight, scale and zero point.
+
+    What they compute with is the weight after both roundings.
+    """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from datasets import Dataset
@@ -32,7 +38,9 @@ def make(task: Task) -> Made:
     inside = set(subject.layers)
     scheme = {
         "config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)},
-        "ignore": [n for n, m in subject.model.named_modules() if isinstance(m, torch.nn.Linear) and n not in inside],
+        "ignore": [
+            n for n, m in subject.model.named_modules() if isinstance(m, torch.nn.Linear) and n not in inside
+        ],
     }
     recipe = {
         "RTN": [QuantizationModifier(**scheme)],
@@ -50,7 +58,9 @@ def make(task: Task) -> Made:
     for name in subject.layers:
         module = subject.model.get_submodule(name)
         args = module.quantization_scheme.weights
-        found[f"{name}.weight"] = fake_quantize(module.weight, module.weight_scale, getattr(module, "weight_zero_point", None), args)
+        found[f"{name}.weight"] = fake_quantize(
+            module.weight, module.weight_scale, getattr(module, "weight_zero_point", None), args
+        )
     # the scale's type is the model's; files of models in bf16 hold 16 bits
     return Made(found, data, 16, 0 if form.symmetric else form.bits)
 

@@ -36,11 +36,16 @@ def make(task: Task) -> Made:
         more |= {"ratio": 1.0, "all_layers": True, "group_size": task.group}
     calls = [dict(batch) for batch in subject.calibration]
     if getattr(getattr(subject.model, "config", None), "use_cache", False):
-        # what can't be translated: a cache among the outputs, and the search for several texts in a row without a mask
+        # what can't be translated: a cache among the outputs, and the search for several texts in a row
+        # without a mask
         subject.model.config.use_cache = False
         calls = [batch | {"attention_mask": torch.ones_like(batch["input_ids"])} for batch in calls]
     if task.method != "RTN":
-        rows = [{k: v[i : i + 1].numpy() for k, v in b.items()} for b in calls for i in range(len(next(iter(b.values()))))]
+        rows = [
+            {k: v[i : i + 1].numpy() for k, v in b.items()}
+            for b in calls
+            for i in range(len(next(iter(b.values()))))
+        ]
         more |= {"dataset": nncf.Dataset(rows), "subset_size": len(rows)}
     with torch.no_grad():
         model = openvino.convert_model(subject.model, example_input=calls[0])
@@ -53,7 +58,10 @@ def make(task: Task) -> Made:
     ]
     with contextlib.redirect_stdout(sys.stderr):
         done = nncf.compress_weights(
-            model, mode=nncf.CompressWeightsMode[mode], ignored_scope=nncf.IgnoredScope(names=others, validate=False), **more
+            model,
+            mode=nncf.CompressWeightsMode[mode],
+            ignored_scope=nncf.IgnoredScope(names=others, validate=False),
+            **more,
         )
     weights = {}
     for name, node in by_layer(done, subject.layers).items():

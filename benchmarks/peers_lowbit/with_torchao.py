@@ -1,4 +1,7 @@
-"""torchao 0.18: `quantize_` with `IntxWeightOnlyConfig`, round to nearest, and with scales from HQQ's search."""
+"""torchao 0.18.
+
+`quantize_` with `IntxWeightOnlyConfig`, round to nearest, and with scales from HQQ's search.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def make(task: Task) -> Made:
         intx_choose_qparams_algorithm=search,
     )
     model, layers = task.subject.model, set(task.subject.layers)
-    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and name in layers)
+    quantize_(
+        model, config, filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and name in layers
+    )
     weights = {f"{n}.weight": model.get_submodule(n).weight.dequantize() for n in task.subject.layers}
     scale = model.get_submodule(task.subject.layers[0]).weight.scale
     return Made(weights, False, scale.element_size() * 8, 0 if task.form.symmetric else 8)

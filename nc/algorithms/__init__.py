@@ -1,6 +1,7 @@
 """Algorithms: one per file, each a frozen dataclass of its options with the members of `base.Algorithm`.
 
-A configuration can name the algorithms in `PRE` and `POST`. `in_order` decides the order in which all algorithms are applied.
+A configuration can name the algorithms in `PRE` and `POST`. `in_order` decides the order in which all
+algorithms are applied.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption)}
 POST: dict[str, type] = {cls.name: cls for cls in (BiasCorrection,)}
 
 
-def in_order(plan: Plan, pre: Sequence[Algorithm], post: Sequence[Algorithm], *, smooths: bool = False) -> tuple[Algorithm, ...]:
+def in_order(
+    plan: Plan, pre: Sequence[Algorithm], post: Sequence[Algorithm], *, smooths: bool = False
+) -> tuple[Algorithm, ...]:
     """All algorithms for a plan, in the order in which they are applied.
 
     Args:
@@ -41,7 +44,9 @@ def in_order(plan: Plan, pre: Sequence[Algorithm], post: Sequence[Algorithm], *,
         *([DeadChannels()] if specs else []),
     )
     stages = list(Stage)
-    return tuple(sorted(listed, key=lambda a: stages.index(a.stage)))  # stable: within a stage the order above
+    return tuple(
+        sorted(listed, key=lambda a: stages.index(a.stage))
+    )  # stable: within a stage the order above
 
 
 def steps(algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:

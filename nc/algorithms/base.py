@@ -1,7 +1,10 @@
-"""What an algorithm is: it says at which stage it works and what it needs, and `apply` changes the model and says what it did.
+"""What an algorithm is.
 
-A model goes through the stages in the order of `Stage`. At each stage the algorithms are applied one after the other; `nc.algorithms`
-has their order. An algorithm knows graphs, the plan and statistics, never a configuration or a backend.
+It says at which stage it works and what it needs, and `apply` changes the model and says what it did.
+
+A model goes through the stages in the order of `Stage`. At each stage the algorithms are applied one after
+the other; `nc.algorithms` has their order. An algorithm knows graphs, the plan and statistics, never a
+configuration or a backend.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tap:
-    """What is collected of one tensor, while kept samples run through the fp32 graph once, for all algorithms of a stage.
+    """What is collected of one tensor, while kept samples run through the fp32 graph once, for all algorithms
+    of a stage.
 
     Attributes:
         operator: name of the operator.
@@ -118,7 +122,10 @@ class Context:
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
     def weight(self, operator: str) -> WeightCodes | None:
-        """Return the codes of an operator's weight at stage CODES; None where it has none (a matmul, an addition, a recurrent layer)."""
+        """Return the codes of an operator's weight at stage CODES.
+
+        None where it has none (a matmul, an addition, a recurrent layer).
+        """
         assert self.quantized is not None
         for node in self.quantized.graph.nodes:
             if node.meta.get("operator") == operator and kind_of_node(node) in WEIGHTED:
@@ -126,8 +133,14 @@ class Context:
                 codes = codes_of(weight)
                 if codes is not None and spec is not None:
                     scale = Dequantize.of(weight).scale
-                    value = constant_of(self.quantized, scale) if isinstance(scale, fx.Node) else torch.tensor(scale, dtype=torch.float32)
-                    return WeightCodes(self.quantized, str(codes.target), value, weight_axis(node), groups_of(node), spec)
+                    value = (
+                        constant_of(self.quantized, scale)
+                        if isinstance(scale, fx.Node)
+                        else torch.tensor(scale, dtype=torch.float32)
+                    )
+                    return WeightCodes(
+                        self.quantized, str(codes.target), value, weight_axis(node), groups_of(node), spec
+                    )
         return None
 
 
@@ -167,17 +180,29 @@ class WeightCodes:
         """Put other codes in their place.
 
         Raises:
-            ValueError: another shape, a code out of range, or pairs of codes whose products do not fit 16 bits where they have to.
+            ValueError: another shape, a code out of range, or pairs of codes whose products do not fit 16
+                bits where they have to.
         """
         if codes.shape != self.codes.shape:
-            msg = f"Codes of {self.name!r} have shape {tuple(self.codes.shape)}, but got {tuple(codes.shape)}."
+            msg = (
+                f"Codes of {self.name!r} have shape {tuple(self.codes.shape)}, but got {tuple(codes.shape)}."
+            )
             raise ValueError(msg)
-        if codes.numel() and not self.spec.quant_min <= int(codes.min()) <= int(codes.max()) <= self.spec.quant_max:
-            msg = f"Codes of {self.name!r} range from {self.spec.quant_min} to {self.spec.quant_max}; some are outside."
+        if (
+            codes.numel()
+            and not self.spec.quant_min <= int(codes.min()) <= int(codes.max()) <= self.spec.quant_max
+        ):
+            msg = (
+                f"Codes of {self.name!r} range from {self.spec.quant_min} to {self.spec.quant_max}; some are "
+                "outside."
+            )
             raise ValueError(msg)
         codes = codes.to(self.codes.dtype)
         if self.spec.paired and not pairs_fit(codes, self.axis, self.groups):
-            msg = f"Pairs of codes of {self.name!r} can overflow 16-bit sums on this CPU; leave weights with spec.paired as they are."
+            msg = (
+                f"Pairs of codes of {self.name!r} can overflow 16-bit sums on this CPU; leave weights with "
+                "spec.paired as they are."
+            )
             raise ValueError(msg)
         setattr(self.module, self.name, codes)
 

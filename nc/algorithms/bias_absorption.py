@@ -1,7 +1,11 @@
-"""Bias absorption: move the constant part of a channel from one layer's bias to the next (Nagel et al., arXiv 1906.04721, section 4.1.3).
+"""Bias absorption.
 
-Equalization can leave channels with a large bias, which stretch the one range that all channels of an activation share. Where a value x
-is above c nearly always, `relu(x) = relu(x - c) + c`: the first layer subtracts c, the second adds `W c` (equations 15 and 16).
+Move the constant part of a channel from one layer's bias to the next (Nagel et al., arXiv 1906.04721, section
+4.1.3).
+
+Equalization can leave channels with a large bias, which stretch the one range that all channels of an
+activation share. Where a value x is above c nearly always, `relu(x) = relu(x - c) + c`: the first layer
+subtracts c, the second adds `W c` (equations 15 and 16).
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from nc.graph.views import Weighted
 class BiasAbsorption:
     """Absorb high biases of all layers that are followed by a relu and one other layer.
 
-    It needs no data: `c = max(0, mean - n_sigma * std)` of each channel, with the mean and deviation of the folded batch norm. The function
-    changes only for values below c: 0.135 % of a normal distribution for n_sigma = 3. The second layer must not be a transposed
-    convolution and must have no padding, because padded zeros contain no c.
+    It needs no data: `c = max(0, mean - n_sigma * std)` of each channel, with the mean and deviation of the
+    folded batch norm. The function changes only for values below c: 0.135 % of a normal distribution for
+    n_sigma = 3. The second layer must not be a transposed convolution and must have no padding, because
+    padded zeros contain no c.
 
     Attributes:
         n_sigma: standard deviations between mean and c.
@@ -50,7 +55,11 @@ class BiasAbsorption:
     def apply(self, context: Context) -> Applied:
         """`change` the fp32 graph."""
         operators = self.change(context.module)
-        why = "" if operators else ": no layer behind a batch norm and in front of a relu has channels that always exceed 0"
+        why = (
+            ""
+            if operators
+            else ": no layer behind a batch norm and in front of a relu has channels that always exceed 0"
+        )
         return Applied(self.name, operators, f"{len(operators)} operators changed{why}")
 
     @torch.no_grad()

@@ -1,14 +1,18 @@
-"""Bias correction: subtract the mean error of quantization in each output channel from the bias, where that helps.
+"""Bias correction.
 
-`b += E[y_fp32] - E[y_int8]` per output channel over calibration samples (Nagel et al., arXiv 1906.04721, section 4.2, the empirical
-form), in execution order: each operator is corrected with the corrected operators in front of it, in one pass over the graph.
+Subtract the mean error of quantization in each output channel from the bias, where that helps.
 
-A smaller mean error is no smaller error of the model: a norm makes noise as large as data of the row that padding leaves behind. So each
-correction is judged three times, and taken back where something gets worse:
+`b += E[y_fp32] - E[y_int8]` per output channel over calibration samples (Nagel et al., arXiv 1906.04721,
+section 4.2, the empirical form), in execution order: each operator is corrected with the corrected operators
+in front of it, in one pass over the graph.
+
+A smaller mean error is no smaller error of the model: a norm makes noise as large as data of the row that
+padding leaves behind. So each correction is judged three times, and taken back where something gets worse:
 
 * at the operator's output, for samples that it was not computed from;
 * where its output is read, behind activations, additions and norms;
-* all together at the model's outputs. If one of them gets worse there, halves of the corrections are tried, and halves of these.
+* all together at the model's outputs. If one of them gets worse there, halves of the corrections are tried,
+  and halves of these.
 """
 
 from __future__ import annotations
@@ -32,11 +36,14 @@ from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
 from nc.numerics.mean_error import mean_error, square_errors
 
-#: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.
+#: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM
+#: samples or 50 of ResNet-50.
 MAC_BUDGET = 2e11
-#: Errors that are larger by less than this are not worse: 0.05 dB. That is what the mean of 85 samples of pure noise adds to the others.
+#: Errors that are larger by less than this are not worse: 0.05 dB. That is what the mean of 85 samples of
+#: pure noise adds to the others.
 TOLERANCE = 10**0.005
-#: Values of one tensor over all batches that a mean is taken of, and that errors are compared at; of more, evenly spaced positions.
+#: Values of one tensor over all batches that a mean is taken of, and that errors are compared at; of more,
+#: evenly spaced positions.
 _VALUES, _JUDGED = 2**23, 2**19
 #: How often the model's outputs are computed to find corrections that make them worse.
 _TRIALS = 12
@@ -51,7 +58,10 @@ ONE_ROW, OWN, READ, MODEL = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BiasCorrection:
-    """Subtract the mean quantization error of each output channel from the bias, where that helps. It has no options."""
+    """Subtract the mean quantization error of each output channel from the bias, where that helps.
+
+    It has no options.
+    """
 
     name: ClassVar[str] = "bias_correction"
     stage: ClassVar[Stage] = Stage.CODES
@@ -65,7 +75,11 @@ class BiasCorrection:
     def apply(self, context: Context) -> Applied:
         """Correct the biases of the QDQ graph in place."""
         if not context.observed:
-            why = "no int8 operator has a weight" if context.batches else "no calibration samples were kept, each batch is too large"
+            why = (
+                "no int8 operator has a weight"
+                if context.batches
+                else "no calibration samples were kept, each batch is too large"
+            )
             return Applied(self.name, (), f"nothing: {why}")
         assert context.quantized is not None
         operators = {operator for operator, _ in context.observed}
@@ -95,14 +109,23 @@ class Corrections:
     def text(self) -> str:
         """How many were kept, and which were taken back."""
         reasons = Counter(self.refused.values())
-        names = {why: ", ".join([name for name, other in self.refused.items() if other == why][:3]) for why in reasons}
-        taken = [f"{count} taken back because {why} ({names[why]}{', …' if count > 3 else ''})" for why, count in reasons.items()]
+        names = {
+            why: ", ".join([name for name, other in self.refused.items() if other == why][:3])
+            for why in reasons
+        }
+        taken = [
+            f"{count} taken back because {why} ({names[why]}{', …' if count > 3 else ''})"
+            for why, count in reasons.items()
+        ]
         return "; ".join([f"{len(self.deltas)} biases corrected", *taken])
 
 
 @torch.no_grad()
-def correct_biases(fp32: fx.GraphModule, quantized: fx.GraphModule, operators: Collection[str], batches: Sequence[Batch]) -> Corrections:
-    """Correct the biases of a QDQ graph in place, where that makes no output of the model worse on the batches.
+def correct_biases(
+    fp32: fx.GraphModule, quantized: fx.GraphModule, operators: Collection[str], batches: Sequence[Batch]
+) -> Corrections:
+    """Correct the biases of a QDQ graph in place, where that makes no output of the model worse on the
+    batches.
 
     Args:
         fp32: the graph that it was made from.
@@ -154,7 +177,9 @@ def _is_worse(before: Sequence[tuple[float, float]], after: Sequence[tuple[float
     return any(a > TOLERANCE * b for b, a in pairs)
 
 
-def _attempt(fp32: fx.GraphModule, quantized: fx.GraphModule, batches: Sequence[Batch], operators: Collection[str]) -> Corrections:
+def _attempt(
+    fp32: fx.GraphModule, quantized: fx.GraphModule, batches: Sequence[Batch], operators: Collection[str]
+) -> Corrections:
     """Run both graphs, and correct some operators on the way; nothing is changed."""
     expected, got = Stream(fp32, batches), Stream(quantized, batches)
     originals = {n.meta["operator"]: n for n in _targets(fp32, set(operators))}
@@ -178,11 +203,15 @@ def _attempt(fp32: fx.GraphModule, quantized: fx.GraphModule, batches: Sequence[
     return Corrections(deltas, refused, [_errors(e, g) for e, g in outputs if _is_float(e[0])])
 
 
-def _correction(node: fx.Node, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, str]:
+def _correction(
+    node: fx.Node, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, str]:
     """Return what an operator's bias gets, fp32 [channels]; None and the reason, where it stays."""
     rows = [_rows(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in expected]
     quantized = [_rows(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in got]
-    found = mean_error(torch.cat([r for r, _ in rows]), torch.cat([r for r, _ in quantized]), _samples([s for _, s in rows]))
+    found = mean_error(
+        torch.cat([r for r, _ in rows]), torch.cat([r for r, _ in quantized]), _samples([s for _, s in rows])
+    )
     delta = found.delta.float()
     if found.held_out is None:
         return None, ONE_ROW
@@ -191,11 +220,17 @@ def _correction(node: fx.Node, expected: Sequence[torch.Tensor], got: Sequence[t
     return delta, ""
 
 
-def _harms_readers(expected: Stream, original: fx.Node, got: Stream, node: fx.Node, values: Sequence[torch.Tensor]) -> bool:
+def _harms_readers(
+    expected: Stream, original: fx.Node, got: Stream, node: fx.Node, values: Sequence[torch.Tensor]
+) -> bool:
     """Whether something behind an operator, up to the next products, gets worse by other values of the operator."""
     behind = {n.name: n for n in expected.behind(original)}
     copies = {n.name: n for n in got.behind(node)}
-    ends = {name for name, n in behind.items() if name in copies and is_float_tensor(n) and not any(u.name in behind for u in n.users)}
+    ends = {
+        name
+        for name, n in behind.items()
+        if name in copies and is_float_tensor(n) and not any(u.name in behind for u in n.users)
+    }
     if not ends:
         return False
     names = _needed(ends, behind), _needed(ends, copies)
@@ -251,7 +286,9 @@ def _samples(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _shifted(node: fx.Node, values: Sequence[torch.Tensor], delta: torch.Tensor) -> list[torch.Tensor]:
-    return [v + delta.reshape([-1 if d == channel_axis(node, v) else 1 for d in range(v.dim())]) for v in values]
+    return [
+        v + delta.reshape([-1 if d == channel_axis(node, v) else 1 for d in range(v.dim())]) for v in values
+    ]
 
 
 def _transposed(outputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -264,14 +301,20 @@ def _is_float(value: object) -> bool:
 
 
 def _targets(module: fx.GraphModule, operators: set[str]) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.meta.get("operator") in operators and kind_of_node(n) in WEIGHTED]
+    return [
+        n for n in module.graph.nodes if n.meta.get("operator") in operators and kind_of_node(n) in WEIGHTED
+    ]
 
 
 def _add_to_bias(module: fx.GraphModule, node: fx.Node, delta: torch.Tensor) -> None:
     bias = Weighted.of(node).bias
     if bias is not None and bias.op != "get_attr":  # computed in the graph (Swin v2 clears part of its bias)
-        constant = add_constant(module, node, f"{node.name}_bias_correction", delta, f"{node.name}.bias_correction")
+        constant = add_constant(
+            module, node, f"{node.name}_bias_correction", delta, f"{node.name}.bias_correction"
+        )
         with module.graph.inserting_before(node):
-            node.replace_input_with(bias, call_function(module.graph, torch.ops.aten.add.Tensor, (bias, constant)))
+            node.replace_input_with(
+                bias, call_function(module.graph, torch.ops.aten.add.Tensor, (bias, constant))
+            )
         return
     replace_constant(module, node, "bias", delta if bias is None else constant_of(module, bias) + delta)

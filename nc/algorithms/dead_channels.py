@@ -1,4 +1,6 @@
-"""The dead-channel watch: output channels whose codes are all 0, or that a ReLU makes 0 at every position of the kept samples.
+"""The dead-channel watch.
+
+Output channels whose codes are all 0, or that a ReLU makes 0 at every position of the kept samples.
 
 It changes nothing; what it finds is part of the report (docs/how-to/accuracy-dropped.md).
 """
@@ -37,8 +39,15 @@ class DeadChannels:
         """Return the outputs of int8 operators in front of a ReLU."""
         names = {d.operator for d in plan.quantized}
         watched = [n for n in module.graph.nodes if n.meta.get("operator") in names and _is_before_relu(n)]
-        axes = {n.meta["operator"]: -1 if kind_of_node(n) == "linear" else 1 - Weighted.of(n).weight.meta["val"].dim() for n in watched}
-        taps = tuple(Tap(name, "output", functools.partial(never_above_0, axis=axis)) for name, axis in axes.items())
+        axes = {
+            n.meta["operator"]: -1
+            if kind_of_node(n) == "linear"
+            else 1 - Weighted.of(n).weight.meta["val"].dim()
+            for n in watched
+        }
+        taps = tuple(
+            Tap(name, "output", functools.partial(never_above_0, axis=axis)) for name, axis in axes.items()
+        )
         return Needs(samples=Bound(macs=MAC_BUDGET), taps=taps)
 
     def apply(self, context: Context) -> Applied:
@@ -47,23 +56,33 @@ class DeadChannels:
         names = {d.operator for d in context.plan.quantized}
         found = 0
         for node in context.quantized.graph.nodes:
-            axis = weight_axis(node) if node.meta.get("operator") in names and kind_of_node(node) in WEIGHTED else None
+            axis = (
+                weight_axis(node)
+                if node.meta.get("operator") in names and kind_of_node(node) in WEIGHTED
+                else None
+            )
             codes = codes_of(Weighted.of(node).weight) if axis is not None else None
             if axis is None or codes is None:
                 continue
-            finding = _finding(node.meta["operator"], constant_of(context.quantized, codes).transpose(0, axis), context)
+            finding = _finding(
+                node.meta["operator"], constant_of(context.quantized, codes).transpose(0, axis), context
+            )
             if finding is not None:
                 context.findings.append(finding)
                 found += 1
         positions = max((int(state["positions"]) for state in context.observed.values()), default=0)
-        watched = f"{len(context.observed)} operators in front of a ReLU watched, over up to {positions} positions"
+        watched = (
+            f"{len(context.observed)} operators in front of a ReLU watched, over up to {positions} positions"
+        )
         if not context.batches:
             watched = "only weights looked at, since no calibration samples were kept"
         return Applied(self.name, (), f"{watched}; {found} operators have dead channels")
 
 
 def never_above_0(state: State, output: torch.Tensor, axis: int) -> State:
-    """Note which channels of an operator's output were never above 0. After the first batches few are left to look at.
+    """Note which channels of an operator's output were never above 0.
+
+    After the first batches few are left to look at.
 
     Args:
         state: positions, int64 []: how many were seen per channel; silent, int64: indices of those channels.
@@ -89,11 +108,19 @@ def _finding(operator: str, codes: torch.Tensor, context: Context) -> Finding | 
     state = context.observed.get((operator, "output"), {})
     if state and state["positions"] >= POSITIONS:
         silent[state["silent"]] = True
-        text += f", {int((silent & ~zero).sum())} never above 0 in front of the ReLU at {int(state['positions'])} positions"
+        text += (
+            f", {int((silent & ~zero).sum())} never above 0 in front of the ReLU at "
+            f"{int(state['positions'])} positions"
+        )
     dead = int((zero | silent).sum())
     if not dead:
         return None
-    return Finding("dead_channels", operator, dead / len(zero), f"{dead} of {len(zero)} output channels carry nothing: {text}")
+    return Finding(
+        "dead_channels",
+        operator,
+        dead / len(zero),
+        f"{dead} of {len(zero)} output channels carry nothing: {text}",
+    )
 
 
 def _is_before_relu(node: fx.Node) -> bool:
@@ -102,4 +129,6 @@ def _is_before_relu(node: fx.Node) -> bool:
 
 def _cuts_negatives(node: fx.Node) -> bool:
     name = op_name(node).rstrip("_")
-    return name in ("relu", "relu6") or (name in _LOWER_ENDS and schema_arguments(node)[_LOWER_ENDS[name]] == 0)
+    return name in ("relu", "relu6") or (
+        name in _LOWER_ENDS and schema_arguments(node)[_LOWER_ENDS[name]] == 0
+    )

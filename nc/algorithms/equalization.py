@@ -1,7 +1,10 @@
-"""Cross-layer equalization: make the ranges of channels equal without changing the function (Nagel et al., arXiv 1906.04721, section 4.1).
+"""Cross-layer equalization.
 
-Where only positively homogeneous operators stand between two layers (`f(s x) = s f(x)` for s > 0), a channel can be made larger by the
-first layer and smaller by the second. Equation 11 picks the scales that make the ranges of both sides of each channel equal.
+Make the ranges of channels equal without changing the function (Nagel et al., arXiv 1906.04721, section 4.1).
+
+Where only positively homogeneous operators stand between two layers (`f(s x) = s f(x)` for s > 0), a channel
+can be made larger by the first layer and smaller by the second. Equation 11 picks the scales that make the
+ranges of both sides of each channel equal.
 """
 
 from __future__ import annotations
@@ -17,16 +20,28 @@ from torch import fx
 
 from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.formats.checks import is_number, require
-from nc.graph.catalogue import POOLS, WEIGHTED, first_input, groups_of, input_node, is_transposed, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import (
+    POOLS,
+    WEIGHTED,
+    first_input,
+    groups_of,
+    input_node,
+    is_transposed,
+    kind_of_node,
+    op_name,
+    schema_arguments,
+)
 from nc.graph.fx_utils import constant_of, replace_constant
 from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
 
 #: Elementwise operators with `f(s x) = s f(x)` for s > 0.
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "prelu", "clone", "contiguous"})
-#: Homogeneous operators that work on the last dimensions, as many as their name says ("max_pool2d"), and not across the others.
+#: Homogeneous operators that work on the last dimensions, as many as their name says ("max_pool2d"), and not
+#: across the others.
 SPATIAL = POOLS | {"upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d"}
-#: No channel is scaled by more: dead channels (weights of 1e-20) would get biases that no activation range survives.
+#: No channel is scaled by more: dead channels (weights of 1e-20) would get biases that no activation range
+#: survives.
 LARGEST_SCALE = 1e4
 
 
@@ -49,10 +64,12 @@ class Pair:
 class Equalization:
     """Equalize all pairs of a captured graph.
 
-    Not changed: channels whose weights are all zero (or not finite) on one side, and layers that share a weight with another layer.
+    Not changed: channels whose weights are all zero (or not finite) on one side, and layers that share a
+    weight with another layer.
 
     Attributes:
-        iterations: maximum number of passes over all pairs. A single pair needs one pass; a chain needs several.
+        iterations: maximum number of passes over all pairs. A single pair needs one pass; a chain needs
+            several.
         tolerance: stop when the scales of a pass differ from 1 by less than this on average.
 
     Raises:
@@ -65,9 +82,15 @@ class Equalization:
     stage: ClassVar[Stage] = Stage.FLOAT
 
     def __post_init__(self) -> None:
-        is_count = isinstance(self.iterations, int) and not isinstance(self.iterations, bool) and self.iterations >= 1
+        is_count = (
+            isinstance(self.iterations, int)
+            and not isinstance(self.iterations, bool)
+            and self.iterations >= 1
+        )
         require(is_count, "iterations", "a whole number from 1", self.iterations)
-        require(is_number(self.tolerance) and self.tolerance >= 0, "tolerance", "a number from 0", self.tolerance)
+        require(
+            is_number(self.tolerance) and self.tolerance >= 0, "tolerance", "a number from 0", self.tolerance
+        )
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
         """No data."""
@@ -76,18 +99,29 @@ class Equalization:
     def apply(self, context: Context) -> Applied:
         """`change` the fp32 graph."""
         operators = self.change(context.module)
-        why = "" if operators else ": no two layers with only homogeneous operators between them differ in their ranges"
+        why = (
+            ""
+            if operators
+            else ": no two layers with only homogeneous operators between them differ in their ranges"
+        )
         return Applied(self.name, operators, f"{len(operators)} operators changed{why}")
 
     @torch.no_grad()
     def change(self, module: fx.GraphModule) -> tuple[str, ...]:
-        """Equalize in place; weights and biases are replaced by new constants, and `output_mean`, `output_std` are scaled with them.
+        """Equalize in place.
+
+        Weights and biases are replaced by new constants, and `output_mean`, `output_std` are scaled with
+        them.
 
         Returns:
             Names of the operators whose weights changed, in execution order.
         """
         reads = _reads(module)
-        found = [p for p in pairs(module) if all(reads[_weight(module, layer).data_ptr()] == 1 for layer in (p.first, p.second))]
+        found = [
+            p
+            for p in pairs(module)
+            if all(reads[_weight(module, layer).data_ptr()] == 1 for layer in (p.first, p.second))
+        ]
         outputs: dict[fx.Node, torch.Tensor] = {}
         inputs: dict[fx.Node, torch.Tensor] = {}
         for pair, scale in zip(found, self._scales(module, found), strict=True):
@@ -101,7 +135,10 @@ class Equalization:
         return tuple(node.meta["operator"] for node in changed)
 
     def _scales(self, module: fx.GraphModule, found: list[Pair]) -> list[torch.Tensor]:
-        """Return what each pair's channels are multiplied by, float64 [channels]; only the largest weight of each connection matters."""
+        """Return what each pair's channels are multiplied by, float64 [channels].
+
+        Only the largest weight of each connection matters.
+        """
         layers = dict.fromkeys(layer for pair in found for layer in (pair.first, pair.second))
         sizes = {layer: grouped(layer, _weight(module, layer)).abs().amax(3).double() for layer in layers}
         totals = [sizes[pair.first].new_ones(sizes[pair.first].shape[:2].numel()) for pair in found]
@@ -125,7 +162,8 @@ def equalizing_scale(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
     Args:
         first: largest weights of the first layer, float64 [groups, outputs, inputs], not negative.
-        second: those of the second layer, [groups, outputs, inputs]; its inputs are the channels, or equal blocks of them.
+        second: those of the second layer, [groups, outputs, inputs]; its inputs are the channels, or equal
+            blocks of them.
 
     Returns:
         float64 [channels]; 1 where a range is 0 or not finite.
@@ -137,7 +175,10 @@ def equalizing_scale(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def pairs(module: fx.GraphModule) -> list[Pair]:
-    """All pairs of a captured graph, in execution order; a layer can be the second of one and the first of the next."""
+    """All pairs of a captured graph, in execution order.
+
+    A layer can be the second of one and the first of the next.
+    """
     found = (_pair_from(node) for node in module.graph.nodes if _is_layer(node))
     return [pair for pair in found if pair is not None]
 
@@ -171,7 +212,10 @@ def _channel_axis(layer: fx.Node) -> int:
 
 
 def _axis_behind(node: fx.Node, axis: int) -> int | None:
-    """Where the channels are behind a homogeneous operator, from the end; None behind one that is not, or that mixes channels."""
+    """Where the channels are behind a homogeneous operator, from the end.
+
+    None behind one that is not, or that mixes channels.
+    """
     name = op_name(node)
     if name in HOMOGENEOUS:
         return axis
@@ -188,7 +232,10 @@ def _axis_behind(node: fx.Node, axis: int) -> int | None:
 
 
 def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
-    """Return the last, where it holds the channels and all that was behind them; dimensions in front may change in any way."""
+    """Return the last, where it holds the channels and all that was behind them.
+
+    Dimensions in front may change in any way.
+    """
     # torch's symbolic sizes are loaded by whoever captures; `import nc` needn't wait for them
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -197,7 +244,10 @@ def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
 
 
 def _axis_behind_squeeze(node: fx.Node, axis: int) -> int | None:
-    """Return the axis where a dimension in front of the channels comes or goes: the batch of 1 that a convolution without one gets."""
+    """Return the axis where a dimension in front of the channels comes or goes.
+
+    The batch of 1 that a convolution without one gets.
+    """
     dim = schema_arguments(node).get("dim")
     rank = max(node.meta["val"].dim(), input_node(node).meta["val"].dim())
     return axis if isinstance(dim, int) and dim % rank - rank < axis else None
@@ -212,7 +262,10 @@ def _axis_behind_mean(node: fx.Node, axis: int) -> int | None:
 
 
 def grouped(layer: fx.Node, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as [groups, outputs of a group, inputs of a group, values of a connection]; a view where it is contiguous."""
+    """Return a weight as [groups, outputs of a group, inputs of a group, values of a connection].
+
+    A view where it is contiguous.
+    """
     groups = groups_of(layer)
     view = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
     return view.transpose(1, 2) if is_transposed(layer) else view
@@ -231,7 +284,9 @@ def _along_inputs(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _reads(module: fx.GraphModule) -> Counter[int]:
     """How often each constant tensor is read, by its address: one tensor can have several names and nodes."""
-    constants = [n for n in module.graph.nodes if n.op == "get_attr" and constant_of(module, n).layout is torch.strided]
+    constants = [
+        n for n in module.graph.nodes if n.op == "get_attr" and constant_of(module, n).layout is torch.strided
+    ]
     return Counter(constant_of(module, n).data_ptr() for n in constants for _ in n.users)
 
 
@@ -239,7 +294,9 @@ def _weight(module: fx.GraphModule, layer: fx.Node) -> torch.Tensor:
     return constant_of(module, Weighted.of(layer).weight)
 
 
-def _rescale(module: fx.GraphModule, layer: fx.Node, outputs: torch.Tensor | None, inputs: torch.Tensor | None) -> None:
+def _rescale(
+    module: fx.GraphModule, layer: fx.Node, outputs: torch.Tensor | None, inputs: torch.Tensor | None
+) -> None:
     """Multiply a layer's outputs, and the weights of its inputs, by float64 [channels] each; rounded once."""
     weight = _weight(module, layer)
     scaled = weight.contiguous().to(torch.float64, copy=True)

@@ -1,4 +1,7 @@
-"""Applying algorithms: kept samples run through the fp32 graph once per stage, then each algorithm is applied in its order."""
+"""Applying algorithms.
+
+Kept samples run through the fp32 graph once per stage, then each algorithm is applied in its order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ LEAST_AGREEMENT_DB = 30.0
 
 
 def all_needs(algorithms: Sequence[Algorithm], module: fx.GraphModule, plan: Plan) -> Needs:
-    """Return the needs of all, as one: every statistic, and room for the samples of the one that wants most."""
+    """Return the needs of all, as one.
+
+    Every statistic, and room for the samples of the one that wants most.
+    """
     each = [a.needs(module, plan) for a in algorithms]
     bounds = [needs.samples for needs in each if needs.samples is not None]
     room = Bound(max(b.rows for b in bounds), max(b.size for b in bounds)) if bounds else None
@@ -28,14 +34,17 @@ def all_needs(algorithms: Sequence[Algorithm], module: fx.GraphModule, plan: Pla
 
 
 @torch.no_grad()
-def run(algorithms: Sequence[Algorithm], stage: Stage, context: Context, example: Batch) -> tuple[Applied, ...]:
+def run(
+    algorithms: Sequence[Algorithm], stage: Stage, context: Context, example: Batch
+) -> tuple[Applied, ...]:
     """Apply the algorithms of one stage.
 
     Args:
         algorithms: of all stages, in their order.
         stage: which of them are applied.
         context: is changed.
-        example: flat example inputs; what changes the fp32 graph has to leave the outputs on them nearly as they are. It warns of more.
+        example: flat example inputs; what changes the fp32 graph has to leave the outputs on them nearly as
+            they are. It warns of more.
 
     Returns:
         What each did.
@@ -44,7 +53,9 @@ def run(algorithms: Sequence[Algorithm], stage: Stage, context: Context, example
     needs = [a.needs(context.module, context.plan) for a in chosen]
     kept = context.found.samples if context.found is not None else ()
     batches = [within(kept, n.samples) for n in needs]
-    collected = collect(context.module, context.plan, [(n.taps, b, n.samples) for n, b in zip(needs, batches, strict=True)])
+    collected = collect(
+        context.module, context.plan, [(n.taps, b, n.samples) for n, b in zip(needs, batches, strict=True)]
+    )
     changes_float = stage in (Stage.FLOAT, Stage.STATISTICS)
     results = []
     for algorithm, (context.observed, context.batches) in zip(chosen, collected, strict=True):
@@ -56,8 +67,9 @@ def run(algorithms: Sequence[Algorithm], stage: Stage, context: Context, example
             applied = dataclasses.replace(applied, text=text)
             if distance < LEAST_AGREEMENT_DB:
                 msg = (
-                    f"{applied.algorithm} changes what the fp32 model computes: its outputs on the example inputs before and after "
-                    f"agree to {distance:.0f} dB only, which quantization can't win back. Leave it out of `pre`, or out of these layers."
+                    f"{applied.algorithm} changes what the fp32 model computes: its outputs on the example "
+                    f"inputs before and after agree to {distance:.0f} dB only, which quantization can't win "
+                    "back. Leave it out of `pre`, or out of these layers."
                 )
                 warn(msg)
         results.append(applied)

@@ -1,9 +1,11 @@
-"""`act_algo="auto"`: choose the algorithm whose range gives the least output error of the operators that read a tensor.
+"""`act_algo="auto"`.
 
-Each operator computes with the fp32 weight and one input rounded to the codes of each candidate, over kept calibration samples; the sixth
-powers of its errors, relative to those of its output, are summed over all that read the tensor with that range. Models suffer from few
-large errors more than from many small ones: squares choose ranges that clip, and lose 1.9 dB to min-max on MiniLM
-(docs/results/accuracy.md).
+Choose the algorithm whose range gives the least output error of the operators that read a tensor.
+
+Each operator computes with the fp32 weight and one input rounded to the codes of each candidate, over kept
+calibration samples; the sixth powers of its errors, relative to those of its output, are summed over all that
+read the tensor with that range. Models suffer from few large errors more than from many small ones: squares
+choose ranges that clip, and lose 1.9 dB to min-max on MiniLM (docs/results/accuracy.md).
 """
 
 from __future__ import annotations
@@ -52,12 +54,16 @@ class RangeSearch:
             return Applied(self.name, (), 'no tensor with act_algo="auto" got a range')
         if not context.batches:
             msg = (
-                'act_algo="auto" compares outputs on calibration samples, and none were kept: each batch is larger than 64 MB. Calibrate '
+                'act_algo="auto" compares outputs on calibration samples, and none were kept: each batch is '
+                "larger than 64 MB. Calibrate "
                 "with smaller batches, or name an algorithm."
             )
             raise StateError(msg)
         assert context.found is not None
-        candidates = {key: {name: qparams_of(edge, name, context.found) for name in CANDIDATES} for key, edge in searched.items()}
+        candidates = {
+            key: {name: qparams_of(edge, name, context.found) for name in CANDIDATES}
+            for key, edge in searched.items()
+        }
         chosen = choose_ranges(context.module, context.edges, candidates, context.batches)
         context.qparams |= {key: candidates[key][name] for key, name in chosen.items()}
         counts = Counter(chosen.values())
@@ -68,7 +74,10 @@ class RangeSearch:
 
 @torch.no_grad()
 def choose_ranges(
-    module: fx.GraphModule, edges: Sequence[Edge], candidates: Mapping[Key, Mapping[str, QParams]], batches: Sequence[Batch]
+    module: fx.GraphModule,
+    edges: Sequence[Edge],
+    candidates: Mapping[Key, Mapping[str, QParams]],
+    batches: Sequence[Batch],
 ) -> dict[Key, str]:
     """Return the best candidate of each tensor.
 
@@ -115,16 +124,27 @@ class _Trial:
             for name, qp in self._candidates[edge_key(edge)].items():
                 tried = list(args)
                 limits = qp.spec.quant_min, qp.spec.quant_max
-                codes = quantize(args[edge.index], qp.scale, qp.zero_point, *limits, dtype=qp.spec.dtype.storage)
+                codes = quantize(
+                    args[edge.index], qp.scale, qp.zero_point, *limits, dtype=qp.spec.dtype.storage
+                )
                 tried[edge.index] = dequantize(codes, qp.scale, qp.zero_point)
-                self._errors[edge, name] += _sixth_powers(_first(node.target(*tried, **kwargs)) - _first(value))
+                self._errors[edge, name] += _sixth_powers(
+                    _first(node.target(*tried, **kwargs)) - _first(value)
+                )
         return value
 
     def _try_output(self, edge: Edge, value: torch.Tensor) -> None:
         """Try the candidates on an operator's own result."""
         self._sizes[edge] += _sixth_powers(value)
         for name, qp in self._candidates[edge_key(edge)].items():
-            codes = quantize(value, qp.scale, qp.zero_point, qp.spec.quant_min, qp.spec.quant_max, dtype=qp.spec.dtype.storage)
+            codes = quantize(
+                value,
+                qp.scale,
+                qp.zero_point,
+                qp.spec.quant_min,
+                qp.spec.quant_max,
+                dtype=qp.spec.dtype.storage,
+            )
             self._errors[edge, name] += _sixth_powers(dequantize(codes, qp.scale, qp.zero_point) - value)
 
     def totals(self) -> dict[Key, dict[str, float]]:
@@ -141,6 +161,9 @@ def _sixth_powers(values: torch.Tensor) -> float:
 
 
 def _first(result: Any) -> torch.Tensor:
-    """Return what an operator computes; pools that say where they found a maximum have that as a second result."""
+    """Return what an operator computes.
+
+    Pools that say where they found a maximum have that as a second result.
+    """
     first: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return first

@@ -19,7 +19,9 @@ Observed = dict[tuple[str, str], State]
 
 
 def collect(
-    module: fx.GraphModule, plan: Plan, requests: Sequence[tuple[Sequence[Tap], Sequence[Batch], Bound | None]]
+    module: fx.GraphModule,
+    plan: Plan,
+    requests: Sequence[tuple[Sequence[Tap], Sequence[Batch], Bound | None]],
 ) -> list[tuple[Observed, list[Batch]]]:
     """Run batches through a graph, each at most once for all requests.
 
@@ -31,14 +33,18 @@ def collect(
     Returns:
         For each request the states of its taps, and the batches that they saw (all, where it taps nothing).
     """
-    results: list[tuple[Observed, list[Batch]]] = [({}, [] if taps else list(batches)) for taps, batches, _ in requests]
+    results: list[tuple[Observed, list[Batch]]] = [
+        ({}, [] if taps else list(batches)) for taps, batches, _ in requests
+    ]
     names = {d.operator for d in plan.quantized}
     spent = [0.0] * len(requests)
     for batch in {id(batch): batch for taps, batches, _ in requests if taps for batch in batches}.values():
         open_ = [
             i
             for i, (taps, batches, bound) in enumerate(requests)
-            if taps and any(b is batch for b in batches) and spent[i] < (math.inf if bound is None else bound.macs)
+            if taps
+            and any(b is batch for b in batches)
+            and spent[i] < (math.inf if bound is None else bound.macs)
         ]
         if not open_:
             continue
@@ -71,7 +77,11 @@ class _Taps:
         if operator is not None and (operator, "output") in self._taps:
             self._see(operator, "output", value)
         if operator in self._names and kind_of_node(n) in WEIGHTED:
-            self.macs += value.numel() // value.shape[channel_axis(n, value)] * Weighted.of(n).weight.meta["val"].numel()
+            self.macs += (
+                value.numel()
+                // value.shape[channel_axis(n, value)]
+                * Weighted.of(n).weight.meta["val"].numel()
+            )
         return value
 
     def _see(self, operator: str, role: str, value: torch.Tensor) -> None:
@@ -106,7 +116,9 @@ def inputs_of(
     def keep(node: fx.Node, value: Any, _: object) -> Any:
         if node.name in kept:
             flat = value.reshape(-1, value.shape[-1])
-            picked = torch.linspace(0, len(flat) - 1, min(each, len(flat)), dtype=torch.float32).round().long()
+            picked = (
+                torch.linspace(0, len(flat) - 1, min(each, len(flat)), dtype=torch.float32).round().long()
+            )
             kept[node.name].append(flat[picked].clone())
         return value
 

@@ -58,7 +58,10 @@ class Stream:
         return [tuple(run.run_node(self._nodes[-1])) for run in self._runs]
 
     def behind(self, node: fx.Node) -> list[fx.Node]:
-        """Return what can be computed from the value of a node now, up to the next products: activations, additions, norms."""
+        """Return what can be computed from the value of a node now, up to the next products.
+
+        Activations, additions, norms.
+        """
         found: dict[fx.Node, None] = {}
         known = self._runs[0].env
         start = self._order[node] + 1
@@ -75,7 +78,8 @@ class Stream:
     def ahead(
         self, node: fx.Node, values: Sequence[torch.Tensor], nodes: Sequence[fx.Node], wanted: Collection[str]
     ) -> Iterator[Mapping[str, Any]]:
-        """Yield what some nodes behind a node would be for other values of it, by name, one mapping per batch; nothing changes.
+        """Yield what some nodes behind a node would be for other values of it, by name, one mapping per
+        batch; nothing changes.
 
         Args:
             node: computed last.
@@ -93,7 +97,9 @@ class Stream:
             yield {each.name: trial.env[each] for each in nodes if each.name in wanted}
 
     def _values(self, node: fx.Node) -> list[Any]:
-        if node.op == "get_attr" or (node.all_input_nodes and self._constant.issuperset(node.all_input_nodes)):
+        if node.op == "get_attr" or (
+            node.all_input_nodes and self._constant.issuperset(node.all_input_nodes)
+        ):
             self._constant.add(node)  # a weight: the same for every batch
             return [self._runs[0].run_node(node)] * len(self._runs)
         return [run.run_node(node) for run in self._runs]

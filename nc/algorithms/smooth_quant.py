@@ -1,8 +1,9 @@
-"""SmoothQuant: outliers in few channels of an activation move into the weights that multiply them (Xiao et al., arXiv 2211.10438).
+"""SmoothQuant: outliers in few channels of an activation move into the weights that multiply them (Xiao et
+al., arXiv 2211.10438).
 
-For linears that read one tensor, `Y = X W^T = (X / s)(W * s)^T` for any s > 0 per input channel. With the s of equation 4 both sides become
-about equally hard to quantize. 1/s goes into the normalisation or linear in front where nothing else reads its result, else into a
-multiplication of its own. The fp32 function stays.
+For linears that read one tensor, `Y = X W^T = (X / s)(W * s)^T` for any s > 0 per input channel. With the s
+of equation 4 both sides become about equally hard to quantize. 1/s goes into the normalisation or linear in
+front where nothing else reads its result, else into a multiplication of its own. The fp32 function stays.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Smoothed:
 
     Attributes:
         module: computes what the graph before it computed.
-        ranges: name of each node that smoothed operators read now → the smallest and largest value there, fp32 scalars.
+        ranges: name of each node that smoothed operators read now → the smallest and largest value there,
+            fp32 scalars.
         sources: name of each such node → name of the one that they read before.
         alphas: operator → the alpha that was used.
         folded: operators whose 1/s is part of what is in front of them.
@@ -46,14 +48,21 @@ class Smoothed:
 
 
 @torch.no_grad()
-def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mapping[str, Range], batches: Sequence[Batch]) -> Smoothed:
+def smooth(
+    module: fx.GraphModule,
+    specs: Mapping[str, OpSpec],
+    channels: Mapping[str, Range],
+    batches: Sequence[Batch],
+) -> Smoothed:
     """Smooth the linears of a graph.
 
     Args:
         module: captured fp32 graph; stays as it is.
         specs: operator → what it is quantized to; those with `smooth` are smoothed.
-        channels: name of the node that such an operator reads → extremes of each channel there, fp32, shape [channels].
-        batches: flat calibration inputs, for the search where alpha is "auto", and to see where smoothing harms.
+        channels: name of the node that such an operator reads → extremes of each channel there, fp32, shape
+            [channels].
+        batches: flat calibration inputs, for the search where alpha is "auto", and to see where smoothing
+            harms.
     """
     copy, _ = copy_module(module)
     in_place = works_in_place(copy)  # then a value depends on when it is read
@@ -63,7 +72,11 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
     alphas: dict[str, float] = {}
     folded: set[str] = set()
     chosen = find_alphas(copy, units, batches)
-    worse = [node.meta["operator"] for unit in worse_than_without(copy, units, chosen, batches) for node in unit.members]
+    worse = [
+        node.meta["operator"]
+        for unit in worse_than_without(copy, units, chosen, batches)
+        for node in unit.members
+    ]
     for unit, alpha in zip(units, chosen, strict=True):
         scales = unit.scales(alpha)
         _rewrite(copy, unit, scales, in_place)
@@ -79,7 +92,9 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
     return Smoothed(copy, ranges, sources, alphas, frozenset(folded), tuple(worse))
 
 
-def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mapping[str, Range], in_place: bool) -> Iterator[Unit]:
+def _units(
+    module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mapping[str, Range], in_place: bool
+) -> Iterator[Unit]:
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
         spec = specs.get(node.meta.get("operator"))
@@ -96,7 +111,12 @@ def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
         for members in groups.values():
             weights = tuple(constant_of(module, Weighted.of(n).weight).double() for n in members)
             yield Unit(
-                source, tuple(members), tuple(specs[n.meta["operator"]] for n in members), weights, (low.double(), high.double()), fold
+                source,
+                tuple(members),
+                tuple(specs[n.meta["operator"]] for n in members),
+                weights,
+                (low.double(), high.double()),
+                fold,
             )
 
 
@@ -105,12 +125,18 @@ def _can_take(source: fx.Node) -> bool:
     if op_name(source) not in _TAKERS:
         return False
     constants = _constants_of(source)
-    is_per_channel = "weight" in constants and (op_name(source) == "linear" or constants["weight"].meta["val"].dim() == 1)
+    is_per_channel = "weight" in constants and (
+        op_name(source) == "linear" or constants["weight"].meta["val"].dim() == 1
+    )
     return is_per_channel and all(node.op == "get_attr" for node in constants.values())
 
 
 def _constants_of(source: fx.Node) -> dict[str, fx.Node]:
-    return {name: node for name, node in schema_arguments(source).items() if name in ("weight", "bias") and isinstance(node, fx.Node)}
+    return {
+        name: node
+        for name, node in schema_arguments(source).items()
+        if name in ("weight", "bias") and isinstance(node, fx.Node)
+    }
 
 
 def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor, in_place: bool) -> None:
@@ -119,10 +145,14 @@ def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor, in_place:
     if unit.fold:
         for name, node in _constants_of(unit.source).items():
             value = constant_of(module, node).double()
-            replace_constant(module, unit.source, name, (value / (scales if value.dim() == 1 else scales[:, None])).float())
+            replace_constant(
+                module, unit.source, name, (value / (scales if value.dim() == 1 else scales[:, None])).float()
+            )
         return
     first = unit.members[0]
-    factor = add_constant(module, first, f"{first.name}_smooth_factor", (1 / scales).float(), f"{first.name}.smooth_factor")
+    factor = add_constant(
+        module, first, f"{first.name}_smooth_factor", (1 / scales).float(), f"{first.name}.smooth_factor"
+    )
     product = None
     for node in unit.members:
         if product is None or in_place:

@@ -1,4 +1,7 @@
-"""The search for SmoothQuant's alpha: the value on a grid with the least output error, for linears with one scale or for whole blocks."""
+"""The search for SmoothQuant's alpha.
+
+The value on a grid with the least output error, for linears with one scale or for whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -76,17 +79,24 @@ def find_alphas(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence
     single = [i for i, unit in enumerate(units) if i not in alphas and not unit.smooth.do_blockwise]
     rows = inputs_of(module, {units[i].source.name for i in single}, batches, _ROWS) if single else {}
     for i in single:
-        alphas[i] = _best(units[i].smooth, functools.partial(_unit_error, units[i], rows=rows[units[i].source.name].double()))
+        alphas[i] = _best(
+            units[i].smooth,
+            functools.partial(_unit_error, units[i], rows=rows[units[i].source.name].double()),
+        )
     blocks = [i for i, _ in enumerate(units) if i not in alphas]
     for _, block in itertools.groupby(blocks, key=lambda i: _block_of(units[i])):
         indices = list(block)
         members = [units[i] for i in indices]
         outputs = list(_block_outputs(module, members, batches[:_BATCHES]))
-        alphas |= dict.fromkeys(indices, _best(members[0].smooth, functools.partial(_block_error, members, parts=outputs)))
+        alphas |= dict.fromkeys(
+            indices, _best(members[0].smooth, functools.partial(_block_error, members, parts=outputs))
+        )
     return [alphas[i] for i in range(len(units))]
 
 
-def worse_than_without(module: fx.GraphModule, units: Sequence[Unit], alphas: Sequence[float], batches: Sequence[Batch]) -> list[Unit]:
+def worse_than_without(
+    module: fx.GraphModule, units: Sequence[Unit], alphas: Sequence[float], batches: Sequence[Batch]
+) -> list[Unit]:
     """Return the units whose products have a larger error with their scales than without any.
 
     Args:
@@ -105,7 +115,10 @@ def worse_than_without(module: fx.GraphModule, units: Sequence[Unit], alphas: Se
 
 
 def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
-    """Return the alpha with the least error; `init_alpha`, if it is within the limits, where none is better."""
+    """Return the alpha with the least error.
+
+    `init_alpha`, if it is within the limits, where none is better.
+    """
     first = [options.init_alpha] if options.alpha_min <= options.init_alpha <= options.alpha_max else []
     steps = int((options.alpha_max - options.alpha_min) / options.alpha_step + 1e-9)
     grid = (round(options.alpha_min + i * options.alpha_step, 6) for i in range(steps + 1))
@@ -128,12 +141,19 @@ def _quantized(unit: Unit, alpha: float | None) -> Iterator[Callable[[torch.Tens
     for weight, spec in zip(unit.weights, unit.specs, strict=True):
         assert spec.weight is not None
         codes, w_scale = quantize_weight((weight * scales).float(), spec.weight, 0)
-        w = dequantize(codes, w_scale, 0, PER_CHANNEL.block_size(codes.shape, 0) if w_scale.dim() else None).double()
+        w = dequantize(
+            codes, w_scale, 0, PER_CHANNEL.block_size(codes.shape, 0) if w_scale.dim() else None
+        ).double()
         yield functools.partial(_product, w=w, scales=scales, low=low, high=high, spec=spec.input(0))
 
 
 def _product(
-    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scales: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    spec: TensorSpec,
 ) -> torch.Tensor:
     return fake_quantize(x.double() / scales, low, high, spec) @ w.T
 
@@ -160,7 +180,9 @@ class _Part:
     nodes: Sequence[fx.Node]
     results: Mapping[fx.Node, torch.Tensor]
 
-    def run(self, products: Mapping[fx.Node, Callable[[torch.Tensor], torch.Tensor]]) -> Mapping[fx.Node, Any]:
+    def run(
+        self, products: Mapping[fx.Node, Callable[[torch.Tensor], torch.Tensor]]
+    ) -> Mapping[fx.Node, Any]:
         """All values, with some linears replaced."""
         env = self.interpreter.env = dict(self.inputs)
         for node in self.nodes:
@@ -185,12 +207,18 @@ def _run_whole(module: fx.GraphModule, batch: Batch) -> fx.Interpreter:
 
 def _end_of_block(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int], last: int) -> int:
     """Return the place of the activation or addition that ends a block, or the last place itself."""
-    while len(nodes[last].users) == 1 and order[next(iter(nodes[last].users))] == last + 1 and nodes[last + 1].op != "output":
+    while (
+        len(nodes[last].users) == 1
+        and order[next(iter(nodes[last].users))] == last + 1
+        and nodes[last + 1].op != "output"
+    ):
         last += 1
     return last
 
 
-def _block_outputs(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence[Batch]) -> Iterator[_Part]:
+def _block_outputs(
+    module: fx.GraphModule, units: Sequence[Unit], batches: Sequence[Batch]
+) -> Iterator[_Part]:
     nodes = list(module.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     members = [node for unit in units for node in unit.members]
@@ -203,15 +231,24 @@ def _block_outputs(module: fx.GraphModule, units: Sequence[Unit], batches: Seque
         interpreter = _run_whole(module, batch)
         values = interpreter.env
         inputs = {n: values[n] for node in inside for n in node.all_input_nodes if n not in block}
-        results = {n: values[n] for n in read if isinstance(values[n], torch.Tensor) and values[n].is_floating_point()}
+        results = {
+            n: values[n]
+            for n in read
+            if isinstance(values[n], torch.Tensor) and values[n].is_floating_point()
+        }
         yield _Part(interpreter, inputs, inside, results)
 
 
 def _block_error(units: Sequence[Unit], alpha: float, parts: Sequence[_Part]) -> float:
-    products = {node: run for unit in units for node, run in zip(unit.members, _quantized(unit, alpha), strict=True)}
+    products = {
+        node: run for unit in units for node, run in zip(unit.members, _quantized(unit, alpha), strict=True)
+    }
     error = 0.0
     for part in parts:
         values = part.run(products)
         for node, expected in part.results.items():
-            error += float((values[node] - expected).double().square().mean() / expected.double().square().mean().clamp(min=1e-30))
+            error += float(
+                (values[node] - expected).double().square().mean()
+                / expected.double().square().mean().clamp(min=1e-30)
+            )
     return error

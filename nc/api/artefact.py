@@ -28,12 +28,16 @@ from nc.storage import folder, store
 from nc.weights.files import artefact as low_bit
 
 
-def save(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
-    """Save a quantized model as a directory of three files: weights, graph (or how low-bit weights are read) and checksums.
+def save(
+    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default"
+) -> None:
+    """Save a quantized model as a directory of three files.
 
-    The directory is written under another name and then renamed, so it is never incomplete. Saving the same model
-    again gives the same bytes. The example inputs of `prepare` are saved too, because `load` warms up and
-    verifies the engine with them.
+    Weights, graph (or how low-bit weights are read) and checksums.
+
+    The directory is written under another name and then renamed, so it is never incomplete. Saving the same
+    model again gives the same bytes. The example inputs of `prepare` are saved too, because `load` warms up
+    and verifies the engine with them.
 
     Args:
         model: the result of `convert` or `load`.
@@ -43,7 +47,8 @@ def save(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved
     Raises:
         ConfigError: another format.
         StateError: not a quantized model.
-        ArtefactError: the directory contains other files, or a part of the model cannot be saved; the message names it.
+        ArtefactError: the directory contains other files, or a part of the model cannot be saved; the message
+            names it.
         ArtefactOperatorError: the model uses an operator that `load` would not accept.
     """
     if format != "default":
@@ -59,7 +64,7 @@ def save(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved
 def load(
     model_name_or_path: str | os.PathLike[str],
     original_model: torch.nn.Module | None = None,
-    format: str = "default",  # noqa: A002 - Neural Compressor's name
+    format: str = "default",  # Neural Compressor's name
     device: str = "cpu",
     *,
     model: torch.nn.Module | None = None,
@@ -67,11 +72,12 @@ def load(
     verify: str = "raise",
     verify_sizes: bool = True,
     isolate: str = "auto",
-    compile: bool = False,  # noqa: A002
+    compile: bool = False,
 ) -> Any:
     """Load a saved model.
 
-    The class of the user's model is not needed, except for a model with low-bit weights that is not of transformers: give `model`.
+    The class of the user's model is not needed, except for a model with low-bit weights that is not of
+    transformers: give `model`.
 
     Every file is checked before anything is built from it. Nothing is unpickled, and no code from the
     artefact is executed: its graph may only call operators of a fixed list. Outputs have the
@@ -82,20 +88,24 @@ def load(
 
     Args:
         model_name_or_path: the directory that `save` wrote.
-        original_model: as `model`, for scripts written for Neural Compressor. Ignored for a graph, which contains the whole model.
+        original_model: as `model`, for scripts written for Neural Compressor. Ignored for a graph, which
+            contains the whole model.
         format: "default", the only one.
         device: "cpu", the only one.
-        model: a float model of the class that was saved, e.g. a fresh one. Its layers are replaced in a copy; it stays as it is.
-        backend: a name of `available_backends()`, or "auto": the first engine that can run here and computes this model correctly. The
-            report says why earlier engines were not used.
+        model: a float model of the class that was saved, e.g. a fresh one. Its layers are replaced in a copy;
+            it stays as it is.
+        backend: a name of `available_backends()`, or "auto": the first engine that can run here and computes
+            this model correctly. The report says why earlier engines were not used.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
         verify_sizes: as in `convert`.
-        isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
-        compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
+        isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or
+            "never".
+        compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`;
+            needs a C++ compiler.
 
     Returns:
-        A `QuantizedModel`; for a model with low-bit weights a module of the user's class, whose layers `backend` computes and for which
-        `verify`, `verify_sizes`, `isolate` and `compile` have no effect.
+        A `QuantizedModel`; for a model with low-bit weights a module of the user's class, whose layers
+        `backend` computes and for which `verify`, `verify_sizes`, `isolate` and `compile` have no effect.
 
     Raises:
         StateError: torch's default device is not the CPU.
@@ -150,7 +160,9 @@ def _load_low_bit(content: folder.Content, asked: _Loading) -> torch.nn.Module:
     if asked.model is not None and not isinstance(asked.model, torch.nn.Module):
         msg = f"Expected model to be a torch.nn.Module, but got {type(asked.model).__name__}."
         raise InputError(msg)
-    return set_backend(low_bit.read(content, asked.model, lambda built: str(weight_report(built))), asked.backend)
+    return set_backend(
+        low_bit.read(content, asked.model, lambda built: str(weight_report(built))), asked.backend
+    )
 
 
 def _load_graph(content: folder.Content, asked: _Loading) -> QuantizedModel:
@@ -187,7 +199,8 @@ def _load_graph(content: folder.Content, asked: _Loading) -> QuantizedModel:
         if isinstance(error, NCError):
             raise
         msg = (
-            f"{str(directory)!r}: the engine cannot run this graph ({type(error).__name__}: {error}). If its files were altered, copy "
+            f"{str(directory)!r}: the engine cannot run this graph ({type(error).__name__}: {error}). If its "
+            "files were altered, copy "
             'or save the model again. backend="reference" runs it.'
         )
         raise ArtefactError(msg) from error
@@ -203,7 +216,10 @@ _LOADERS: Mapping[str, Callable[[folder.Content, _Loading], torch.nn.Module]] = 
 
 
 def _fits(graph: QDQGraph) -> bool:
-    """Whether the outputs that the graph expects for its example are known, and have the captured structure; raises as `_run`."""
+    """Whether the outputs that the graph expects for its example are known, and have the captured structure.
+
+    Raises as `_run`.
+    """
     if graph.expected is None:
         return False
     graph.signature.unflatten(graph.expected)
@@ -222,7 +238,8 @@ def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
     if missing:
         msg = (
             f"{str(directory)!r} was quantized for CPUs with {', '.join(isa)}; this one lacks "
-            f"{', '.join(missing)} (it has {', '.join(cpu.features()) or 'none that matter'}) and would compute other "
+            f"{', '.join(missing)} (it has {', '.join(cpu.features()) or 'none that matter'}) and would "
+            "compute other "
             'numbers. Convert the model again on this CPU, or load it with backend="reference" (slow).'
         )
         raise UnsupportedError(msg)

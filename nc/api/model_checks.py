@@ -18,25 +18,37 @@ def check_model(model: object) -> None:
 
     Raises:
         StateError: it is prepared or quantized already, or holds something that is.
-        InputError: it is no model, has values on another device or none yet, or another tool has quantized it.
+        InputError: it is no model, has values on another device or none yet, or another tool has quantized
+            it.
     """
     if isinstance(model, (Preparation, QuantizedModel)):
         msg = f"The model is a {type(model).__name__} already; call prepare() with the fp32 model."
         raise StateError(msg)
-    inside = next((m for m in model.modules() if isinstance(m, _OURS)), None) if isinstance(model, torch.nn.Module) else None
+    inside = (
+        next((m for m in model.modules() if isinstance(m, _OURS)), None)
+        if isinstance(model, torch.nn.Module)
+        else None
+    )
     if inside is not None:
         msg = f"The model contains a {type(inside).__name__}; call prepare() with the fp32 model."
         raise StateError(msg)
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
         raise InputError(msg)
-    lazy = next((name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)), None)
+    lazy = next(
+        (name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)), None
+    )
     if lazy is not None:
-        msg = f"Parameter {lazy!r} has no value yet: call the model once, and load its trained weights, before prepare()."
+        msg = (
+            f"Parameter {lazy!r} has no value yet: call the model once, and load its trained weights, before "
+            "prepare()."
+        )
         raise InputError(msg)
     _check_other_tools(model)
     with LOCK:  # while another thread captures this model, its parameters are fake ones
-        devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        devices = {
+            name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
     for name, device in devices.items():
         if device.type != "cpu":
             msg = f"Parameter {name!r} is on device {device}; nc quantizes for CPUs only; call model.cpu()."
@@ -59,12 +71,15 @@ def _check_other_tools(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if f"{type(module).__module__}.".startswith(_OF_TORCH_AO):
             msg = (
-                f"{name or 'The model'!r} is a {type(module).__name__} of torch.ao: the model is quantized already, or prepared for it. "
-                "Call prepare() with the fp32 model."
+                f"{name or 'The model'!r} is a {type(module).__name__} of torch.ao: the model is quantized "
+                "already, or prepared for it. Call prepare() with the fp32 model."
             )
             raise InputError(msg)
     for name, parameter in model.named_parameters():
         kind = type(parameter.data)
         if kind.__module__.partition(".")[0] == "torchao":
-            msg = f"Parameter {name!r} is a {kind.__name__}, which is quantized already. Call prepare() with the fp32 model."
+            msg = (
+                f"Parameter {name!r} is a {kind.__name__}, which is quantized already. Call prepare() with "
+                "the fp32 model."
+            )
             raise InputError(msg)

@@ -1,6 +1,9 @@
-"""A folder of a transformers model → an artefact with low-bit weights, block by block: neither model need fit into memory.
+"""A folder of a transformers model → an artefact with low-bit weights, block by block.
 
-Finished blocks are kept in a folder beside the result. A run that was stopped goes on behind the last of them, and gives the same bytes.
+Neither model need fit into memory.
+
+Finished blocks are kept in a folder beside the result. A run that was stopped goes on behind the last of
+them, and gives the same bytes.
 """
 
 from __future__ import annotations
@@ -58,8 +61,10 @@ def quantize_folder(
         The report. The model is in the files only.
 
     Raises:
-        ArtefactMissingError, ArtefactCorruptError: the folder lacks a file or a tensor, or a file cannot be read.
-        ArtefactError: the class of the model is not one of transformers' auto classes; or something else lies at `out`.
+        ArtefactMissingError, ArtefactCorruptError: the folder lacks a file or a tensor, or a file cannot be
+        read.
+        ArtefactError: the class of the model is not one of transformers' auto classes; or something else lies
+            at `out`.
         UnsupportedError: a transform needs the whole model.
         InputError: the configuration needs data, and there is none.
     """
@@ -76,11 +81,18 @@ def quantize_folder(
         "torch": torch.__version__,
         "transformers": folder.versions(transformers=True).get("transformers"),
         "config": config.to_dict(),
-        "source": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in (*files, source / "config.json")],
+        "source": [
+            [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+            for path in (*files, source / "config.json")
+        ],
         "samples": _digest(samples),
     }
     blocks = [name for names in block_lists(model, [d.operator for d in plan.quantized]) for name in names]
-    heads = [layer.name for layer in layers_of(model) if layer.head and not layer.name.startswith(tuple(f"{name}." for name in blocks))]
+    heads = [
+        layer.name
+        for layer in layers_of(model)
+        if layer.head and not layer.name.startswith(tuple(f"{name}." for name in blocks))
+    ]
     store = StreamedWeights(model, where, (*blocks, *heads), out.with_name(out.name + ".partial"), job)
     driver = Driver(model, plan, [Sample(((ids,), {})) for ids in samples], progress, store)
     give_back_large_pieces()
@@ -96,9 +108,16 @@ def _with_experts_apart(model: Any, plan: WeightPlan, where: Mapping[str, Source
     """Give stacked experts that are quantized a weight each, in place; returns where all tensors lie."""
     found = dict(where)
     asked = {d.operator.rpartition(".")[0] for d in plan.quantized}
-    for name in [name for name in stacked_names(model) if name in asked]:  # in the model's order, as files are the same in each run
-        experts, transposed = found.pop(name), bool(model.get_submodule(name.rpartition(".")[0]).is_transposed)
-        found |= {f"{name}.{i}.weight": one for i, one in enumerate(experts_of(experts, transposed=transposed))}
+    for name in [
+        name for name in stacked_names(model) if name in asked
+    ]:  # in the model's order, as files are the same in each run
+        experts, transposed = (
+            found.pop(name),
+            bool(model.get_submodule(name.rpartition(".")[0]).is_transposed),
+        )
+        found |= {
+            f"{name}.{i}.weight": one for i, one in enumerate(experts_of(experts, transposed=transposed))
+        }
         separated(model, inplace=True, names=(name,))
     return found
 
@@ -107,7 +126,10 @@ def _check_plan(plan: WeightPlan, samples: Sequence[torch.Tensor]) -> None:
     """Raise UnsupportedError for a plan that needs the whole model at once, and InputError where its data is missing."""
     whole = next((t.name for t in plan.transforms if t.level == "model"), None)
     if whole is not None:
-        msg = f"Transform {whole!r} changes the whole model at once, which a run block by block does not have. Use nc.prepare in Python."
+        msg = (
+            f"Transform {whole!r} changes the whole model at once, which a run block by block does not have. "
+            "Use nc.prepare in Python."
+        )
         raise UnsupportedError(msg)
     if plan.needs_data and not samples:
         names = ", ".join(dict.fromkeys(step.algorithm for step in plan.algorithms))

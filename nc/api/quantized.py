@@ -1,4 +1,7 @@
-"""The quantized model: an engine model behind the user's signature, with its reference, its report and its artefact."""
+"""The quantized model.
+
+An engine model behind the user's signature, with its reference, its report and its artefact.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,17 @@ from nc.process.torch_settings import without_autocast
 from nc.storage.store import write
 
 #: What to do instead of tracing or exporting an engine's model.
-_INSTEAD = 'nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend="ipex" nc.export_torchscript(), writes a program.'
+_INSTEAD = (
+    'nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend="ipex" '
+    "nc.export_torchscript(), writes a program."
+)
 
 
 class ReferenceModule(FixedModule):
-    """The QDQ graph as a plain module with the user's signature: fp32 simulation of the integers, on any CPU."""
+    """The QDQ graph as a plain module with the user's signature.
+
+    Fp32 simulation of the integers, on any CPU.
+    """
 
     what = "The reference of a quantized model"
     saved_by = "save the quantized model with nc.save(), and load it with nc.load()"
@@ -63,13 +72,21 @@ class QuantizedModel(FixedModule):
         engine: the lowered model.
         backend: name of the backend.
         chosen: why "auto" chose this engine; "" if the user named it.
-        verdict: the speed relative to fp32, measured by `convert`; None if it was not measured. It is not saved.
+        verdict: the speed relative to fp32, measured by `convert`; None if it was not measured. It is not
+            saved.
     """
 
     what = "A quantized model"
     saved_by = "save it with nc.save(), and load it with nc.load()"
 
-    def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str, chosen: str = "", verdict: Verdict | None = None) -> None:
+    def __init__(
+        self,
+        graph: QDQGraph,
+        engine: EngineModel,
+        backend: str,
+        chosen: str = "",
+        verdict: Verdict | None = None,
+    ) -> None:
         super().__init__()
         self._graph = graph
         self.engine = engine
@@ -98,9 +115,12 @@ class QuantizedModel(FixedModule):
         Raises:
             InputError: the inputs do not fit the captured model.
             BackendError: the engine fails on inputs of the example's sizes.
-            UnsupportedError: torch.jit.trace, torch.export or torch.func calls it, and the engine can't compute with their tensors.
+            UnsupportedError: torch.jit.trace, torch.export or torch.func calls it, and the engine can't
+                compute with their tensors.
         """
-        if torch.compiler.is_compiling():  # torch.compile would look into the engine, and go on with what calls this
+        if (
+            torch.compiler.is_compiling()
+        ):  # torch.compile would look into the engine, and go on with what calls this
             return torch.compiler.disable(self._call)(args, kwargs)  # type: ignore[no-untyped-call]
         leave_threads_of_parent()
         return self._call(args, kwargs)
@@ -114,7 +134,9 @@ class QuantizedModel(FixedModule):
         except NCError:
             raise
         except Exception as error:
-            raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example, engine=True, instead=_INSTEAD) from error
+            raise call_error(
+                error, f"Backend {self.backend!r}", tensors, graph.example, engine=True, instead=_INSTEAD
+            ) from error
         return graph.signature.result(outputs, args, kwargs)
 
     def __copy__(self) -> QuantizedModel:
@@ -131,15 +153,19 @@ class QuantizedModel(FixedModule):
         Raises:
             StateError: always.
         """
-        msg = "A quantized model can't be pickled, nor saved with torch.save(): use nc.save() and nc.load(), also for another process."
+        msg = (
+            "A quantized model can't be pickled, nor saved with torch.save(): use nc.save() and nc.load(), "
+            "also for another process."
+        )
         raise StateError(msg)
 
     def report(self, profile_inputs: Any = None) -> Report:
         """Return what runs for each operator, read from the engine; `print` shows a table.
 
         Args:
-            profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords). The engine is timed on them in a child process, and
-                the report names the kernel of each operator and its share of the time.
+            profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords). The engine is timed
+                on them in a child process, and the report names the kernel of each operator and its share of
+                the time.
 
         Raises:
             InputError: the inputs do not fit the captured model.
@@ -153,7 +179,8 @@ class QuantizedModel(FixedModule):
         if self.engine.profile is None:
             msg = (
                 f"Backend {self.backend!r} cannot profile this model: its engine model has no `profile` "
-                "(nc.backends.base.EngineModel). Models converted with compile=True have none: convert without it."
+                "(nc.backends.base.EngineModel). Models converted with compile=True have none: convert "
+                "without it."
             )
             raise UnsupportedError(msg)
         profile = profile_in_child(self.graph, get_backend(self.backend), inputs)
@@ -164,7 +191,8 @@ class QuantizedModel(FixedModule):
 
         Args:
             output_dir: created with its parents; an earlier artefact there is replaced.
-            example_inputs: for scripts written for Neural Compressor; ignored, because the model has those of `prepare`.
+            example_inputs: for scripts written for Neural Compressor; ignored, because the model has those of
+                `prepare`.
         """
         write(self.graph, self.backend, output_dir)
 
@@ -185,8 +213,9 @@ def checked(model: object, step: str) -> QuantizedModel:
     name = type(model).__name__
     if has_low_bit(model):
         msg = (
-            f"{step}() needs a captured graph, and this {name} with low-bit weights is a plain module. Write its weights with "
-            "export_weights(), or prepare() and convert() it with another strategy, e.g. StaticQuantConfig, which keeps these layers."
+            f"{step}() needs a captured graph, and this {name} with low-bit weights is a plain module. Write "
+            "its weights with export_weights(), or prepare() and convert() it with another strategy, e.g. "
+            "StaticQuantConfig, which keeps these layers."
         )
     else:
         msg = f"{step}() expects the result of convert() or load(), but got {name}."
@@ -205,5 +234,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(inputs), {}
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
-    msg = f"Expected profile_inputs to be a tensor, a tuple, a list or a dict, but got {type(inputs).__name__}."
+    msg = (
+        f"Expected profile_inputs to be a tensor, a tuple, a list or a dict, but got {type(inputs).__name__}."
+    )
     raise InputError(msg)

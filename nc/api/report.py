@@ -28,15 +28,18 @@ class OpReport:
     Attributes:
         operator: its name.
         kind: its kind.
-        asked: what the configuration asks for: "int8", "bf16", "fp32", for example "int4 per_group 32, weight only", or of a
-            simulated operator the formats of all roles.
-        ran: what the engine executes: "int8", "bf16" or "fp32"; "int8" also for what an int8 kernel computes along, see `reason`.
+        asked: what the configuration asks for: "int8", "bf16", "fp32", for example "int4 per_group 32, weight
+            only", or of a simulated operator the formats of all roles.
+        ran: what the engine executes: "int8", "bf16" or "fp32"; "int8" also for what an int8 kernel computes
+            along, see `reason`.
         rule: the rule that decided.
-        reason: why it is not int8, what was rewritten, or "fused into X" where nobody asked for int8 and the int8 kernel of X computes it;
-            else "".
-        kernel: of a linear with low-bit weights, its kernels with the numbers of rows M that each is for; of others the kernel that
-            computed it in the profile, or that the engine's plans have for it; "" if the engine knows none.
-        share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
+        reason: why it is not int8, what was rewritten, or "fused into X" where nobody asked for int8 and the
+            int8 kernel of X computes it; else "".
+        kernel: of a linear with low-bit weights, its kernels with the numbers of rows M that each is for; of
+            others the kernel that computed it in the profile, or that the engine's plans have for it; "" if
+            the engine knows none.
+        share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of
+            its own.
         mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
         refused: (kernel, why it does not compute this low-bit linear) of the kernels that would be preferred.
         weights: names and numbers of values of the weights that it reads.
@@ -59,7 +62,9 @@ class OpReport:
     @property
     def part(self) -> Part:
         """What it contributes to the shares of the model."""
-        return Part(operator=self.operator, form=self.ran, weights=self.weights, multiply_adds=self.multiply_adds)
+        return Part(
+            operator=self.operator, form=self.ran, weights=self.weights, multiply_adds=self.multiply_adds
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +83,18 @@ class Report:
         sqnr_db: engine against reference on the example inputs, in dB; None if it was not measured.
         sqnr_vs_fp32_db: the quantized graph against fp32 on the example inputs, in dB.
         algorithms: what each algorithm did, or why it did nothing, in the order in which they were applied.
-        health: problems that calibration found, the worst of each kind first; see docs/how-to/accuracy-dropped.md.
+        health: problems that calibration found, the worst of each kind first; see
+            docs/how-to/accuracy-dropped.md.
         changes: what `load` changed for this CPU, one line each.
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the integer ranges need.
         details: further remarks of the backend.
-        verdict: the speed relative to fp32, and the operators that are slower in int8; None if it was not measured.
+        verdict: the speed relative to fp32, and the operators that are slower in int8; None if it was not
+            measured.
         profile: each step of the engine with its kernels and its time; None if it was not requested.
         unknown_products: weights of products that nc does not quantize, such as those of stacked experts.
-        weight_shares: by precision ("int8", "bf16", "fp32", …) the share of the weights' values that operators read in it.
+        weight_shares: by precision ("int8", "bf16", "fp32", …) the share of the weights' values that
+            operators read in it.
         multiply_add_shares: the same of the multiply-adds on the example inputs.
         unknown_multiply_adds: operators whose multiply-adds are not known, and so in no share.
     """
@@ -132,7 +140,12 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         verdict = None if self.verdict is None else self.verdict.to_dict()
-        return {**dataclasses.asdict(self), "verdict": verdict, "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
+        return {
+            **dataclasses.asdict(self),
+            "verdict": verdict,
+            "asked_int8": self.asked_int8,
+            "ran_int8": self.ran_int8,
+        }
 
     def summary(self) -> str:
         """Return the verdict and the figures, without the table of operators."""
@@ -141,14 +154,22 @@ class Report:
     def _verdict(self) -> str:
         """Return what decides whether the model is of use: accuracy, where it is hopeless, and speed."""
         speed = "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
-        return f"{hopeless_text(self.sqnr_vs_fp32_db, self.health)}\n{speed}" if self.sqnr_vs_fp32_db < HOPELESS_DB else speed
+        return (
+            f"{hopeless_text(self.sqnr_vs_fp32_db, self.health)}\n{speed}"
+            if self.sqnr_vs_fp32_db < HOPELESS_DB
+            else speed
+        )
 
     def _figures(self) -> str:
-        lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
+        lines = [
+            f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"
+        ]
         weights = collections.Counter(op.asked for op in self.ops if op.mode in ("weight_only", "fake_quant"))
         if weights and not self.asked_int8:
             lines.clear()
-        lines += [f"backend {self.backend}: {count} operators with {asked}" for asked, count in weights.items()]
+        lines += [
+            f"backend {self.backend}: {count} operators with {asked}" for asked, count in weights.items()
+        ]
         lines += shares_of(op.part for op in self.ops).lines()
         if self.chosen:
             lines.append(self.chosen)
@@ -180,19 +201,28 @@ class Report:
         for finding in self.health:
             if finding.kind != COSTLY:  # they stand on top, with the verdict
                 kinds.setdefault(finding.kind, []).append(finding)
-        more = {kind: f" ({len(found) - 1} more: report.health)" if len(found) > 1 else "" for kind, found in kinds.items()}
+        more = {
+            kind: f" ({len(found) - 1} more: report.health)" if len(found) > 1 else ""
+            for kind, found in kinds.items()
+        }
         return [f"health: {found[0].operator}: {found[0].text}{more[kind]}" for kind, found in kinds.items()]
 
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
-        """One row per operator: name, type, what was asked and what ran, in a profile its share of the time, its kernel, and why.
+        """One row per operator.
+
+        Name, type, what was asked and what ran, in a profile its share of the time, its kernel, and why.
 
         Args:
             width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.
-            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does; shares of the time are added up.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does; shares of the
+                time are added up.
         """
         shares = [repr(op.share or 0.0) for op in self.ops]
         rows: list[tuple[str, ...]] = [("operator", "type", "asked", "ran", "kernel", "why", "share")]
-        rows += [(op.operator, op.kind, op.asked, op.ran, op.kernel, op.reason, s) for op, s in zip(self.ops, shares, strict=True)]
+        rows += [
+            (op.operator, op.kind, op.asked, op.ran, op.kernel, op.reason, s)
+            for op, s in zip(self.ops, shares, strict=True)
+        ]
         _, *body = folded(rows, {6: lambda cells: repr(sum(map(float, cells)))}) if fold else rows
 
         def shown(share: str, kernel: str) -> tuple[str, ...]:
@@ -200,7 +230,9 @@ class Report:
                 return share, kernel
             return (kernel,) if any(op.kernel for op in self.ops) else ()
 
-        lines: list[tuple[str, ...]] = [("operator", "type", "asked", "ran", *shown("share", "kernel"), "why")]
+        lines: list[tuple[str, ...]] = [
+            ("operator", "type", "asked", "ran", *shown("share", "kernel"), "why")
+        ]
         for row in body:
             if len(row) == 1:
                 lines.append(row)
@@ -249,13 +281,22 @@ def _op_report(decision: Decision, note: str, run: OpRun, kernel: str, share: fl
 
 
 def build(
-    graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Profile | None = None, verdict: Verdict | None = None
+    graph: QDQGraph,
+    engine: EngineReport,
+    chosen: str = "",
+    profile: Profile | None = None,
+    verdict: Verdict | None = None,
 ) -> Report:
     """Combine the plan, the engine's report and the measurements."""
     runs = {run.operator: run for run in engine.ops}
     kernels = profile.kernels() if profile is not None else {}
     ops = [
-        _op_report(d, graph.notes.get(d.operator, ""), runs.get(d.operator, _UNSAID), *kernels.get(d.operator, ("", None)))
+        _op_report(
+            d,
+            graph.notes.get(d.operator, ""),
+            runs.get(d.operator, _UNSAID),
+            *kernels.get(d.operator, ("", None)),
+        )
         for d in graph.plan.decisions
     ]
     shares = shares_of(op.part for op in ops)
@@ -296,9 +337,13 @@ def hopeless_text(decibels: float, health: Iterable[Finding]) -> str:
     lines = [f"HOPELESS accuracy: {decibels:.1f} dB against fp32 on the example inputs"]
     if costly:
         lines.append(f"most of it: {', '.join(f'{f.operator} ({f.value:.0%}, {f.text})' for f in costly)}")
-        lines.append(f"config.exclude({', '.join(json.dumps(f.operator, ensure_ascii=False) for f in costly)}) leaves them in fp32")
+        lines.append(
+            f"config.exclude({', '.join(json.dumps(f.operator, ensure_ascii=False) for f in costly)}) leaves "
+            "them in fp32"
+        )
     lines.append(
-        'other ways out: nc.SmoothQuantConfig(), nc.DynamicQuantConfig(act_granularity="per_token"), calibration data like real inputs'
+        'other ways out: nc.SmoothQuantConfig(), nc.DynamicQuantConfig(act_granularity="per_token"), '
+        "calibration data like real inputs"
     )
     return "\n".join(lines)
 
@@ -309,4 +354,7 @@ def refused_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:
     Args:
         reasons: (kernel, reason) for each layer.
     """
-    return [f"kernel {name} is not used for {count} layers: {reason}" for (name, reason), count in collections.Counter(reasons).items()]
+    return [
+        f"kernel {name} is not used for {count} layers: {reason}"
+        for (name, reason), count in collections.Counter(reasons).items()
+    ]

@@ -1,4 +1,7 @@
-"""The report of a model with low-bit weights: per layer its format, which solver won, its loss, bits per weight and size."""
+"""The report of a model with low-bit weights.
+
+Per layer its format, which solver won, its loss, bits per weight and size.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,14 @@ class LayerReport:
         shape: (N, K).
         form: the format as text; "float" if it was not quantized.
         solver: whose codes were kept, "" where nothing is known.
-        loss: squared error of the layer's output over its square, see `LayerResult`; None where it is not known.
+        loss: squared error of the layer's output over its square, see `LayerResult`; None where it is not
+            known.
         rtn_loss: the same for round to nearest.
         bits: stored bits per weight.
         size: stored bytes of the weight.
         note: what a reader must know, or why it stays float.
-        kernel: what computes it, with the numbers of rows M of activations that each kernel is for; "" if it stays float.
+        kernel: what computes it, with the numbers of rows M of activations that each kernel is for; "" if it
+            stays float.
         refused: (kernel, why it does not compute this layer) of the kernels that would be preferred.
         speed: its time, None where it was not measured.
         dtype: of the codes; "float" if it was not quantized.
@@ -70,7 +75,9 @@ class LayerReport:
         """What it contributes to the shares of the model."""
         size = math.prod(self.shape)
         steps = 0 if self.speed is None else self.speed.rows * self.speed.calls * size
-        return Part(operator=self.operator, form=self.dtype, weights=((self.operator, size),), multiply_adds=steps)
+        return Part(
+            operator=self.operator, form=self.dtype, weights=((self.operator, size),), multiply_adds=steps
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,15 +90,18 @@ class WeightReport:
         weight_bytes: bytes of all parameters and buffers, tied ones once.
         float_bytes: the same with every low-bit weight in fp32.
         others: names and shapes of weights that are in no linear or embedding; they stay float.
-        bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was timed.
-        verdict: the speed of layers relative to float ones, measured by `convert`; None if it was not measured. It is not saved.
-        tokens: what computes tokens after the first, and how it was proved; "" where `nc.accelerate_generation` was not called.
+        bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was
+            timed.
+        verdict: the speed of layers relative to float ones, measured by `convert`; None if it was not
+            measured. It is not saved.
+        tokens: what computes tokens after the first, and how it was proved; "" where
+            `nc.accelerate_generation` was not called.
         weight_shares: by dtype ("int4", "float", …) the share of the weights' values.
-        sqnr_db: of the outputs against the float model's in the first call of the prepared model; None if it was not measured. It is not
-            saved.
+        sqnr_db: of the outputs against the float model's in the first call of the prepared model; None if it
+            was not measured. It is not saved.
         hopeless: (name, dB) of the layers whose own output is far from the float one, the worst first.
-        multiply_add_shares: the same of the multiply-adds of linears in a call of the model; empty where no layer was timed, because only
-            then the numbers of rows are known.
+        multiply_add_shares: the same of the multiply-adds of linears in a call of the model; empty where no
+            layer was timed, because only then the numbers of rows are known.
     """
 
     layers: tuple[LayerReport, ...]
@@ -131,7 +141,8 @@ class WeightReport:
         lines = [
             *self._accuracy(),
             f"{len(quantized)} of {len(self.layers)} layers have low-bit weights: {sizes}",
-            f"parameters and buffers {self.weight_bytes / 1e6:.1f} MB, in fp32 {self.float_bytes / 1e6:.1f} MB",
+            f"parameters and buffers {self.weight_bytes / 1e6:.1f} MB, in fp32 {self.float_bytes / 1e6:.1f} "
+            "MB",
             *self.shares.lines(),
         ]
         lines += [others_text(self.others)] if self.others else []
@@ -170,14 +181,29 @@ class WeightReport:
         return f"{self.table(WIDTH, fold=True)}\n\n{figures}"
 
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
-        """One row per layer and other weight: name, sizes, format, solver, losses, bits per weight, MB, kernel, times, note.
+        """One row per layer and other weight.
+
+        Name, sizes, format, solver, losses, bits per weight, MB, kernel, times, note.
 
         Args:
             width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.
-            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does, with the largest loss and time.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does, with the largest
+                loss and time.
         """
         rows: list[tuple[str, ...]] = [
-            ("layer", "N x K", "weight", "solver", "loss", "rtn loss", "bits", "MB", "kernel", *self._speed_head(), "note")
+            (
+                "layer",
+                "N x K",
+                "weight",
+                "solver",
+                "loss",
+                "rtn loss",
+                "bits",
+                "MB",
+                "kernel",
+                *self._speed_head(),
+                "note",
+            )
         ]
         for x in self.layers:
             losses = ("-" if loss is None else f"{loss:.2e}" for loss in (x.loss, x.rtn_loss))
@@ -201,7 +227,13 @@ class WeightReport:
 
     def _other_row(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """Return a row about a weight that is in no layer."""
-        return name, " x ".join(map(str, shape)), "float", *("-",) * (6 + len(self._speed_head())), str(Cause.NO_LAYER())
+        return (
+            name,
+            " x ".join(map(str, shape)),
+            "float",
+            *("-",) * (6 + len(self._speed_head())),
+            str(Cause.NO_LAYER()),
+        )
 
     def _speed_head(self) -> tuple[str, ...]:
         return () if self.bandwidth is None else ("M", "us", "GB/s", "% of reading")
@@ -212,7 +244,12 @@ class WeightReport:
         if layer.speed is None:
             return ("-",) * 4
         rate = layer.size / layer.speed.us / 1e3
-        return str(layer.speed.rows), f"{layer.speed.us:.0f}", f"{rate:.2f}", f"{100 * rate / self.bandwidth:.0f}"
+        return (
+            str(layer.speed.rows),
+            f"{layer.speed.us:.0f}",
+            f"{rate:.2f}",
+            f"{100 * rate / self.bandwidth:.0f}",
+        )
 
 
 def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightReport:
@@ -225,7 +262,11 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
     speeds = {} if call is None else layer_speeds(model, call)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     record = history_of(model)
-    reasons = {} if record.plan is None else {d["operator"]: d["reason"] for d in record.plan["decisions"] if d["reason"]}
+    reasons = (
+        {}
+        if record.plan is None
+        else {d["operator"]: d["reason"] for d in record.plan["decisions"] if d["reason"]}
+    )
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, (QuantLinear, QuantEmbedding)):
@@ -250,7 +291,9 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
     )
 
 
-def _low_bit_layer(name: str, module: QuantLinear | QuantEmbedding, dtype: torch.dtype, speed: LayerSpeed | None) -> LayerReport:
+def _low_bit_layer(
+    name: str, module: QuantLinear | QuantEmbedding, dtype: torch.dtype, speed: LayerSpeed | None
+) -> LayerReport:
     """Return what is known of a layer with a low-bit weight; `dtype` is that of its inputs."""
     packed, found = module.packed, module.result
     engine = module.engine if isinstance(module, QuantLinear) else None
@@ -297,5 +340,6 @@ def _bytes(model: torch.nn.Module) -> int:
 
 
 def _saved(model: torch.nn.Module) -> int:
-    packed = {memory_of(m.codes): m.packed for m in model.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}  # type: ignore[arg-type]
+    layers = [m for m in model.modules() if isinstance(m, (QuantLinear, QuantEmbedding))]
+    packed = {memory_of(layer.codes): layer.packed for layer in layers}  # type: ignore[arg-type]
     return sum(4 * p.shape[0] * p.shape[1] - p.bytes for p in packed.values())

@@ -1,8 +1,10 @@
-"""Measure whether layers with low-bit weights are faster than the float layers that they replace, on this machine.
+"""Measure whether layers with low-bit weights are faster than the float layers that they replace, on this
+machine.
 
-A weight-only model need not have example inputs, and a whole language model takes seconds. So some layers of each shape and format are
-called alone, in turns with `torch.nn.functional.linear` in the model's dtype, with one row of inputs (a token) and with some tens (a
-prompt). Layers of all shapes are called in each round, so that one layer's weights do not stay in the cache where the model's would not.
+A weight-only model need not have example inputs, and a whole language model takes seconds. So some layers of
+each shape and format are called alone, in turns with `torch.nn.functional.linear` in the model's dtype, with
+one row of inputs (a token) and with some tens (a prompt). Layers of all shapes are called in each round, so
+that one layer's weights do not stay in the cache where the model's would not.
 """
 
 from __future__ import annotations
@@ -64,7 +66,11 @@ class LayerVerdict:
 
     def __str__(self) -> str:
         """Return what was found, without the name."""
-        spread = f"; in half of the rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}" if self.quartiles else ""
+        spread = (
+            f"; in half of the rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}"
+            if self.quartiles
+            else ""
+        )
         times = f"{milliseconds(self.low_bit_ms)} against {milliseconds(self.float_ms)}{spread}"
         if self.doubt:
             return f"cannot tell whether they are faster: {self.doubt} ({times})"
@@ -112,7 +118,10 @@ class LowBitVerdict:
 
 @torch.no_grad()
 def measure(
-    model: torch.nn.Module, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter, watch: Watch | None = None
+    model: torch.nn.Module,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    watch: Watch | None = None,
 ) -> LowBitVerdict | None:
     """Time some layers of each shape and format; None where a model has no low-bit linear.
 
@@ -128,9 +137,15 @@ def measure(
         return None
     dtype = _dtype(model)
     weights = {
-        layer: torch.full((layer.out_features, layer.in_features), 0.01, dtype=dtype) for layers in groups.values() for layer in layers
+        layer: torch.full((layer.out_features, layer.in_features), 0.01, dtype=dtype)
+        for layers in groups.values()
+        for layer in layers
     }
-    found = [_timed(groups, counts, weights, rows, seconds / len(ROWS), clock, watch) for rows in ROWS] if groups else []
+    found = (
+        [_timed(groups, counts, weights, rows, seconds / len(ROWS), clock, watch) for rows in ROWS]
+        if groups
+        else []
+    )
     return LowBitVerdict(
         totals=tuple(total for total, _ in found),
         layers=tuple(layer for _, layers in found for layer in layers),
@@ -147,13 +162,18 @@ def warn_if_slower(found: LowBitVerdict) -> None:
         return
     times = " and ".join(f"{1 / total.ratio:.1f} times as long for {_rows(total.rows)}" for total in slow)
     forms = ", ".join(dict.fromkeys(layer.form for layer in found.slower)) or "these"
-    faster = ", ".join(dict.fromkeys(layer.form for layer in found.layers if not layer.doubt and layer.ratio > 1))
+    faster = ", ".join(
+        dict.fromkeys(layer.form for layer in found.layers if not layer.doubt and layer.ratio > 1)
+    )
     advice = (
-        f"On this machine {faster} is faster than float here." if faster else "int4 and int8 with group_size=32 or more have fast kernels."
+        f"On this machine {faster} is faster than float here."
+        if faster
+        else "int4 and int8 with group_size=32 or more have fast kernels."
     )
     msg = (
-        f"The low-bit layers are SLOWER than the {found.dtype} ones on this machine: they take {times} (format {forms}). {advice} "
-        "nc.report(model) has the times and the kernel of each layer; measure=False skips this measurement."
+        f"The low-bit layers are SLOWER than the {found.dtype} ones on this machine: they take {times} "
+        f"(format {forms}). {advice} nc.report(model) has the times and the kernel of each layer; "
+        "measure=False skips this measurement."
     )
     warn(msg)
 
@@ -167,7 +187,9 @@ def _groups(model: torch.nn.Module) -> tuple[dict[_Key, list[QuantLinear]], dict
     for module in model.modules():
         if isinstance(module, QuantLinear):
             activations = "" if module.act_dtype == "fp32" else f", activations {module.act_dtype}"
-            found.setdefault((f"{module.form}{activations}", module.out_features, module.in_features), []).append(module)
+            found.setdefault(
+                (f"{module.form}{activations}", module.out_features, module.in_features), []
+            ).append(module)
     counts = {key: len(layers) for key, layers in found.items()}
     size = _dtype(model).itemsize
     room, chosen = _MOST_BYTES, {}
@@ -191,8 +213,12 @@ def _timed(
     """All layers together, and by format and shape, with some rows of inputs."""
     candidates: dict[str, Callable[[], object]] = {}
     for i, layers in enumerate(groups.values()):
-        x = torch.linspace(-1, 1, rows * layers[0].in_features, dtype=weights[layers[0]].dtype).reshape(rows, -1)
-        candidates[f"float {i}"] = functools.partial(_call_float, [(weights[layer], layer.bias) for layer in layers], x)
+        x = torch.linspace(-1, 1, rows * layers[0].in_features, dtype=weights[layers[0]].dtype).reshape(
+            rows, -1
+        )
+        candidates[f"float {i}"] = functools.partial(
+            _call_float, [(weights[layer], layer.bias) for layer in layers], x
+        )
         candidates[f"low-bit {i}"] = functools.partial(_call_low_bit, layers, x)
     with without_autocast():
         timed, repeats, load = timed_rounds(candidates, seconds, clock, watch, least=LEAST_ROUNDS)
@@ -201,12 +227,26 @@ def _timed(
         for i, (key, layers) in enumerate(groups.items())
     ]
     shares = {i: counts[key] / len(layers) for i, (key, layers) in enumerate(groups.items())}
-    sums = [{side: sum(times[f"{side} {i}"] * share for i, share in shares.items()) for side in ("float", "low-bit")} for times in timed]
+    sums = [
+        {
+            side: sum(times[f"{side} {i}"] * share for i, share in shares.items())
+            for side in ("float", "low-bit")
+        }
+        for times in timed
+    ]
     return _verdict(sums, repeats, load, "float", "low-bit", ("", 0, 0), 0, rows, 1), made
 
 
 def _verdict(
-    rounds: Sequence[Round], repeats: int, load: Load, slow: str, fast: str, key: _Key, count: int, rows: int, layers: int
+    rounds: Sequence[Round],
+    repeats: int,
+    load: Load,
+    slow: str,
+    fast: str,
+    key: _Key,
+    count: int,
+    rows: int,
+    layers: int,
 ) -> LayerVerdict:
     found = compared(rounds, repeats, load, slow, fast)
     return LayerVerdict(
@@ -234,7 +274,9 @@ def _call_low_bit(layers: Sequence[QuantLinear], x: torch.Tensor) -> None:
 
 def _dtype(model: torch.nn.Module) -> torch.dtype:
     """Return the one of the weights before they were quantized."""
-    return next((module.result_dtype for module in model.modules() if isinstance(module, QuantLinear)), torch.float32)
+    return next(
+        (module.result_dtype for module in model.modules() if isinstance(module, QuantLinear)), torch.float32
+    )
 
 
 def _rows(count: int) -> str:

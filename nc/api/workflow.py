@@ -37,33 +37,41 @@ def prepare(
 ) -> Preparation:
     """Capture a model and insert observers for calibration.
 
-    With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs` and `dynamic_shapes` are not
-    used. `backend` says what computes the low-bit layers: one with kernels for them, "auto" or "reference".
+    With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs` and
+    `dynamic_shapes` are not used. `backend` says what computes the low-bit layers: one with kernels for them,
+    "auto" or "reference".
 
     Args:
-        model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and is quantized as in eval mode.
+        model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and
+            is quantized as in eval mode.
         quant_config: a configuration, a sum of configurations, or a dict from `to_dict`.
-        inplace: share the model's weights instead of copying them, and leave the model in eval mode. If you train the model
-            afterwards, the prepared model changes too.
-        example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: a name of `available_backends()`, or "auto": the first engine that can run here and has what the configuration asks for.
-            If that engine cannot compute this model, `convert` tries the next one. For simulated formats "auto" is the reference.
-        dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
-            except the height and width of images in models with layer norm, attention or embeddings.
-        strict: raise if a rule's name or pattern matches nothing, or if nothing in the model can be quantized as asked and another call
-            would help: its dtype is bf16 or fp16, or `DynamicQuantConfig` is for none of its operators. False gives a warning.
-        placement: "inputs": int8 operators read codes. "outputs": int8 convolutions and additions also give codes, whoever reads them. ONNX
-            Runtime needs this for int8 convolutions (`export_onnx`); for other engines it costs accuracy and speed.
+        inplace: share the model's weights instead of copying them, and leave the model in eval mode. If you
+            train the model afterwards, the prepared model changes too.
+        example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch
+            sizes and lengths work later.
+        backend: a name of `available_backends()`, or "auto": the first engine that can run here and has what
+            the configuration asks for. If that engine cannot compute this model, `convert` tries the next
+            one. For simulated formats "auto" is the reference.
+        dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the
+            model does not fix is free, except the height and width of images in models with layer norm,
+            attention or embeddings.
+        strict: raise if a rule's name or pattern matches nothing, or if nothing in the model can be quantized
+            as asked and another call would help: its dtype is bf16 or fp16, or `DynamicQuantConfig` is for
+            none of its operators. False gives a warning.
+        placement: "inputs": int8 operators read codes. "outputs": int8 convolutions and additions also give
+            codes, whoever reads them. ONNX Runtime needs this for int8 convolutions (`export_onnx`); for
+            other engines it costs accuracy and speed.
 
     Returns:
         A module with the model's signature and outputs. Call it with calibration data.
 
     Raises:
-        InputError: example_inputs are missing or do not fit, or the model fails on them; or it computes in bf16 or fp16, see `strict`.
+        InputError: example_inputs are missing or do not fit, or the model fails on them; or it computes in
+            bf16 or fp16, see `strict`.
         CaptureError: the model cannot be captured as one graph.
         UnmatchedRuleError: a rule matches nothing.
-        UnsupportedError: the backend has no kernel for a requested dtype; for "auto", no engine that can run here has one. Or there is no
-            kernel for anything in the model, see `strict`.
+        UnsupportedError: the backend has no kernel for a requested dtype; for "auto", no engine that can run
+            here has one. Or there is no kernel for anything in the model, see `strict`.
         BackendUnavailableError: the backend cannot run here.
         StateError: the model is already prepared or converted, or torch's default device is not the CPU.
         ConfigError: no placement has that name.
@@ -93,28 +101,33 @@ def convert(
     verify: str = "raise",
     verify_sizes: bool = True,
     isolate: str = "auto",
-    compile: bool = False,  # noqa: A002
+    compile: bool = False,
     measure: bool = True,
     progress: Progress | None = None,
 ) -> Any:
     """Convert a prepared model to an int8 model on an engine. The prepared model can be used again.
 
-    With weight-only quantization the result is a model of the user's own class, whose layers hold low-bit weights.
+    With weight-only quantization the result is a model of the user's own class, whose layers hold low-bit
+    weights.
 
     Args:
         model: the result of `prepare`, after calibration. Dynamic quantization needs no calibration.
         quant_config: the same configuration as for `prepare`, or None.
         inplace: for scripts written for Neural Compressor; it has no effect.
-        backend: another backend than in `prepare`. With "auto" (here or in `prepare`), the next engine is used if one cannot compute
-            this model, and the report says why.
-        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off". Backend "native" compares
-            each kernel by itself, given its own inputs; the others compare outputs.
-        verify_sizes: compare for new input sizes too, in the first call with these sizes, which takes longer by one call of the reference.
-            Kernels that are wrong are not used, with an `NCWarning`. Not with verify="off".
-        isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
-        compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
-        measure: time the quantized model and yours on the example inputs, for about a second. The report begins with the result. The
-            reference is never timed. Of weight-only quantization, single layers are timed, and it warns if they are slower.
+        backend: another backend than in `prepare`. With "auto" (here or in `prepare`), the next engine is
+            used if one cannot compute this model, and the report says why.
+        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
+            Backend "native" compares each kernel by itself, given its own inputs; the others compare outputs.
+        verify_sizes: compare for new input sizes too, in the first call with these sizes, which takes longer
+            by one call of the reference. Kernels that are wrong are not used, with an `NCWarning`. Not with
+            verify="off".
+        isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or
+            "never".
+        compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`;
+            needs a C++ compiler.
+        measure: time the quantized model and yours on the example inputs, for about a second. The report
+            begins with the result. The reference is never timed. Of weight-only quantization, single layers
+            are timed, and it warns if they are slower.
         progress: for weight-only quantization, called as `progress(done, total, name)` before each block.
 
     Returns:
@@ -135,7 +148,10 @@ def convert(
         msg = f"convert() expects the result of prepare(), but got {type(model).__name__}."
         raise StateError(msg)
     if quant_config is not None and config_from(quant_config) != model.quant_config:
-        msg = "convert() got another configuration than prepare(); leave it out here, or call prepare() again with this configuration."
+        msg = (
+            "convert() got another configuration than prepare(); leave it out here, or call prepare() again "
+            "with this configuration."
+        )
         raise ConfigError(msg)
     check_default_device("convert")
     asked = Conversion(
@@ -177,8 +193,9 @@ def quantize(
     """
     if run_fn is not None and not callable(run_fn):
         msg = (
-            f"Expected run_fn to be a function that is called with the prepared model, but got a {type(run_fn).__name__}. For a list of "
-            "batches write run_fn=lambda prepared: [prepared(batch) for batch in batches]."
+            "Expected run_fn to be a function that is called with the prepared model, but got a "
+            f"{type(run_fn).__name__}. For a list of batches write run_fn=lambda prepared: [prepared(batch) "
+            "for batch in batches]."
         )
         raise InputError(msg)
     prepared = prepare(model, quant_config, inplace, example_inputs, **options)
@@ -197,10 +214,13 @@ def describe(
     strict: bool = True,
     placement: str = INPUTS,
 ) -> Plan | WeightPlan:
-    """Return the plan: how each operator will be quantized, and by which rule. Needs no calibration data. Arguments as for `prepare`.
+    """Return the plan: how each operator will be quantized, and by which rule. Needs no calibration data.
+
+    Arguments as for `prepare`.
 
     Returns:
-        A `Plan`, of weight-only quantization a `WeightPlan`; `print` shows a table, `.to_dict()` gives plain values.
+        A `Plan`, of weight-only quantization a `WeightPlan`; `print` shows a table, `.to_dict()` gives plain
+        values.
 
     Raises:
         NCError: as `prepare`.
@@ -226,8 +246,8 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
 
     Args:
         model: the result of `convert` or `load`.
-        options: those of `QuantizedModel.report`. With `profile_inputs`, each layer with low-bit weights is timed on them, and its rate
-            compared with the read bandwidth of this machine, which is measured.
+        options: those of `QuantizedModel.report`. With `profile_inputs`, each layer with low-bit weights is
+            timed on them, and its rate compared with the read bandwidth of this machine, which is measured.
 
     Raises:
         StateError: nothing in the model is quantized.
@@ -235,10 +255,16 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
     if isinstance(model, QuantizedModel):
         return model.report(**options)
     if not has_low_bit(model):
-        msg = f"report() expects the result of convert() or load(), but this {type(model).__name__} has no quantized layer."
+        msg = (
+            f"report() expects the result of convert() or load(), but this {type(model).__name__} has no "
+            "quantized layer."
+        )
         raise StateError(msg)
     inputs = options.pop("profile_inputs", None)
     if options:
-        msg = f"report() of a model with low-bit weights has no option {', '.join(options)}; it has profile_inputs."
+        msg = (
+            f"report() of a model with low-bit weights has no option {', '.join(options)}; it has "
+            "profile_inputs."
+        )
         raise ConfigError(msg)
     return weight_report(model, None if inputs is None else as_call(inputs))

@@ -1,4 +1,7 @@
-"""Backends by name. `ENGINES` is where an engine is registered; it is imported when it is asked for, and no other one with it."""
+"""Backends by name.
+
+`ENGINES` is where an engine is registered; it is imported when it is asked for, and no other one with it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ from nc.backends import cpu
 from nc.backends.auto_order import Race, in_order, race_for
 from nc.backends.base import Backend, Exporter, Option, check_available, precautions_for
 from nc.capture.precautions import Precautions
-from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnknownBackendError, UnsupportedError
+from nc.errors import (
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    NCError,
+    UnknownBackendError,
+    UnsupportedError,
+)
 from nc.nn import QuantLinear
 
 _T = TypeVar("_T")
@@ -27,12 +37,17 @@ ENGINES: Mapping[str, str] = {
     "openvino": "nc.backends.openvino:OpenVINOBackend",
     "reference": "nc.backends.reference:ReferenceBackend",
 }
-#: What "auto" tries, in this order unless another one was measured to be faster (`nc.backends.auto_order`); not the reference, which
-#: computes in fp32, and not OpenVINO, which is asked for by name.
+#: What "auto" tries, in this order unless another one was measured to be faster (`nc.backends.auto_order`);
+#: not the reference, which computes in fp32, and not OpenVINO, which is asked for by name.
 AUTO = ("native", "ipex")
 
 #: Options that one engine or another has, as `convert` and `load` take them when nobody says anything.
-DEFAULTS: dict[str, object] = {"isolate": "auto", "compile": False, "verify_sizes": True, "verify_kernels": "always"}
+DEFAULTS: dict[str, object] = {
+    "isolate": "auto",
+    "compile": False,
+    "verify_sizes": True,
+    "verify_kernels": "always",
+}
 
 _REGISTERED: dict[str, Backend] = {}
 
@@ -41,10 +56,14 @@ def register_backend(backend: Backend) -> None:
     """Make a backend of your own known under its `name`; its class derives from `nc.backends.base.Backend`.
 
     Raises:
-        ConfigError: it does not, the name is taken, or a row of its capabilities names a dtype that does not exist.
+        ConfigError: it does not, the name is taken, or a row of its capabilities names a dtype that does not
+            exist.
     """
     if not isinstance(backend, Backend):
-        msg = f"Expected an object whose class derives from nc.backends.base.Backend, but got a {type(backend).__name__}."
+        msg = (
+            "Expected an object whose class derives from nc.backends.base.Backend, but got a "
+            f"{type(backend).__name__}."
+        )
         raise ConfigError(msg)
     if backend.name in (*ENGINES, "auto", *_REGISTERED):
         msg = f"A backend named {backend.name!r} exists already; choose another name."
@@ -134,7 +153,11 @@ def choose_backend(name: str = "auto", model: str | None = None) -> Backend:
 
 
 def first_that_can(
-    name: str, first: str, attempt: Callable[[Backend], _T], failed: Mapping[str, str] | None = None, model: str | None = None
+    name: str,
+    first: str,
+    attempt: Callable[[Backend], _T],
+    failed: Mapping[str, str] | None = None,
+    model: str | None = None,
 ) -> tuple[_T, str, dict[str, str]]:
     """Plan or lower a model on a backend; for "auto" on the next one when that backend can't.
 
@@ -146,11 +169,13 @@ def first_that_can(
         model: its kind, as for `choose_backend`.
 
     Returns:
-        What `attempt` returned, the name of the backend that it returned for, and all backends that could not, with the reason.
+        What `attempt` returned, the name of the backend that it returned for, and all backends that could
+        not, with the reason.
 
     Raises:
-        BackendError, UnsupportedError: the backend that was asked for fails, or for "auto" every backend from the first on that can run
-            here; the message has all reasons, and the type is that of the failures where they share one, else BackendError.
+        BackendError, UnsupportedError: the backend that was asked for fails, or for "auto" every backend from
+            the first on that can run here; the message has all reasons, and the type is that of the failures
+            where they share one, else BackendError.
     """
     order = candidates(model)
     if name != "auto":
@@ -176,10 +201,13 @@ def first_that_can(
 
 
 def engine_options(backend: Backend, **given: Any) -> dict[str, Any]:
-    """Those of the given options that a backend has; the others must be at their defaults, or mean nothing to it.
+    """Those of the given options that a backend has.
+
+    The others must be at their defaults, or mean nothing to it.
 
     Raises:
-        ConfigError: an option of other backends only, or a value that it does not take; names the backends that have it.
+        ConfigError: an option of other backends only, or a value that it does not take; names the backends
+            that have it.
     """
     own = backend.options
     accepted = {}
@@ -204,7 +232,10 @@ def _owners(option: str) -> dict[str, Option]:
 
 
 def precautions() -> Precautions:
-    """Return what capture has to do because of all known backends, run they here or not: the same model gives the same graph."""
+    """Return what capture has to do because of all known backends, run they here or not.
+
+    The same model gives the same graph.
+    """
     return precautions_for(_engines())
 
 
@@ -214,7 +245,7 @@ def export_formats() -> tuple[str, ...]:
     return tuple(dict.fromkeys(format_ for backend in ordered for format_ in backend.exports))
 
 
-def exporter_for(format: str, backend: str) -> tuple[Exporter, Backend | None]:  # noqa: A002
+def exporter_for(format: str, backend: str) -> tuple[Exporter, Backend | None]:
     """Return what writes a format for a model of a backend.
 
     Args:
@@ -222,10 +253,12 @@ def exporter_for(format: str, backend: str) -> tuple[Exporter, Backend | None]: 
         backend: the name of the model's backend.
 
     Returns:
-        The exporter, and the engine whose form of the quantized graph it needs; None: it needs the model's own engine model.
+        The exporter, and the engine whose form of the quantized graph it needs; None: it needs the model's
+        own engine model.
 
     Raises:
-        UnsupportedError: no backend has the format, or it is a form of the models of other backends; the message names them.
+        UnsupportedError: no backend has the format, or it is a form of the models of other backends; the
+            message names them.
     """
     own = get_backend(backend).exports.get(format)
     if own is not None and not own.from_graph:
@@ -242,8 +275,12 @@ def exporter_for(format: str, backend: str) -> tuple[Exporter, Backend | None]: 
     raise UnsupportedError(msg)
 
 
-def plan_token(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Callable[..., Sequence[torch.Tensor]]:
-    """Return what computes one token of a language model, by the first engine of "auto" that has plans of it; see `Backend.plan_token`.
+def plan_token(
+    module: fx.GraphModule, layers: Sequence[QuantLinear]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Return what computes one token of a language model, by the first engine of "auto" that has plans of it.
+
+    See `Backend.plan_token`.
 
     Raises:
         BackendUnavailableError: that engine has none on this machine, or no engine has plans.
@@ -256,13 +293,16 @@ def plan_token(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Callabl
     raise BackendUnavailableError(msg)
 
 
-def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None, model: str | None = None) -> str:
+def why_chosen(
+    name: str, chosen: str, failed: Mapping[str, str] | None = None, model: str | None = None
+) -> str:
     """Why `name` leads to the backend called `chosen`; "" when it was asked for.
 
     Args:
         name: what the user asked for.
         chosen: the backend that was taken.
-        failed: backends that can run here, but could not compute the model, and why; None or empty: no model was tried.
+        failed: backends that can run here, but could not compute the model, and why; None or empty: no model
+            was tried.
         model: its kind, as for `choose_backend`.
     """
     if name != "auto":
@@ -270,11 +310,18 @@ def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None, 
     order, race = candidates(model), _race(model)
     before = order[: order.index(chosen)]
     what = "can run here and computes this model" if failed else "can run here"
-    both = race is not None and all(side in order and not get_backend(side).why_unavailable() for side in (race.faster, race.slower))
+    both = race is not None and all(
+        side in order and not get_backend(side).why_unavailable() for side in (race.faster, race.slower)
+    )
     measured = f" ({race})" if both else ""
-    return f'"auto" takes the first of {", ".join(order)} that {what}{measured}' + (f"; {_why_not(before, failed)}" if before else "")
+    return f'"auto" takes the first of {", ".join(order)} that {what}{measured}' + (
+        f"; {_why_not(before, failed)}" if before else ""
+    )
 
 
 def _why_not(names: Sequence[str], failed: Mapping[str, str] | None = None) -> str:
     reasons = {name: (failed or {}).get(name) or get_backend(name).why_unavailable() for name in names}
-    return " ".join(f"{name}: {reason or 'it could not run when the model was prepared.'}" for name, reason in reasons.items())
+    return " ".join(
+        f"{name}: {reason or 'it could not run when the model was prepared.'}"
+        for name, reason in reasons.items()
+    )

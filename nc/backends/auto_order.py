@@ -1,6 +1,9 @@
-"""Which engine `backend="auto"` tries first: the faster one, by what was measured on this kind of CPU with this kind of model.
+"""Which engine `backend="auto"` tries first.
 
-`RACES` is what was measured, in docs/results/speed.md. To change the order of engines, measure (`benchmarks/run.py`) and change a row.
+The faster one, by what was measured on this kind of CPU with this kind of model.
+
+`RACES` is what was measured, in docs/results/speed.md. To change the order of engines, measure
+(`benchmarks/run.py`) and change a row.
 """
 
 from __future__ import annotations
@@ -12,8 +15,15 @@ from torch import fx
 
 from nc.graph.catalogue import kind_of_node
 
-#: Kinds of CPU: the name in messages, and the feature that tells it; a CPU is of the first kind whose feature it has.
-CPUS = {"AMX": "amx_int8", "AVX512-VNNI": "avx512_vnni", "AVX-VNNI": "avx_vnni", "AVX-512": "avx512f", "AVX2": "avx2"}
+#: Kinds of CPU: the name in messages, and the feature that tells it; a CPU is of the first kind whose feature
+#: it has.
+CPUS = {
+    "AMX": "amx_int8",
+    "AVX512-VNNI": "avx512_vnni",
+    "AVX-VNNI": "avx_vnni",
+    "AVX-512": "avx512f",
+    "AVX2": "avx2",
+}
 #: Kinds of model, by what most of its products are.
 CONVOLUTIONS, LINEARS = "convolutions", "linears"
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
@@ -41,8 +51,8 @@ class Race:
 
     def __str__(self) -> str:
         return (
-            f"{self.faster} was {self.times:.2g} times as fast as {self.slower} on a CPU with {self.cpu}, for models that consist of "
-            f"{self.model} ({', '.join(self.models)})"
+            f"{self.faster} was {self.times:.2g} times as fast as {self.slower} on a CPU with {self.cpu}, "
+            f"for models that consist of {self.model} ({', '.join(self.models)})"
         )
 
 
@@ -81,7 +91,10 @@ def race_for(features: Collection[str], model: str) -> Race | None:
 
 
 def in_order(names: Sequence[str], race: Race | None) -> tuple[str, ...]:
-    """Names of backends, the faster one of a race in front of the slower one; the others stay where they are."""
+    """Names of backends, the faster one of a race in front of the slower one.
+
+    The others stay where they are.
+    """
     found = list(names)
     if race is not None and race.faster in found and race.slower in found:
         first, second = sorted((found.index(race.faster), found.index(race.slower)))

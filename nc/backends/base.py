@@ -30,9 +30,11 @@ class OpRun:
 
     Attributes:
         operator: its name.
-        ran: "int8", "bf16" or "fp32", read from what the engine executes; "int8" also for what an int8 kernel computes along.
+        ran: "int8", "bf16" or "fp32", read from what the engine executes; "int8" also for what an int8 kernel
+            computes along.
         reason: why it is not int8 although that was asked, or where it went; "" when there is nothing to say.
-        primitive: the oneDNN kernel that computes it, with its instruction set; "" where the engine does not know without running it.
+        primitive: the oneDNN kernel that computes it, with its instruction set; "" where the engine does not
+            know without running it.
         kernels: what computes a linear with low-bit weights; None for all others.
     """
 
@@ -78,10 +80,12 @@ class EngineModel:
         run: flat input tensors → flat outputs; safe to call from several threads.
         report: builds the proof of what runs.
         script: the TorchScript module, where the engine has one.
-        profile: flat input tensors → the kernels that run and their times. It takes over the standard output of the process, so it is
-            called in one of its own, on a model lowered there; None: the engine can't be profiled.
-        steps: flat input tensors → the calls that the engine makes, each with the time that it took this once. It runs in this process, and
-            its steps have no kernels; None: the engine can't be taken apart here.
+        profile: flat input tensors → the kernels that run and their times. It takes over the standard output
+            of the process, so it is called in one of its own, on a model lowered there; None: the engine
+            can't be profiled.
+        steps: flat input tensors → the calls that the engine makes, each with the time that it took this
+            once. It runs in this process, and its steps have no kernels; None: the engine can't be taken
+            apart here.
         verified: it has computed its example, and the outputs have the shapes that the graph's have.
     """
 
@@ -121,12 +125,14 @@ class Exporter:
     """How a model is written as a program of some format.
 
     Attributes:
-        write: (the quantized graph, the engine model or None, the path of a file, options by keyword) → what is worth telling, or None. It
-            writes the file, and beside it whatever else belongs to the program, into a folder that holds nothing else. All of it gets to
-            the user's folder, under the same names, when `write` has returned.
+        write: (the quantized graph, the engine model or None, the path of a file, options by keyword) → what
+            is worth telling, or None. It writes the file, and beside it whatever else belongs to the program,
+            into a folder that holds nothing else. All of it gets to the user's folder, under the same names,
+            when `write` has returned.
         suffix: how the file's name must end; "" for any.
         options: those of `write`, by name.
-        from_graph: it needs the quantized graph only, so that a model of any backend can be written by this one.
+        from_graph: it needs the quantized graph only, so that a model of any backend can be written by this
+            one.
     """
 
     write: Callable[..., object]
@@ -136,7 +142,10 @@ class Exporter:
 
 
 def write_script(graph: QDQGraph, engine: EngineModel, file: Path) -> None:
-    """Write the TorchScript program of an engine that runs one; raises UnsupportedError where this model has none."""
+    """Write the TorchScript program of an engine that runs one.
+
+    Raises UnsupportedError where this model has none.
+    """
     if engine.script is None:
         msg = "The engine runs this model without a TorchScript program, so there is none to write."
         raise UnsupportedError(msg)
@@ -146,20 +155,24 @@ def write_script(graph: QDQGraph, engine: EngineModel, file: Path) -> None:
 
 
 class Backend:
-    """What an engine declares, and how it computes a quantized graph. An engine is a class that derives from this one.
+    """What an engine declares, and how it computes a quantized graph.
 
-    All that is declared can be read without the engine installed. What a class leaves out is as here: nothing.
+    An engine is a class that derives from this one.
+
+    All that is declared can be read without the engine installed. What a class leaves out is as here:
+    nothing.
 
     Attributes:
         name: how users call it.
-        runs_models: False: it only writes files for another runtime, so no model can be converted or loaded for it.
+        runs_models: False: it only writes files for another runtime, so no model can be converted or loaded
+            for it.
         options: what `lower` takes beside `verify`, by name.
         exports: what it can write, by name of the format.
-        packs_weights: its models do not read the graph's codes of weights again, or only after a call of `QDQGraph.intact`: `load` then
-            leaves them in the artefact's file instead of in memory.
-        capture_passes: for an engine whose import changes torch's kernels in the whole process: rewrites of a captured fp32 graph, so that
-            these kernels compute it correctly. Every captured graph gets them, whatever backend it is for, since any model of the process
-            may run with these kernels.
+        packs_weights: its models do not read the graph's codes of weights again, or only after a call of
+            `QDQGraph.intact`: `load` then leaves them in the artefact's file instead of in memory.
+        capture_passes: for an engine whose import changes torch's kernels in the whole process: rewrites of a
+            captured fp32 graph, so that these kernels compute it correctly. Every captured graph gets them,
+            whatever backend it is for, since any model of the process may run with these kernels.
         packages: distributions that it needs beside torch; `doctor` shows their versions.
         remark: what `doctor` says where it can run.
     """
@@ -189,12 +202,16 @@ class Backend:
         """Return its kernels for linears with low-bit weights, the preferred ones first."""
         return ()
 
-    def plan_token(self, module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Callable[..., Sequence[torch.Tensor]] | None:
-        """Return what runs a graph that computes one token of a language model and may change its inputs in place.
+    def plan_token(
+        self, module: fx.GraphModule, layers: Sequence[QuantLinear]
+    ) -> Callable[..., Sequence[torch.Tensor]] | None:
+        """Return what runs a graph that computes one token of a language model and may change its inputs in
+        place.
 
         Args:
             module: flat graph, which may be changed.
-            layers: the low-bit linears of the model that it was captured from; what their kernels packed can be shared.
+            layers: the low-bit linears of the model that it was captured from; what their kernels packed can
+                be shared.
 
         Returns:
             flat inputs → flat outputs; None where the engine has no such plans.
@@ -205,7 +222,9 @@ class Backend:
         return None
 
     def start(self) -> None:
-        """Import the engine, if it is not yet: it may bring kernels of its own for fp32 operators, so this comes before anything runs.
+        """Import the engine, if it is not yet.
+
+        It may bring kernels of its own for fp32 operators, so this comes before anything runs.
 
         Raises:
             BackendUnavailableError: it can't run here.
@@ -247,7 +266,9 @@ def precautions_for(backends: Iterable[Backend]) -> Precautions:
     """Return what capture has to do because of these backends."""
     backends = tuple(backends)
     passes = [each for backend in backends for each in backend.capture_passes]
-    return Precautions(tuple(each.run for each in passes), tuple(backend.around_model for backend in backends))
+    return Precautions(
+        tuple(each.run for each in passes), tuple(backend.around_model for backend in backends)
+    )
 
 
 def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:
@@ -265,13 +286,17 @@ def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:
     """
     check_bf16(backend, graph)
     try:
-        with torch.autocast("cpu", enabled=False):  # the plan says what computes in which precision, not where the call happens to stand
+        with torch.autocast(
+            "cpu", enabled=False
+        ):  # the plan says what computes in which precision, not where the call happens to stand
             return backend.lower(graph, **options)
     except NCError:
         raise
     except Exception as error:
         msg = (
-            f"Backend {backend.name!r} fails on this model: {type(error).__name__}: {str(error).strip() or '-'}\nThis is a defect of nc or "
-            'of the engine, please report it. backend="reference" computes the quantized graph without an engine.'
+            f"Backend {backend.name!r} fails on this model: {type(error).__name__}: "
+            f"{str(error).strip() or '-'}\nThis is a defect of nc or "
+            'of the engine, please report it. backend="reference" computes the quantized graph without an '
+            "engine."
         )
         raise BackendError(msg) from error

@@ -40,7 +40,8 @@ DYNAMIC_COST = DynamicCost(
 _AVX512 = ("avx2", "avx512f")
 #: Every CPU with AMX has it too.
 _BF16 = "avx512_bf16"
-#: What oneDNN uses at most under a limit. Unknown names leave it everything, and so do the newer ones, which all include VNNI.
+#: What oneDNN uses at most under a limit. Unknown names leave it everything, and so do the newer ones, which
+#: all include VNNI.
 _ONEDNN_LIMITS = {
     "sse41": (),
     "avx": (),
@@ -69,7 +70,9 @@ def _onednn_limit(values: Mapping[str, str]) -> str:
 def flags() -> frozenset[str]:
     """All features of this CPU, as /proc/cpuinfo names them."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    return frozenset(next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), ()))
+    return frozenset(
+        next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), ())
+    )
 
 
 @functools.cache
@@ -79,7 +82,9 @@ def detected() -> tuple[str, ...]:
 
 
 def limits() -> tuple[str, ...]:
-    """Environment variables that keep kernels from features, as "NAME=value": oneDNN's, and `NC_MAX_ISA` of the C code of this package.
+    """Environment variables that keep kernels from features, as "NAME=value".
+
+    oneDNN's, and `NC_MAX_ISA` of the C code of this package.
 
     oneDNN reads its variable once, at its first use: what was set when the process started may still hold.
 
@@ -97,7 +102,9 @@ def features() -> tuple[str, ...]:
         ConfigError: see `limits`.
     """
     allowed = [_ONEDNN_LIMITS[found.split("=", 1)[1].lower()] for found in _onednn_limits()]
-    return tuple(name for name in detected() if limit.permits(name) and all(name in names for names in allowed))
+    return tuple(
+        name for name in detected() if limit.permits(name) and all(name in names for names in allowed)
+    )
 
 
 def _onednn_limits() -> tuple[str, ...]:
@@ -119,7 +126,8 @@ def accumulates_wide() -> bool:
 def fbgemm_accumulates_wide() -> bool:
     """Tell the same of FBGEMM, which knows the VNNI of AVX-512 only.
 
-    It takes no notice of oneDNN's limits; to count them all the same costs accuracy, where somebody sets them, and is never wrong.
+    It takes no notice of oneDNN's limits; to count them all the same costs accuracy, where somebody sets
+    them, and is never wrong.
     """
     return "avx512_vnni" in features() and env.FBGEMM_ENABLE_INSTRUCTIONS.get().upper() not in _FBGEMM_NARROW
 
@@ -130,14 +138,18 @@ def why_narrow() -> str:
 
 
 def relied_on() -> tuple[str, ...]:
-    """Return the feature that int8 kernels' numbers rely on: the one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate."""
+    """Return the feature that int8 kernels' numbers rely on.
+
+    The one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate.
+    """
     return next(((name,) for name in WIDE_ACCUMULATION if name in features()), ("avx2",))
 
 
 def missing(needed: Iterable[str]) -> tuple[str, ...]:
     """Return what an artefact relies on and this CPU lacks.
 
-    How products are summed is none of it: where kernels do that in 16 bits (`Capabilities.narrow_sums`), `nc.graph.saturation` sees to it.
+    How products are summed is none of it: where kernels do that in 16 bits (`Capabilities.narrow_sums`),
+    `nc.graph.saturation` sees to it.
     """
     return tuple(name for name in needed if name not in (*features(), *WIDE_ACCUMULATION))
 
@@ -156,8 +168,10 @@ def capabilities(
         backend: its name.
         ops: its table.
         bf16: it computes in bf16 where this CPU does.
-        halved: kinds for whose int8 activations oneDNN halves the weights itself, so that they can't saturate.
-        exact: (kind, granularity) of ranges found in each call for which the backend has kernels of its own, whose sums are exact.
+        halved: kinds for whose int8 activations oneDNN halves the weights itself, so that they can't
+            saturate.
+        exact: (kind, granularity) of ranges found in each call for which the backend has kernels of its own,
+            whose sums are exact.
     """
     narrow: set[tuple[str, str]] = set()
     if not accumulates_wide():
@@ -167,7 +181,12 @@ def capabilities(
         narrow |= {(row.kind, granularity) for row in ops for granularity in row.dynamic} - exact
     fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
     found = Capabilities(
-        backend=backend, ops=ops, narrow_sums=frozenset(narrow), isa=relied_on(), fused_add=fused_add, dynamic_cost=DYNAMIC_COST
+        backend=backend,
+        ops=ops,
+        narrow_sums=frozenset(narrow),
+        isa=relied_on(),
+        fused_add=fused_add,
+        dynamic_cost=DYNAMIC_COST,
     )
     if not bf16:
         return found

@@ -1,8 +1,10 @@
-"""Dynamic linears, and LSTMs and GRUs with one range per tensor: FBGEMM's kernels in PyTorch, which round activations while they pack them.
+"""Dynamic linears, and LSTMs and GRUs with one range per tensor.
 
-Per tensor there is a kernel that finds the range itself. Per token there is none: rows are divided by their scales first, so that one
-scale, 1, holds for all, and the products are multiplied afterwards. With a zero point z per row, `sum w (q - z)` is
-`sum w (q - 128) - (z - 128) sum w`.
+FBGEMM's kernels in PyTorch, which round activations while they pack them.
+
+Per tensor there is a kernel that finds the range itself. Per token there is none: rows are divided by their
+scales first, so that one scale, 1, holds for all, and the products are multiplied afterwards. With a zero
+point z per row, `sum w (q - z)` is `sum w (q - 128) - (z - 128) sum w`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _quantized = torch.ops.quantized
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
-    """What the kernel rounds: the input in units of `scale`, shifted by `shift`, the zero point minus 128 (None: by nothing)."""
+    """What the kernel rounds.
+
+    The input in units of `scale`, shifted by `shift`, the zero point minus 128 (None: by nothing).
+    """
 
     values: fx.Node
     scale: fx.Node
@@ -41,7 +46,10 @@ class _Rows:
 
 
 def replace_dynamic(module: fx.GraphModule) -> None:
-    """Replace what finds ranges in each call, and what computes with them, by calls of kernels; weights leave the graph packed."""
+    """Replace what finds ranges in each call, and what computes with them, by calls of kernels.
+
+    Weights leave the graph packed.
+    """
     rows: dict[fx.Node, _Rows] = {}
     for node in [n for n in module.graph.nodes if _is_dynamic(n)]:
         with module.graph.inserting_before(node):
@@ -81,7 +89,10 @@ def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 def packed_bytes(module: fx.GraphModule) -> int:
-    """Bytes of the weights of dynamic operators in a QDQ graph: codes, and one fp32 scale and sum per output."""
+    """Bytes of the weights of dynamic operators in a QDQ graph.
+
+    Codes, and one fp32 scale and sum per output.
+    """
     nodes = [Dequantize.of(n).codes for n in module.graph.nodes if _is_packed(n)]
     weights = {codes.target: constant_of(module, codes) for codes in nodes}
     return sum(w.numel() + 8 * w.shape[0] for w in weights.values())
@@ -94,11 +105,16 @@ def _is_dynamic(node: fx.Node) -> bool:
 
 
 def _is_layer_of_torch(node: fx.Node) -> bool:
-    """Whether torch has a dynamic kernel for a recurrent layer: for LSTMs without projections and GRUs with one range per tensor."""
+    """Whether torch has a dynamic kernel for a recurrent layer.
+
+    For LSTMs without projections and GRUs with one range per tensor.
+    """
     if node.target not in (RECURRENT["lstm"], RECURRENT["gru"]):
         return False
     layer = Recurrent.of(node)
-    return not layer.per_token and not has_projections(layer.params, layer.has_biases, layer.num_layers * (1 + layer.bidirectional))
+    return not layer.per_token and not has_projections(
+        layer.params, layer.has_biases, layer.num_layers * (1 + layer.bidirectional)
+    )
 
 
 def _is_packed(node: fx.Node) -> bool:
@@ -124,15 +140,25 @@ def _rows(call: Callable[..., fx.Node], node: fx.Node) -> _Rows:
     over = ([-1] if per_token else [*range(node.meta["val"].dim())], True)
     if view.symmetric:
         # a zero more changes no maximum, and there is one to be found when there are no rows
-        padded = x if per_token else call(_aten.constant_pad_nd.default, (call(_aten.reshape.default, (x, [-1])), [0, 1]))
-        largest = call(_aten.amax.default, (call(_aten.abs.default, (padded,)), *(over if per_token else ([0], True))))
+        padded = (
+            x
+            if per_token
+            else call(_aten.constant_pad_nd.default, (call(_aten.reshape.default, (x, [-1])), [0, 1]))
+        )
+        largest = call(
+            _aten.amax.default, (call(_aten.abs.default, (padded,)), *(over if per_token else ([0], True)))
+        )
         scale = call(_aten.clamp_min.default, (call(_aten.mul.Tensor, (largest, 1 / 127)), _LEAST_SCALE))
         return _Rows(call(_aten.div.Tensor, (x, scale)), scale, None)
     low = call(_aten.clamp_max.default, (call(_aten.amin.default, (x, *over)), 0.0))
     high = call(_aten.clamp_min.default, (call(_aten.amax.default, (x, *over)), 0.0))
-    step = call(_aten.mul.Tensor, (call(_aten.sub.Tensor, (high, low)), 1 / (view.quant_max - view.quant_min)))
+    step = call(
+        _aten.mul.Tensor, (call(_aten.sub.Tensor, (high, low)), 1 / (view.quant_max - view.quant_min))
+    )
     scale = call(_aten.clamp_min.default, (step, _LEAST_SCALE))
-    zero_point = call(_aten.neg.default, (call(_aten.round.default, (call(_aten.div.Tensor, (low, scale)),)),))
+    zero_point = call(
+        _aten.neg.default, (call(_aten.round.default, (call(_aten.div.Tensor, (low, scale)),)),)
+    )
     shift = call(_aten.sub.Tensor, (call(_aten.clamp.default, (zero_point, 0.0, 255.0)), float(_MIDDLE)))
     return _Rows(call(_aten.addcdiv.default, (shift, x, scale)), scale, shift)
 
@@ -149,20 +175,28 @@ def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -
     def kernel(target: torch._ops.OpOverload, x: fx.Node, *args: Argument) -> fx.Node:
         if node.meta["val"].dim() > 1:
             return call(target, x, *args)
-        return call(_aten.squeeze.dim, call(target, call(_aten.unsqueeze.default, x, 0), *args), 0)  # kernels take matrices only
+        return call(
+            _aten.squeeze.dim, call(target, call(_aten.unsqueeze.default, x, 0), *args), 0
+        )  # kernels take matrices only
 
     if _finds_range_itself(ranges):
         constant = bias is None or bias.op == "get_attr"
-        packed = _pack(module, node, weight, constant_of(module, bias) if bias is not None and constant else None)
+        packed = _pack(
+            module, node, weight, constant_of(module, bias) if bias is not None and constant else None
+        )
         y = kernel(_quantized.linear_dynamic.default, DynamicQDQ.of(ranges).input, packed, False)
         return y if constant else call(_aten.add.Tensor, y, bias)
     x = rows[ranges]
     packed = _pack(module, node, weight, None)
-    y = kernel(_quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default, x.values, 1.0, _MIDDLE, packed)
+    y = kernel(
+        _quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default, x.values, 1.0, _MIDDLE, packed
+    )
     if x.shift is not None:
         sums = _attribute(module, f"{node.name}_sums", weight.dequantize().double().sum(1).float())
         y = call(_aten.addcmul.default, y, x.shift, sums, value=-1.0)
-    return call(_aten.mul.Tensor, y, x.scale) if bias is None else call(_aten.addcmul.default, bias, y, x.scale)
+    return (
+        call(_aten.mul.Tensor, y, x.scale) if bias is None else call(_aten.addcmul.default, bias, y, x.scale)
+    )
 
 
 def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -171,16 +205,22 @@ def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     cells = []
     for i in range(0, len(params), each):
         matrices = [quantized_weight(module, p) for p in params[i : i + 2]]
-        biases = [constant_of(module, p) for p in params[i + 2 : i + each]] or [torch.zeros(len(w), dtype=torch.float32) for w in matrices]
+        biases = [constant_of(module, p) for p in params[i + 2 : i + each]] or [
+            torch.zeros(len(w), dtype=torch.float32) for w in matrices
+        ]
         with _fbgemm():
             packed = [_quantized.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
         cell = _quantized.make_quantized_cell_params_dynamic(*packed, *biases, False)
         cells.append(_attribute(module, f"{node.name}_{i}", cell))
     options = (True, layer.num_layers, 0.0, False, layer.bidirectional, layer.batch_first)
     if _RECURRENT[node.target] == "gru":
-        return call_function(module.graph, _aten.quantized_gru.input, (layer.input, layer.hx, cells, *options))
+        return call_function(
+            module.graph, _aten.quantized_gru.input, (layer.input, layer.hx, cells, *options)
+        )
     kinds: dict[str, Argument] = {"dtype": torch.qint8, "use_dynamic": True}
-    return call_function(module.graph, _aten.quantized_lstm.input, (layer.input, layer.hx, cells, *options), kinds)
+    return call_function(
+        module.graph, _aten.quantized_lstm.input, (layer.input, layer.hx, cells, *options), kinds
+    )
 
 
 def _pack(module: fx.GraphModule, node: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.Node:

@@ -36,7 +36,8 @@ def export(
         What the exporter tells.
 
     Raises:
-        ConfigError: the name does not have the suffix that it should, or the exporter does not take such options.
+        ConfigError: the name does not have the suffix that it should, or the exporter does not take such
+            options.
         ArtefactError: a directory has the name, or one of several files is a link.
         NCError: as the exporter.
     """
@@ -66,7 +67,10 @@ def _put(parts: Sequence[Path], path: Path) -> None:
     link = next((file for file in files if file.is_symlink()), None)
     if link is not None and len(files) > 1:
         suffixes = " and ".join(part.name.removeprefix(path.stem) for part in parts)
-        msg = f"{str(link)!r} is a link, and the files {suffixes} must stay side by side. Give the path that it leads to."
+        msg = (
+            f"{str(link)!r} is a link, and the files {suffixes} must stay side by side. Give the path that "
+            "it leads to."
+        )
         raise ArtefactError(msg)
     with contextlib.ExitStack() as stack:
         for file, part in files.items():

@@ -19,9 +19,10 @@ def narrowed(graph: QDQGraph, engine: Backend) -> QDQGraph:
     graph, names = narrow(graph, engine.capabilities())
     if names:
         text = (
-            f"Backend {engine.name!r} adds products in 16 bits on this CPU{cpu.why_narrow()}. {len(names)} of "
-            f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized again from their int8 "
-            "codes, which costs some accuracy (see the report). The files are unchanged. To avoid this, convert the fp32 model here."
+            f"Backend {engine.name!r} adds products in 16 bits on this CPU{cpu.why_narrow()}. {len(names)} "
+            f"of {len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were "
+            "quantized again from their int8 codes, which costs some accuracy (see the report). The files "
+            "are unchanged. To avoid this, convert the fp32 model here."
         )
         warn(text)
     return graph

@@ -1,6 +1,7 @@
 """Compare an engine's outputs with the quantized graph's the first time that inputs have new sizes.
 
-Engines choose kernels by sizes, and some of these are wrong for few sizes only. This is for engines that show no values inside of a call.
+Engines choose kernels by sizes, and some of these are wrong for few sizes only. This is for engines that show
+no values inside of a call.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ class NewSizes:
         why_wrong: flat input tensors → why the engine is known to be wrong for their sizes, "" for others.
     """
 
-    def __init__(self, run: Run, graph: QDQGraph, engine: str, why_wrong: Callable[[Sequence[torch.Tensor]], str] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        graph: QDQGraph,
+        engine: str,
+        why_wrong: Callable[[Sequence[torch.Tensor]], str] | None = None,
+    ) -> None:
         self._run, self._graph, self._engine, self._known_wrong = run, graph, engine, why_wrong
         self._is_right = {_sizes(graph.example): True}
         # other inputs than the example's lose more or less to quantization
@@ -58,8 +65,9 @@ class NewSizes:
         if not why:
             return outputs
         warn(
-            f"{self._engine} is not used for inputs of sizes {', '.join(map(str, sizes))}: {why}. The quantized graph itself computes "
-            "these sizes, in fp32 and slowly. verify_sizes=False does not compare."
+            f"{self._engine} is not used for inputs of sizes {', '.join(map(str, sizes))}: {why}. The "
+            "quantized graph itself computes these sizes, in fp32 and slowly. verify_sizes=False does not "
+            "compare."
         )
         return expected
 
@@ -67,7 +75,11 @@ class NewSizes:
         if shapes(expected) != shapes(outputs):
             return "it gives outputs of other shapes"
         found = worst_sqnr_db(expected, outputs)
-        return "" if found >= self._required else f"it computes something else: {found:.1f} dB, expected at least {self._required:.0f}"
+        return (
+            ""
+            if found >= self._required
+            else f"it computes something else: {found:.1f} dB, expected at least {self._required:.0f}"
+        )
 
     def details(self) -> dict[str, str]:
         """Return what a report says of it; nothing where no new sizes came."""
@@ -84,7 +96,10 @@ class NewSizes:
 
 
 def _tells(value: Any) -> bool:
-    """Whether a tensor has anything to compare: inputs of warm-ups are often zeros, and NaN differs from NaN."""
+    """Whether a tensor has anything to compare.
+
+    Inputs of warm-ups are often zeros, and NaN differs from NaN.
+    """
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
         return True
     return bool(value.any()) and not bool(value.isnan().any())

@@ -14,9 +14,10 @@ class Pass:
 
     Attributes:
         name: for reports and messages.
-        run: changes a graph in place; returns the names of the operators that a report should show as rewritten, or None.
-        why: asked of every operator behind the pass: why it leaves that node alone, "" where it does not, or where the node is none of
-            its business.
+        run: changes a graph in place; returns the names of the operators that a report should show as
+            rewritten, or None.
+        why: asked of every operator behind the pass: why it leaves that node alone, "" where it does not, or
+            where the node is none of its business.
         gives: the precision that operators get by this pass, "int8" or "bf16"; "" where it gives none.
         avoids: the engine's fault that the pass is there to avoid; "" where it avoids none.
     """

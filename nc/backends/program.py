@@ -30,7 +30,8 @@ class Program:
     """What is exported.
 
     Attributes:
-        module: flat inputs → its outputs that are tensors. Each operator is a call of a submodule, which export notes at every node.
+        module: flat inputs → its outputs that are tensors. Each operator is a call of a submodule, which
+            export notes at every node.
         operators: name of the submodule → operator.
         tensors: for each output of the graph whether it is a tensor.
         others: flat inputs → the outputs that are no tensors, as numbers that are computed from sizes.
@@ -51,13 +52,16 @@ class Program:
         return [next(left if is_tensor else others) for is_tensor in self.tensors]
 
 
-def program(part: fx.GraphModule, example: Sequence[torch.Tensor], rewrite: Callable[[fx.GraphModule], object]) -> Program:
+def program(
+    part: fx.GraphModule, example: Sequence[torch.Tensor], rewrite: Callable[[fx.GraphModule], object]
+) -> Program:
     """Return the program for a QDQ graph.
 
     Args:
         part: the graph, which stays as it is.
         example: flat inputs of it.
-        rewrite: changes a copy of the graph, so that it has only operators that are known to what comes behind the export.
+        rewrite: changes a copy of the graph, so that it has only operators that are known to what comes
+            behind the export.
     """
     with torch.no_grad():
         tensors = tuple(isinstance(value, torch.Tensor) for value in part(*example))
@@ -72,7 +76,10 @@ def program(part: fx.GraphModule, example: Sequence[torch.Tensor], rewrite: Call
 
 
 class Exportable(torch.nn.Module):
-    """A program as a part of a module: export takes no fx module by itself for one whose parts it should note."""
+    """A program as a part of a module.
+
+    Export takes no fx module by itself for one whose parts it should note.
+    """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -104,7 +111,9 @@ def fold(module: fx.GraphModule, keep: Collection[object] = ()) -> None:
     for node in [n for n in module.graph.nodes if _is_own(n) and n.target not in keep]:
         value = constant_value(module, node)
         if value is not None:
-            node.replace_all_uses_with(add_constant(module, node, node.name, value, node.meta.get("fqn", node.name)))
+            node.replace_all_uses_with(
+                add_constant(module, node, node.name, value, node.meta.get("fqn", node.name))
+            )
             module.graph.erase_node(node)
 
 
@@ -150,9 +159,12 @@ def inputs_of(graph: QDQGraph) -> tuple[list[Leaf], tuple[torch.Tensor, ...], li
     """Return what `torch.export` is to know of the inputs that a graph reads.
 
     Returns:
-        Their leaves; example inputs, with 2 for each free size of 1, which tracing would take as fixed; for each input its free dimensions.
+        Their leaves; example inputs, with 2 for each free size of 1, which tracing would take as fixed; for
+        each input its free dimensions.
     """
     leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
     dims = [leaf.dims for leaf in leaves]
-    free = [{i: torch.export.Dim.AUTO for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
+    free = [
+        {i: torch.export.Dim.AUTO for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims
+    ]
     return leaves, tuple(at_least_two(graph.example, dims)), free

@@ -1,4 +1,7 @@
-"""The reference backend: the QDQ graph itself, in plain fp32 PyTorch. Slow, exact, runs everywhere; every engine is checked against it."""
+"""The reference backend: the QDQ graph itself, in plain fp32 PyTorch.
+
+Slow, exact, runs everywhere; every engine is checked against it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class ReferenceBackend(Backend):
     """See the module text."""
 
     name = NAME
-    remark = "fp32 simulation of the integers: for checking, not for speed; auto uses it for simulated formats only"
+    remark = (
+        "fp32 simulation of the integers: for checking, not for speed; auto uses it for simulated formats "
+        "only"
+    )
 
     def capabilities(self) -> Capabilities:
         """Every kind and dtype."""
@@ -49,7 +55,9 @@ class ReferenceBackend(Backend):
         )
         rows += tuple(OpSupport(kind=kind, fake=tuple(DTYPES), note=_NOTE) for kind in sorted(SIMULATED_ONLY))
         fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
-        return Capabilities(backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="", dynamic_cost=cpu.DYNAMIC_COST)
+        return Capabilities(
+            backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="", dynamic_cost=cpu.DYNAMIC_COST
+        )
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """Run the graph's own module."""
@@ -59,11 +67,18 @@ class ReferenceBackend(Backend):
                 return call_graph(graph.module, inputs)
 
         def report() -> EngineReport:
-            ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=_simulated(d), kernels=_low_bit(d)) for d in graph.plan.decisions)
+            ops = tuple(
+                OpRun(operator=d.operator, ran="fp32", reason=_simulated(d), kernels=_low_bit(d))
+                for d in graph.plan.decisions
+            )
             bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
             return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
 
-        return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, graph.module, graph.module, CONVERTERS))
+        return EngineModel(
+            run=run,
+            report=report,
+            profile=functools.partial(profile_nodes, graph.module, graph.module, CONVERTERS),
+        )
 
 
 def _simulated(decision: Decision) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from nc.process import env
 
 _PR_SET_PDEATHSIG = 1
-#: The child imports from where this process does. The user's working directory is not among that: it may be the folder of an artefact,
-#: and nothing that lies there may run.
+#: The child imports from where this process does. The user's working directory is not among that: it may be
+#: the folder of an artefact, and nothing that lies there may run.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -32,7 +32,11 @@ def search_path() -> list[str]:
 
 
 def run_module(
-    module: str, *arguments: str, folder: str, time_limit_s: float, environment: Mapping[str, str] | None = None
+    module: str,
+    *arguments: str,
+    folder: str,
+    time_limit_s: float,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Call `main(*arguments)` of a module in a child process.
 

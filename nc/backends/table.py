@@ -11,10 +11,16 @@ from nc.graph.catalogue import PRODUCTS
 
 
 def support_table(backends: Sequence[Backend]) -> str:
-    """One row per operator that some backend computes in integers, one column per backend; limits as numbered notes below."""
+    """One row per operator that some backend computes in integers, one column per backend.
+
+    Limits as numbered notes below.
+    """
     capabilities = [backend.capabilities() for backend in backends]
     notes: list[str] = []
-    lines = ["| operator | " + " | ".join(f"`{c.backend}`" for c in capabilities) + " |", "|---" * (len(capabilities) + 1) + "|"]
+    lines = [
+        "| operator | " + " | ".join(f"`{c.backend}`" for c in capabilities) + " |",
+        "|---" * (len(capabilities) + 1) + "|",
+    ]
     for kind, names in KIND_NAMES.items():
         cells = [_cell(kind, c, notes) for c in capabilities]
         lines.append(f"| {names[0]} | " + " | ".join(cells) + " |")
@@ -23,7 +29,9 @@ def support_table(backends: Sequence[Backend]) -> str:
 
 def _cell(kind: str, capabilities: Capabilities, notes: list[str]) -> str:
     row = capabilities.row(kind)
-    bf16 = kind in PRODUCTS and bool(capabilities.bf16_isa or not capabilities.why_no_bf16)  # whatever this CPU has
+    bf16 = kind in PRODUCTS and bool(
+        capabilities.bf16_isa or not capabilities.why_no_bf16
+    )  # whatever this CPU has
     if row is None:
         return "bf16, fp32" if bf16 else "fp32"
     parts = []

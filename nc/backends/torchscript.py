@@ -1,6 +1,9 @@
-"""QDQ graph → TorchScript, by writing its source: one statement per node, so that a line number leads back to its operator.
+"""QDQ graph → TorchScript, by writing its source.
 
-Scripting keeps sizes free where tracing bakes them in. Names of ATen operators are resolved by TorchScript's own overload resolution.
+One statement per node, so that a line number leads back to its operator.
+
+Scripting keeps sizes free where tracing bakes them in. Names of ATen operators are resolved by TorchScript's
+own overload resolution.
 """
 
 from __future__ import annotations
@@ -16,7 +19,16 @@ from torch import fx
 
 from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
-from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, first_input, input_node, is_float_tensor, is_transposed, op_name
+from nc.graph.catalogue import (
+    ACTIVATIONS,
+    MOVES,
+    POOLS,
+    first_input,
+    input_node,
+    is_float_tensor,
+    is_transposed,
+    op_name,
+)
 from nc.graph.fx_utils import call_function, copy_module
 from nc.graph.placement import works_in_place
 from nc.graph.views import Conv, Dequantize, Quantize, called_with, returned, set_argument
@@ -68,7 +80,8 @@ _MEMORY_FORMATS = {
 #: Codes that each dtype has, and its quantized dtype in torch.
 _RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 _QUANTIZED = {torch.uint8: "torch.quint8", torch.int8: "torch.qint8"}
-#: Types of lists whose elements say too little to TorchScript: numbers would be floats, and nothing of an empty list.
+#: Types of lists whose elements say too little to TorchScript: numbers would be floats, and nothing of an
+#: empty list.
 _LISTS = ("List[Optional[number]]", "List[Optional[Tensor]]")
 _NOTHING: Mapping[Callable[..., object], str] = {}
 
@@ -88,14 +101,17 @@ class Script:
     source: str
 
 
-def script(module: fx.GraphModule, spelling: Mapping[Callable[..., object], str] = _NOTHING, helpers: str = "") -> Script:
+def script(
+    module: fx.GraphModule, spelling: Mapping[Callable[..., object], str] = _NOTHING, helpers: str = ""
+) -> Script:
     """Script a flat fx module, which stays as it is.
 
     Int8 weights become quantized constants, so that nothing keeps a fp32 copy; sizes stay free.
 
     Args:
         module: a QDQ graph, or what a backend made of one.
-        spelling: how to write calls of functions that TorchScript has no name for, with places for their arguments.
+        spelling: how to write calls of functions that TorchScript has no name for, with places for their
+            arguments.
         helpers: further methods, which `spelling` may call.
 
     Raises:
@@ -104,7 +120,8 @@ def script(module: fx.GraphModule, spelling: Mapping[Callable[..., object], str]
     module, _ = copy_module(module)
     explicit_clamps(module)
     replace_dynamic(module)
-    # a class of its own: TorchScript shares types between modules with equal attributes, and a type has one forward
+    # a class of its own: TorchScript shares types between modules with equal attributes, and a type has one
+    # forward
     root = type("QuantizedGraph", (torch.nn.Module,), {})()
     names: dict[fx.Node, str] = {}
     inputs: list[str] = []
@@ -132,14 +149,21 @@ def script(module: fx.GraphModule, spelling: Mapping[Callable[..., object], str]
     except RuntimeError as error:
         msg = f"TorchScript can't express this graph: {str(error).strip()}"
         raise BackendError(msg) from error
-    return Script(scripted, {i + 2: node.meta["operator"] for i, (node, _) in enumerate(body) if "operator" in node.meta}, source)
+    return Script(
+        scripted,
+        {i + 2: node.meta["operator"] for i, (node, _) in enumerate(body) if "operator" in node.meta},
+        source,
+    )
 
 
 def explicit_clamps(module: fx.GraphModule) -> None:
-    """Write out the clamp of quantize nodes that use part of their dtype's codes: TorchScript's saturates at the dtype's ends.
+    """Write out the clamp of quantize nodes that use part of their dtype's codes.
 
-    The clamp stands as far up as values are only moved, where a fuser makes it a post-operation of what computes them. Where operators
-    work in place, a value depends on when it is read: there it stands directly in front of the quantize node.
+    TorchScript's saturates at the dtype's ends.
+
+    The clamp stands as far up as values are only moved, where a fuser makes it a post-operation of what
+    computes them. Where operators work in place, a value depends on when it is read: there it stands directly
+    in front of the quantize node.
     """
     hoist = not works_in_place(module)
     for node in [n for n in module.graph.nodes if n.target is quantize_per_tensor]:
@@ -169,7 +193,10 @@ def _set(root: torch.nn.Module, name: str, value: object) -> None:
 
 
 def _is_plain_constant(node: fx.Node) -> bool:
-    """Tell whether the script reads a constant as it is; int8 codes and their scales are merged into quantized tensors instead."""
+    """Tell whether the script reads a constant as it is.
+
+    Int8 codes and their scales are merged into quantized tensors instead.
+    """
     return not all(user.target in (dequantize_per_channel, dequantize_per_tensor) for user in node.users)
 
 
@@ -182,7 +209,10 @@ def _call(
 ) -> str:
     if node.target is quantize_per_tensor:
         codes = Quantize.of(node)
-        return f"torch.quantize_per_tensor({names[codes.input]}, {codes.scale!r}, {codes.zero_point}, {_QUANTIZED[codes.dtype]})"
+        return (
+            f"torch.quantize_per_tensor({names[codes.input]}, {codes.scale!r}, {codes.zero_point}, "
+            f"{_QUANTIZED[codes.dtype]})"
+        )
     if node.target in (dequantize_per_tensor, dequantize_per_channel):
         return _dequantized(module, root, node, names)
     args, kwargs = called_with(node)
@@ -201,7 +231,10 @@ def _call(
         # fusers look through contiguous and view, not through reshape; the three mean the same
         x = f"{arguments[0]}.contiguous()" if _is_strided(input_node(node)) else arguments[0]
         return f"{x}.view({arguments[1]})"
-    if node.target in _CONVOLUTIONS and Conv.of(node).input.meta["val"].dim() == Conv.of(node).weight.meta["val"].dim():
+    if (
+        node.target in _CONVOLUTIONS
+        and Conv.of(node).input.meta["val"].dim() == Conv.of(node).weight.meta["val"].dim()
+    ):
         return _convolution(node, names)
     namespace, name = node.target._schema.name.split("::")
     return f"torch.ops.{namespace}.{name}({', '.join(arguments)})"
@@ -232,7 +265,10 @@ def annotated(target: torch._ops.OpOverload, arguments: Sequence[str]) -> list[s
 
 
 def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """Return the one operator that every convolution of a batch becomes; IPEX fuses conv1d and transposed ones in this form only."""
+    """Return the one operator that every convolution of a batch becomes.
+
+    IPEX fuses conv1d and transposed ones in this form only.
+    """
     conv = Conv.of(node)
     dims = conv.weight.meta["val"].dim() - 2
     stride, padding, dilation = conv.sizes(dims)
@@ -247,7 +283,9 @@ def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 def _is_strided(node: fx.Node) -> bool:
     """Whether a value may lie in memory in another order than its shape says."""
-    if op_name(node) in POOLS and all(isinstance(size, int) and size == 1 for size in node.meta["val"].shape[2:]):
+    if op_name(node) in POOLS and all(
+        isinstance(size, int) and size == 1 for size in node.meta["val"].shape[2:]
+    ):
         return False  # one position is left, so any order is the same
     if op_name(node) in ACTIVATIONS or node.target in (quantize_per_tensor, dequantize_per_tensor):
         return _is_strided(input_node(node))
@@ -271,4 +309,8 @@ def _text(value: object, names: Mapping[fx.Node, str]) -> str:
 
 def _identifier(name: str) -> str:
     """Return a name that is neither a keyword nor a TorchScript built-in."""
-    return f"{name}_" if keyword.iskeyword(name) or name in ("self", "torch", "math", "float", "int", "max", "min") else f"v_{name}"
+    return (
+        f"{name}_"
+        if keyword.iskeyword(name) or name in ("self", "torch", "math", "float", "int", "max", "min")
+        else f"v_{name}"
+    )

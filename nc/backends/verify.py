@@ -18,9 +18,10 @@ from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.process.warn import warn
 from nc.proof.kernels import KernelCheck
 
-#: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
-#: models amplify every rounding: where quantization itself costs more than this, the engine's error is another one of the same size, and
-#: two independent errors are 3 dB further apart than each is from fp32; 2 dB more for chance.
+#: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known
+#: faults less than 15. Deep models amplify every rounding: where quantization itself costs more than this,
+#: the engine's error is another one of the same size, and two independent errors are 3 dB further apart than
+#: each is from fp32; 2 dB more for chance.
 TOLERANCE_DB = 20.0
 CHANCE_DB = 5.0
 FLOOR_DB = 5.0
@@ -32,7 +33,8 @@ class Search:
 
     Attributes:
         operator: its name; "" where none of those that were compared differs.
-        failed: operators that could not be compared, because the engine fails for the part of the graph that ends there.
+        failed: operators that could not be compared, because the engine fails for the part of the graph that
+            ends there.
     """
 
     operator: str
@@ -59,8 +61,8 @@ def verify_outputs(
     Args:
         graph: the quantized model.
         outputs: what the engine gives for its example.
-        verify: "raise" or "warn" when they are further apart than `TOLERANCE_DB`, or `CHANCE_DB` more than the graph is from fp32 where
-            that is more; "off" measures nothing.
+        verify: "raise" or "warn" when they are further apart than `TOLERANCE_DB`, or `CHANCE_DB` more than
+            the graph is from fp32 where that is more; "off" measures nothing.
         engine: how it is called in messages.
         first: looks for the first operator that differs; None: nobody looks for it.
         reference: gives the graph's own outputs, for those who have computed them already.
@@ -76,8 +78,9 @@ def verify_outputs(
     sqnr = agreement_db(graph, outputs, reference)
     if sqnr is None:
         msg = (
-            f"{engine} gives outputs of other shapes than the quantized graph, so they can't be compared: the sizes of outputs depend on "
-            "computed values, which rounding changes. Quantize the part of the model in front of that, for example model.backbone."
+            f"{engine} gives outputs of other shapes than the quantized graph, so they can't be compared: "
+            "the sizes of outputs depend on computed values, which rounding changes. Quantize the part of "
+            "the model in front of that, for example model.backbone."
         )
         raise VerificationError(msg)
     required = required_db(graph)
@@ -104,8 +107,10 @@ def verify_kernels(check: KernelCheck | None, verify: str, engine: str) -> None:
     if verify == "off" or not faults:
         return
     text = (
-        f"{engine} computes something else than the quantized graph in {len(faults)} places, although its outputs are close. The first is "
-        f'{faults[0]}; give it fp32: {_rule(faults[0].operator)}. verify="warn" keeps the model all the same; backend="reference" computes '
+        f"{engine} computes something else than the quantized graph in {len(faults)} places, although its "
+        "outputs are close. The first is "
+        f'{faults[0]}; give it fp32: {_rule(faults[0].operator)}. verify="warn" keeps the model all the '
+        'same; backend="reference" computes '
         "the graph itself."
     )
     if verify == "raise":
@@ -113,11 +118,15 @@ def verify_kernels(check: KernelCheck | None, verify: str, engine: str) -> None:
     warn(text)
 
 
-def agreement_db(graph: QDQGraph, outputs: Sequence[Any], reference: Callable[[], Sequence[Any]] | None = None) -> float | None:
-    """How far an engine's outputs on the example are from the graph's own, in dB; None where they have other shapes.
+def agreement_db(
+    graph: QDQGraph, outputs: Sequence[Any], reference: Callable[[], Sequence[Any]] | None = None
+) -> float | None:
+    """How far an engine's outputs on the example are from the graph's own, in dB.
 
-    Those that the graph knows from where it was made are enough where the engine agrees with them. Where it does not, the graph is run: on
-    another CPU it may round otherwise itself.
+    None where they have other shapes.
+
+    Those that the graph knows from where it was made are enough where the engine agrees with them. Where it
+    does not, the graph is run: on another CPU it may round otherwise itself.
     """
     known = graph.expected
     if known is not None and shapes(known) == shapes(outputs):
@@ -147,8 +156,10 @@ def shapes(outputs: Sequence[Any]) -> list[torch.Size | None]:
 
 def _disagreement(engine: str, found: Search | None, sqnr: float, required: float) -> str:
     return (
-        f"{engine} computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, expected at least "
-        f'{required:.0f}. {"" if found is None else _where(found)}verify="warn" keeps the model all the same; backend="reference" computes '
+        f"{engine} computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, "
+        "expected at least "
+        f'{required:.0f}. {"" if found is None else _where(found)}verify="warn" keeps the model all the '
+        'same; backend="reference" computes '
         "the graph itself."
     )
 
@@ -160,10 +171,16 @@ def _rule(operator: str) -> str:
 
 def _where(found: Search) -> str:
     """Return a sentence for the message."""
-    failed = f" (not compared, because the engine fails for a part of the graph that ends there: {', '.join(map(repr, found.failed))})"
+    failed = (
+        " (not compared, because the engine fails for a part of the graph that ends there: "
+        f"{', '.join(map(repr, found.failed))})"
+    )
     noted = failed if found.failed else ""
     if found.operator:
-        return f"The first operator that differs is {found.operator!r}{noted}; give it fp32: {_rule(found.operator)}. "
+        return (
+            f"The first operator that differs is {found.operator!r}{noted}; give it fp32: "
+            f"{_rule(found.operator)}. "
+        )
     if found.failed:
         return f"No operator that was compared differs{noted}. "
     return "No single operator differs; the error accumulates. "
@@ -179,7 +196,8 @@ def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...],
     Args:
         module: QDQ graph.
         inputs: flat inputs.
-        run: lowers a part of the graph as the whole was lowered, and runs it; it must leave the part as it is.
+        run: lowers a part of the graph as the whole was lowered, and runs it; it must leave the part as it
+            is.
     """
     nodes = [n for n in module.graph.nodes if "operator" in n.meta]
     low, high, failed = 0, len(nodes), []
@@ -196,8 +214,12 @@ def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...],
     return Search(nodes[low].meta["operator"] if low < len(nodes) else "", tuple(dict.fromkeys(failed)))
 
 
-def _prefix_sqnr_db(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> float | None:
-    """Engine against the graph itself, for what leads to one operator's result: to its codes, where it is quantized.
+def _prefix_sqnr_db(
+    module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...], run: RunGraph
+) -> float | None:
+    """Engine against the graph itself, for what leads to one operator's result.
+
+    To its codes, where it is quantized.
 
     None where the engine fails for this part: the whole, which it can run, differs all the same.
     """
@@ -215,13 +237,16 @@ def _prefix_sqnr_db(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.T
         expected = prefix(*inputs)
     try:
         got = run(prefix, inputs)
-    except Exception:  # whatever an engine may raise: an error of a part must not take the place of the one that is being explained
+    except Exception:  # whatever an engine may raise: it must not hide the error that is being explained
         return None
     return worst_sqnr_db(expected, got) if shapes(expected) == shapes(got) else -math.inf
 
 
 def _codes_of(node: fx.Node) -> list[fx.Node]:
-    """Return the dequantize nodes behind an operator, through what is fused behind it: a fault of fusion may show in codes only."""
+    """Return the dequantize nodes behind an operator, through what is fused behind it.
+
+    A fault of fusion may show in codes only.
+    """
     found = []
     for user in node.users:
         if user.target is dequantize_per_tensor:

@@ -15,7 +15,8 @@ from nc.graph.plan import Plan
 from nc.graph.qdq import Finding
 from nc.numerics.metrics import sqnr_db, worst_sqnr_db
 
-#: Below this SQNR of the quantized graph against fp32, in dB, a model is called hopeless: the error is a third of the signal.
+#: Below this SQNR of the quantized graph against fp32, in dB, a model is called hopeless: the error is a
+#: third of the signal.
 HOPELESS_DB = 10.0
 #: Kind of the findings.
 COSTLY = "costly"
@@ -35,8 +36,9 @@ def costly_operators(
 ) -> tuple[Finding, ...]:
     """Return the operators that lose most, the worst first.
 
-    One run finds the error of each operator on exact inputs. Then operators are tried in the order of these errors, for as long as the time
-    allows: the float graph runs with the rounded output of one operator, and the error of the model's outputs is measured.
+    One run finds the error of each operator on exact inputs. Then operators are tried in the order of these
+    errors, for as long as the time allows: the float graph runs with the rounded output of one operator, and
+    the error of the model's outputs is measured.
 
     Args:
         fp32: the float graph from which `quantized` was made, with nodes of the same names.
@@ -47,15 +49,19 @@ def costly_operators(
         clock: gives the time in seconds.
 
     Returns:
-        Findings whose value is the operator's share of the summed error; none for graphs that work in place, or whose values take too much
-        memory.
+        Findings whose value is the operator's share of the summed error; none for graphs that work in place,
+        or whose values take too much memory.
     """
     names = {d.operator for d in plan.quantized}
     places = {n.name: n.meta["operator"] for n in fp32.graph.nodes if n.meta.get("operator") in names}
     if works_in_place(fp32) or not places:
         return ()
     exact: dict[str, Any] = {}
-    outputs = run_with(fp32, example, lambda node, value, _: exact.setdefault(node.name, value) if node.name in places else value)
+    outputs = run_with(
+        fp32,
+        example,
+        lambda node, value, _: exact.setdefault(node.name, value) if node.name in places else value,
+    )
     if sum(map(_bytes, exact.values())) > _BYTES:
         return ()
     local: dict[str, float] = {}
@@ -81,7 +87,13 @@ def costly_operators(
     worst = sorted((name for name in noise if noise[name]), key=lambda name: -noise[name])
     named = [name for i, name in enumerate(worst) if i == 0 or noise[name] >= _SHARE * total][:_NAMED]
     return tuple(
-        Finding(COSTLY, places[n], _share(noise[n], total), f"it alone leaves {decibels[n]:.1f} dB on the example inputs") for n in named
+        Finding(
+            COSTLY,
+            places[n],
+            _share(noise[n], total),
+            f"it alone leaves {decibels[n]:.1f} dB on the example inputs",
+        )
+        for n in named
     )
 
 

@@ -35,8 +35,12 @@ def key_of(site: Site) -> Key:
     return site.node.name, statistic_for(site.spec).name
 
 
-def find_fake_ranges(sites: Sequence[Site], found: Collected) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Scale and zero point by (operator, role): shape [] per tensor, else of the rank of the activation with 1 in all other dimensions.
+def find_fake_ranges(
+    sites: Sequence[Site], found: Collected
+) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Scale and zero point by (operator, role).
+
+    Shape [] per tensor, else of the rank of the activation with 1 in all other dimensions.
 
     Raises:
         ConfigError: groups do not cover the channels.
@@ -46,9 +50,18 @@ def find_fake_ranges(sites: Sequence[Site], found: Collected) -> dict[tuple[str,
 
 def _qparams(site: Site, found: Collected) -> tuple[torch.Tensor, torch.Tensor | None]:
     spec, state = site.spec, found.states[key_of(site)]
-    options = {"symmetric": bool(spec.symmetric), "scale_type": str(spec.scale_type), "tensor_scale": bool(spec.tensor_scale)}
+    options = {
+        "symmetric": bool(spec.symmetric),
+        "scale_type": str(spec.scale_type),
+        "tensor_scale": bool(spec.tensor_scale),
+    }
     if spec.granularity == "per_tensor":
-        codes = TensorSpec(dtype=spec.format, symmetric=bool(spec.symmetric), algo=str(spec.observer), percentile=spec.percentile)
+        codes = TensorSpec(
+            dtype=spec.format,
+            symmetric=bool(spec.symmetric),
+            algo=str(spec.observer),
+            percentile=spec.percentile,
+        )
         low, high = ALGORITHMS[str(spec.observer)].find_range(state, codes)
     else:
         low, high = state["low"], state["high"]

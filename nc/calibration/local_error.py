@@ -1,6 +1,9 @@
-"""What dynamic quantization costs each operator on its own: its int8 result against its fp32 result, for the inputs that it has in fp32.
+"""What dynamic quantization costs each operator on its own.
 
-Dynamic quantization has no calibration that could show a bad operator, and the error of one operator can hide behind those of others.
+Its int8 result against its fp32 result, for the inputs that it has in fp32.
+
+Dynamic quantization has no calibration that could show a bad operator, and the error of one operator can hide
+behind those of others.
 """
 
 from __future__ import annotations
@@ -21,21 +24,30 @@ LEAST_DB = 10.0
 
 
 def local_errors(
-    module: fx.GraphModule, quantized: fx.GraphModule, operators: Collection[str], example: Sequence[torch.Tensor]
+    module: fx.GraphModule,
+    quantized: fx.GraphModule,
+    operators: Collection[str],
+    example: Sequence[torch.Tensor],
 ) -> dict[str, float]:
     """SQNR in dB of the results of operators; of the worst result where several are read.
 
     Args:
         module: the fp32 graph.
-        quantized: a copy of it in which these operators are quantized, with nodes between them that have the same names.
+        quantized: a copy of it in which these operators are quantized, with nodes between them that have the
+            same names.
         operators: names of dynamic operators.
         example: flat inputs.
 
     Returns:
-        By the name of the operator. Those whose fp32 result is zero or not finite are left out, since it has no SQNR.
+        By the name of the operator. Those whose fp32 result is zero or not finite are left out, since it has
+        no SQNR.
     """
     originals = {node.name: node for node in module.graph.nodes}
-    replaced = {node.meta["operator"]: node for node in quantized.graph.nodes if node.meta.get("operator") in operators}
+    replaced = {
+        node.meta["operator"]: node
+        for node in quantized.graph.nodes
+        if node.meta.get("operator") in operators
+    }
     errors: dict[str, float] = {}
 
     def compare(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
@@ -54,7 +66,11 @@ def local_errors(
                 return source.target(*args, **kwargs)
 
             got = computed(replaced[name])
-            pairs = zip(_read(node, value), _read(node, _of_cell(got) if kind_of_node(node) in CELLS else got), strict=True)
+            pairs = zip(
+                _read(node, value),
+                _read(node, _of_cell(got) if kind_of_node(node) in CELLS else got),
+                strict=True,
+            )
             found = [sqnr_db(expected, result) for expected, result in pairs if _has_signal(expected)]
             if found:
                 errors[name] = min(found)

@@ -40,7 +40,9 @@ def watches_for(edges: Sequence[Edge]) -> list[Watch]:
     return [Watch(e.origin, e.reader, ALGORITHMS[e.spec.algo].statistic, e.operator) for e in edges]
 
 
-def observed_module(module: fx.GraphModule, watches: Sequence[Watch]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
+def observed_module(
+    module: fx.GraphModule, watches: Sequence[Watch]
+) -> tuple[fx.GraphModule, dict[Key, Observer]]:
     """Return a copy of `module` with one observer per tensor and statistic; constants are shared.
 
     Returns:
@@ -59,7 +61,11 @@ def observed_module(module: fx.GraphModule, watches: Sequence[Watch]) -> tuple[f
             observers[key] = Observer(watch.statistic, watch.operator)
             names[key] = f"observer_{len(observers)}"
             copy.add_submodule(names[key], observers[key])
-        where = graph.inserting_before(mapping[watch.reader]) if in_place else graph.inserting_after(mapping[watch.node])
+        where = (
+            graph.inserting_before(mapping[watch.reader])
+            if in_place
+            else graph.inserting_after(mapping[watch.node])
+        )
         with where:
             graph.call_module(names[key], (mapping[watch.node],))
     copy.recompile()

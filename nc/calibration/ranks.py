@@ -1,4 +1,7 @@
-"""The processes ("ranks") of a `torch.distributed` group: what they must agree on, and what they send each other. Nothing is pickled."""
+"""The processes ("ranks") of a `torch.distributed` group.
+
+What they must agree on, and what they send each other. Nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from nc._version import __version__
 from nc.errors import StateError
 
 if dist.is_available():
-    # torch.export imports this module, and its functions have the default process group of that moment as a default argument. A group that
-    # exists by then would outlive destroy_process_group(), and gloo's threads can abort the process while Python shuts down.
-    import torch.distributed.nn.functional  # noqa: F401
+    # torch.export imports this module, and its functions have the default process group of that moment as a
+    # default argument. A group that exists by then would outlive destroy_process_group(), and gloo's threads
+    # can abort the process while Python shuts down.
+    import torch.distributed.nn.functional
 
 _DIGEST = 32
 
@@ -27,8 +31,8 @@ _DIGEST = 32
 class Ranks:
     """This process among the others; one that is alone exchanges nothing.
 
-    Every method must be called by all ranks, in the same order. The group needs a backend for tensors on the CPU: gloo or mpi. Every method
-    raises StateError where the group fails, e.g. because a rank ended.
+    Every method must be called by all ranks, in the same order. The group needs a backend for tensors on the
+    CPU: gloo or mpi. Every method raises StateError where the group fails, e.g. because a rank ended.
 
     Attributes:
         rank: of this process.
@@ -72,10 +76,15 @@ class Ranks:
             part = slice(i * _DIGEST, (i + 1) * _DIGEST)
             others = [rank for rank, card in enumerate(cards) if card[part] != cards[0][part]]
             if others:
-                ranks = f"Rank {others[0]} has" if len(others) == 1 else f"Ranks {', '.join(map(str, others))} have"
+                ranks = (
+                    f"Rank {others[0]} has"
+                    if len(others) == 1
+                    else f"Ranks {', '.join(map(str, others))} have"
+                )
                 msg = (
-                    f"{ranks} another {name} than rank 0, so that there is no common model. Give prepare() the same model, with the same "
-                    "weights, configuration and example_inputs, on every rank; only the calibration data differs."
+                    f"{ranks} another {name} than rank 0, so that there is no common model. Give prepare() "
+                    "the same model, with the same weights, configuration and example_inputs, on every rank; "
+                    "only the calibration data differs."
                 )
                 raise StateError(msg)
 
@@ -84,7 +93,10 @@ class Ranks:
         return flag if self.alone else all(card[0] for card in self._cards(bytes([flag])))
 
     def each(self, data: bytes) -> Iterator[bytes]:
-        """Yield the bytes of each rank, in the order of the ranks; only those of one are in memory at a time."""
+        """Yield the bytes of each rank, in the order of the ranks.
+
+        Only those of one are in memory at a time.
+        """
         if self.alone:
             yield data
             return
@@ -93,7 +105,9 @@ class Ranks:
             _collective(dist.broadcast, sent, rank)
             yield sent.numpy().tobytes()
 
-    def from_first(self, document: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    def from_first(
+        self, document: Any, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return what rank 0 gives, bit for bit; the arguments of the other ranks are not used.
 
         Args:
@@ -116,14 +130,20 @@ class Ranks:
             found[name] = mine
         return document, found
 
-    def on_first(self, document: Any, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Any, Sequence[torch.Tensor]]]:
-        """On rank 0 what every other rank gives, in the order of the ranks; nothing on the others. One rank is in memory at a time.
+    def on_first(
+        self, document: Any, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Any, Sequence[torch.Tensor]]]:
+        """On rank 0 what every other rank gives, in the order of the ranks; nothing on the others.
+
+        One rank is in memory at a time.
 
         Args:
             document: JSON.
             tensors: likewise of this rank.
         """
-        documents = [json.loads(data) for data in self.each(json.dumps([document, _described(tensors)]).encode())]
+        documents = [
+            json.loads(data) for data in self.each(json.dumps([document, _described(tensors)]).encode())
+        ]
         for rank in range(1, self.count):
             if self.is_first:
                 received = _empty(documents[rank][1])
@@ -146,14 +166,18 @@ class Ranks:
         failed: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - raised below
+        except Exception as error:  # raised below
             failed = error
         if not self.alone:
             text = "" if failed is None else f"{type(failed).__name__}: {failed}"
             sizes = self._numbers(len(text.encode()))
             first = next((rank for rank, size in enumerate(sizes) if size), None)
             if first is not None:
-                sent = _tensor(text.encode()) if first == self.rank else torch.empty(sizes[first], dtype=torch.uint8)
+                sent = (
+                    _tensor(text.encode())
+                    if first == self.rank
+                    else torch.empty(sizes[first], dtype=torch.uint8)
+                )
                 _collective(dist.broadcast, sent, first)
                 if failed is None:
                     msg = f"Rank {first} stopped: {sent.numpy().tobytes().decode()}"
@@ -185,8 +209,9 @@ def _collective(call: Callable[..., Any], *args: Any) -> None:
         call(*args)
     except RuntimeError as error:
         msg = (
-            f"The ranks could not exchange their statistics ({error}). Every rank of the process group must call convert(), equally often, "
-            "and the group needs a backend for tensors on the CPU, such as gloo."
+            f"The ranks could not exchange their statistics ({error}). Every rank of the process group must "
+            "call convert(), equally often, and the group needs a backend for tensors on the CPU, such as "
+            "gloo."
         )
         raise StateError(msg) from error
 

@@ -29,7 +29,9 @@ Batch = tuple[torch.Tensor, ...]
 
 
 class Samples:
-    """The first calibration inputs, kept for algorithms that run the model again: at most `rows` rows and `size` bytes.
+    """The first calibration inputs, kept for algorithms that run the model again.
+
+    At most `rows` rows and `size` bytes.
 
     Attributes:
         batches: flat inputs, each with shapes of its own.
@@ -44,14 +46,18 @@ class Samples:
         """Keep a copy of one batch, if there is room for the whole of it."""
         if self.has_room(inputs):
             # row-major, as in a file: kernels round differently on another layout
-            self.batches.append(tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in inputs))
+            self.batches.append(
+                tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in inputs)
+            )
 
     def has_room(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether one more batch is kept."""
         rows = sum(batch[0].shape[0] if batch[0].dim() else 1 for batch in self.batches)
         used = sum(t.numel() * t.element_size() for batch in self.batches for t in batch)
         size = sum(t.numel() * t.element_size() for t in inputs)
-        return bool(inputs) and rows < self.rows and used + size <= self.size and all(t.numel() for t in inputs)
+        return (
+            bool(inputs) and rows < self.rows and used + size <= self.size and all(t.numel() for t in inputs)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,10 +83,12 @@ class Statistics:
     Example:
         >>> import nc, torch
         >>> model, x = torch.nn.Linear(8, 8).eval(), torch.randn(4, 8)
-        >>> today = nc.prepare(model, nc.StaticQuantConfig(act_algo="mse"), example_inputs=x, backend="reference")
+        >>> today = nc.prepare(model, nc.StaticQuantConfig(act_algo="mse"), example_inputs=x,
+        backend="reference")
         >>> _ = today(x)
         >>> today.statistics.save("/tmp/statistics.safetensors")
-        >>> tomorrow = nc.prepare(model, nc.StaticQuantConfig(act_algo="kl"), example_inputs=x, backend="reference")
+        >>> tomorrow = nc.prepare(model, nc.StaticQuantConfig(act_algo="kl"), example_inputs=x,
+        backend="reference")
         >>> tomorrow.statistics.load("/tmp/statistics.safetensors")
         >>> q_model = nc.convert(tomorrow)
     """
@@ -98,7 +106,10 @@ class Statistics:
 
     def identity(self) -> dict[str, bytes]:
         """Return what the statistics belong to: the captured graph and a checksum of its constants."""
-        return {"model": self._module.code.encode(), "weights": checksum("", dict(self._module.named_buffers())).encode()}
+        return {
+            "model": self._module.code.encode(),
+            "weights": checksum("", dict(self._module.named_buffers())).encode(),
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one file. If that fails, an earlier file stays as it was."""
@@ -108,8 +119,10 @@ class Statistics:
         """Replace the statistics of this model by those of a file.
 
         Raises:
-            ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError: the file is missing, damaged, or of a newer version.
-            StateError: the file belongs to another model, or lacks a tensor or a statistic that this configuration needs.
+            ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError: the file is missing, damaged, or
+            of a newer version.
+            StateError: the file belongs to another model, or lacks a tensor or a statistic that this
+                configuration needs.
         """
         self._become(self.combined([(str(path), read(path))]))
 
@@ -125,19 +138,29 @@ class Statistics:
             As `load`.
         """
         if not isinstance(other, (Statistics, str, os.PathLike)):
-            msg = f"merge() takes the statistics of another prepared model, or a file, but got {type(other).__name__}."
+            msg = (
+                "merge() takes the statistics of another prepared model, or a file, but got "
+                f"{type(other).__name__}."
+            )
             raise InputError(msg)
-        found = ("the other model", other.collected()) if isinstance(other, Statistics) else (str(other), read(other))
+        found = (
+            ("the other model", other.collected())
+            if isinstance(other, Statistics)
+            else (str(other), read(other))
+        )
         self._become(self.combined([("here", self.collected()), found]))
 
     def combined(self, parts: Iterable[tuple[str, Collected]]) -> Collected:
-        """Return the statistics of one run over all parts, in their order. Those of this object do not change.
+        """Return the statistics of one run over all parts, in their order.
+
+        Those of this object do not change.
 
         Args:
             parts: at least one. Each is a name for messages, and statistics. They are read one at a time.
 
         Raises:
-            StateError: a part belongs to another model, or lacks a tensor or a statistic that this configuration needs.
+            StateError: a part belongs to another model, or lacks a tensor or a statistic that this
+                configuration needs.
         """
         whole: Collected | None = None
         samples = Samples(self._samples.rows, self._samples.size)
@@ -147,7 +170,10 @@ class Statistics:
             if whole is None:
                 whole, samples.batches = found, list(found.samples)
                 continue
-            states = {key: o.statistic.merge(whole.states[key], found.states[key]) for key, o in self._observers.items()}
+            states = {
+                key: o.statistic.merge(whole.states[key], found.states[key])
+                for key, o in self._observers.items()
+            }
             seen = {key: whole.seen[key].then(found.seen[key]) for key in self._observers}
             for batch in found.samples:
                 samples.keep(batch)
@@ -161,7 +187,10 @@ class Statistics:
         self._samples.batches = list(found.samples)
 
     def _fitting(self, found: Collected, where: str, mine: Mapping[str, float]) -> Collected:
-        """Return the part of `found` that the observers of this model need; `mine` are the weights of this model."""
+        """Return the part of `found` that the observers of this model need.
+
+        `mine` are the weights of this model.
+        """
         refuse_other_weights(found.weights, mine, where)
         states, seen = {}, {}
         for (tensor, statistic), observer in self._observers.items():
@@ -170,8 +199,8 @@ class Statistics:
             if key is None:
                 has = ", ".join(sorted(s for t, s in found.states if t == tensor)) or "nothing"
                 msg = (
-                    f"{where} holds {has} of the input of operator {observer.operator!r}, and this configuration needs "
-                    f"{statistic!r}. Calibrate with it."
+                    f"{where} holds {has} of the input of operator {observer.operator!r}, and this "
+                    f"configuration needs {statistic!r}. Calibrate with it."
                 )
                 raise StateError(msg)
             states[tensor, statistic] = {name: found.states[key][name] for name in observer.state}
@@ -210,7 +239,10 @@ def _unparsed(found: Collected) -> tuple[dict[str, Any], dict[str, torch.Tensor]
     keys = list(found.states)
     tensors = {f"{i}.{name}": t for i, key in enumerate(keys) for name, t in found.states[key].items()}
     tensors |= {f"sample.{i}.{j}": t for i, batch in enumerate(found.samples) for j, t in enumerate(batch)}
-    observers = [{"tensor": k[0], "statistic": k[1], "batches": found.seen[k].batches, "growth": found.seen[k].growth} for k in keys]
+    observers = [
+        {"tensor": k[0], "statistic": k[1], "batches": found.seen[k].batches, "growth": found.seen[k].growth}
+        for k in keys
+    ]
     return {"observers": observers, "weights": found.weights}, tensors
 
 
@@ -219,16 +251,23 @@ def _parsed(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Colle
     seen: dict[Key, Seen] = {}
     for i, entry in enumerate(document["observers"]):
         key = entry["tensor"], entry["statistic"]
-        states[key] = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
+        states[key] = {
+            name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)
+        }
         seen[key] = Seen(entry["batches"], tuple((batch, low, high) for batch, low, high in entry["growth"]))
     samples: dict[int, list[torch.Tensor]] = {}
-    for name in sorted((n for n in tensors if n.startswith("sample.")), key=lambda n: [int(p) for p in n.split(".")[1:]]):
+    for name in sorted(
+        (n for n in tensors if n.startswith("sample.")), key=lambda n: [int(p) for p in n.split(".")[1:]]
+    ):
         samples.setdefault(int(name.split(".")[1]), []).append(tensors[name])
     return Collected(states, seen, tuple(tuple(batch) for batch in samples.values()), document["weights"])
 
 
 def magnitudes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-    """Mean magnitude of the finite values of each constant: it tells models apart, but not the last bits of folded batch norms."""
+    """Mean magnitude of the finite values of each constant.
+
+    It tells models apart, but not the last bits of folded batch norms.
+    """
     constants = {name: t[t.isfinite()] for name, t in tensors if t.is_floating_point()}
     return {name: float(t.abs().double().mean()) for name, t in constants.items() if t.numel()}
 
@@ -237,5 +276,8 @@ def refuse_other_weights(found: Mapping[str, float], mine: Mapping[str, float], 
     """Raise StateError if the `magnitudes` of what was saved are those of another model."""
     for name in sorted(set(mine) | set(found)):
         if not math.isclose(mine.get(name, math.nan), found.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12):
-            msg = f"The statistics in {where} are of another model, or of other weights: {name!r} differs. Calibrate this one."
+            msg = (
+                f"The statistics in {where} are of another model, or of other weights: {name!r} differs. "
+                "Calibrate this one."
+            )
             raise StateError(msg)

@@ -1,4 +1,7 @@
-"""What calibration saves: one safetensors file, whose metadata is JSON with a schema version and a checksum. Loading unpickles nothing."""
+"""What calibration saves: one safetensors file, whose metadata is JSON with a schema version and a checksum.
+
+Loading unpickles nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def encode(kind: Kind, document: dict[str, Any], tensors: dict[str, torch.Tensor
     return safetensors.torch.save(tensors, _metadata(kind, document, tensors))
 
 
-def write(path: str | os.PathLike[str], kind: Kind, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def write(
+    path: str | os.PathLike[str], kind: Kind, document: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
     """Write a file. If that fails, an earlier file stays as it was."""
     with replaced(path) as staged:
         safetensors.torch.save_file(tensors, staged, _metadata(kind, document, tensors))
@@ -40,7 +45,9 @@ def read(path: str | os.PathLike[str]) -> bytes:
     return Path(path).read_bytes()
 
 
-def decode(kind: Kind, data: bytes, where: str, parse: Callable[[dict[str, Any], dict[str, torch.Tensor]], Content]) -> Content:
+def decode(
+    kind: Kind, data: bytes, where: str, parse: Callable[[dict[str, Any], dict[str, torch.Tensor]], Content]
+) -> Content:
     """Return what a file holds.
 
     Args:
@@ -58,14 +65,17 @@ def decode(kind: Kind, data: bytes, where: str, parse: Callable[[dict[str, Any],
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(data).items()}
         text = metadata["nc"]
         if metadata["sha256"] != checksum(text, tensors):
-            msg = f"{where}: the content is not what was written: its checksum differs. Save the statistics again."
+            msg = (
+                f"{where}: the content is not what was written: its checksum differs. Save the statistics "
+                "again."
+            )
             raise ArtefactCorruptError(msg)
         document = json.loads(text)
         found = document.get("format"), document.get("schema_version")
         if found != kind:
             msg = (
-                f"{where}: expected {kind[0]} of schema version {kind[1]}, but got {found[0]!r} of version {found[1]!r}. "
-                "A newer nc wrote it, or it is something else."
+                f"{where}: expected {kind[0]} of schema version {kind[1]}, but got {found[0]!r} of version "
+                f"{found[1]!r}. A newer nc wrote it, or it is something else."
             )
             raise ArtefactSchemaError(msg)
         return parse(document, tensors)
@@ -82,10 +92,14 @@ def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         t = tensors[name]
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        digest.update(t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+        digest.update(
+            t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b""
+        )
     return digest.hexdigest()
 
 
 def _metadata(kind: Kind, document: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    text = json.dumps({"format": kind[0], "schema_version": kind[1], "nc": __version__, **document}, allow_nan=False)
+    text = json.dumps(
+        {"format": kind[0], "schema_version": kind[1], "nc": __version__, **document}, allow_nan=False
+    )
     return {"nc": text, "sha256": checksum(text, tensors)}

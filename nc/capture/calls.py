@@ -81,7 +81,9 @@ class Caller:
                 stack.enter_context(around(self.model))
             outputs = self.model(*args, **kwargs)
         objects = tuple(same_objects(outputs, known))
-        outputs = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+        outputs = pytree.tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs
+        )
         return Ran(outputs, arguments, _replaced(*before, arguments), objects)
 
     def split(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -109,7 +111,9 @@ def run_graph(module: fx.GraphModule, signature: Signature, values: Mapping[str,
     try:
         return Ran(signature.result(outputs, (), arguments), arguments)
     except InputError as error:
-        names = dict.fromkeys(signature.effects.names(list(arguments), [leaf.path for leaf in signature.leaves]))
+        names = dict.fromkeys(
+            signature.effects.names(list(arguments), [leaf.path for leaf in signature.leaves])
+        )
         raise LostEffectError(*names) from error
 
 
@@ -145,17 +149,23 @@ def giving_entries(model: torch.nn.Module, names: Sequence[str], replaced: Repla
         if _replaced(*before, arguments) != replaced:
             raise LostEffectError(*names)
         leaves = pytree.tree_leaves(arguments)
-        return output, tuple(leaf for leaf, source in zip(leaves, replaced.sources, strict=True) if source is None)
+        return output, tuple(
+            leaf for leaf, source in zip(leaves, replaced.sources, strict=True) if source is None
+        )
 
     with other_forward(model, forward, signature):
         yield
 
 
-def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _by_name(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
     """Return the arguments of a call with these names, in this order."""
     given: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
-        given.update(value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+        given.update(
+            value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        )
     return {name: given[name] for name in names}
 
 
@@ -165,7 +175,9 @@ def _replaced(before: Sequence[Any], spec: pytree.TreeSpec, arguments: Mapping[s
     place = {id(leaf): i for i, leaf in reversed([*enumerate(before)])}
     if now == spec and all(a is b or _is_equal(a, b) for a, b in zip(before, after, strict=True)):
         return None
-    return Replaced(now, tuple(place.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in after))
+    return Replaced(
+        now, tuple(place.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in after)
+    )
 
 
 def _is_equal(a: object, b: object) -> bool:
@@ -180,4 +192,8 @@ def _is_same(expected: Any, got: Any) -> bool:
         same_outputs(expected, got, ())
     except OtherOutputError:
         return False
-    return all(_is_equal(a, b) for a, b in zip(*map(pytree.tree_leaves, (expected, got)), strict=True) if not isinstance(a, torch.Tensor))
+    return all(
+        _is_equal(a, b)
+        for a, b in zip(*map(pytree.tree_leaves, (expected, got)), strict=True)
+        if not isinstance(a, torch.Tensor)
+    )

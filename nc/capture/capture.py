@@ -1,7 +1,8 @@
 """Model → Graph: one flat fx graph of ATen operators, with every operator named as the user would name it.
 
-`torch.export` does the tracing; what follows is a list of rewrites (`rewrites.py`) that leave plain inference operators: no dropout, no
-checks, batch norm folded, attention decomposed, every constant weight in the form of its kernel.
+`torch.export` does the tracing; what follows is a list of rewrites (`rewrites.py`) that leave plain inference
+operators: no dropout, no checks, batch norm folded, attention decomposed, every constant weight in the form
+of its kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
 from nc.capture.state import State, changed, changes_of, state_of
-from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
+from nc.capture.value_reads import (
+    UnfitReadError,
+    check_reads,
+    depends_on_values,
+    keep_reads,
+    reading,
+    reads_of,
+)
 from nc.errors import CaptureError, InputError
 from nc.graph import caches
 from nc.graph.effects import Effects, children
@@ -46,7 +54,8 @@ class Graph:
     """A captured model.
 
     Attributes:
-        module: flat fx module; placeholders are the used input leaves, the output is a flat tuple, constants are its buffers.
+        module: flat fx module; placeholders are the used input leaves, the output is a flat tuple, constants
+            are its buffers.
         signature: the call contract.
         operators: every named operator, in execution order.
         submodules: paths of the model's modules, for error messages about rules.
@@ -77,8 +86,9 @@ def capture(
     Args:
         model: any module in any mode; captured in eval mode, its flags are restored.
         example_inputs: a tensor, a tuple or list (positional), or a dict (keywords).
-        dynamic_shapes: as for `torch.export.export`, by argument name. With None every dimension is free that the model allows to be free.
-            Height and width of images stay fixed for models with tokens (layer norm, attention, embeddings).
+        dynamic_shapes: as for `torch.export.export`, by argument name. With None every dimension is free that
+            the model allows to be free. Height and width of images stay fixed for models with tokens (layer
+            norm, attention, embeddings).
         share_weights: use the model's own tensors as constants instead of copies.
         precautions: what engines need that may be in this process.
 
@@ -103,28 +113,44 @@ def capture(
                 graph = _conditioned(graph, guards, run, values)
             except CaptureError:
                 raise
-            except Exception as error:  # noqa: BLE001 - torch.export raises dozens of types; the first becomes a CaptureError
+            except (
+                Exception
+            ) as error:  # torch.export raises dozens of types; the first becomes a CaptureError
                 failures.append(error)
                 continue
-            graph.signature.effects.check_memory(pytree.tree_leaves(given), [leaf.path for leaf in graph.signature.leaves])
+            graph.signature.effects.check_memory(
+                pytree.tree_leaves(given), [leaf.path for leaf in graph.signature.leaves]
+            )
             if kept:
                 msg = (
-                    f"{type(model).__name__}.forward changes {kept} at each call. The captured model changes nothing there, and "
-                    "computes what the model computes in the state that it has now."
+                    f"{type(model).__name__}.forward changes {kept} at each call. The captured model changes "
+                    "nothing there, and computes what the model computes in the state that it has now."
                 )
                 warn(msg)
-            warning = " ".join(filter(None, (attempt.warning, _reading_warning(model, graph.signature.reads))))
+            warning = " ".join(
+                filter(None, (attempt.warning, _reading_warning(model, graph.signature.reads)))
+            )
             if warning:
                 warn(f"{warning} Reason: {_first_line(failures[0])}")
             return graph
         telling = _telling(failures)
         cause = _cause(run, values, expected, kept) if kept or isinstance(telling, OtherOutputError) else ""
-    unfit = next((f"\nThe path that the example takes can't be captured: {f}." for f in failures if isinstance(f, UnfitReadError)), "")
+    unfit = next(
+        (
+            f"\nThe path that the example takes can't be captured: {f}."
+            for f in failures
+            if isinstance(f, UnfitReadError)
+        ),
+        "",
+    )
     raise CaptureError(_capture_message(model, telling, cause) + unfit) from telling
 
 
 def _kept_at_each_call(run: Caller, values: dict[str, Any], before: State) -> str:
-    """Return what each call changes beside buffers, for messages. What only the first call sets is a result that is kept for later ones."""
+    """Return what each call changes beside buffers, for messages.
+
+    What only the first call sets is a result that is kept for later ones.
+    """
     after = state_of(run.model)
     if not changed(before, after):
         return ""
@@ -137,8 +163,8 @@ def _cause(run: Caller, values: dict[str, Any], expected: Ran, kept: str) -> str
     """Why the graph can't give what the model gives, where the model itself says so; else ""."""
     if kept:
         return (
-            f"forward changes {kept} at each call, and a graph keeps nothing between calls. Give what it needs of earlier calls as an "
-            "argument, and return what later calls need."
+            f"forward changes {kept} at each call, and a graph keeps nothing between calls. Give what it "
+            "needs of earlier calls as an argument, and return what later calls need."
         )
     if _gives_the_same(run, values, expected):
         return ""
@@ -150,7 +176,10 @@ def _cause(run: Caller, values: dict[str, Any], expected: Ran, kept: str) -> str
     why = (
         "it draws random numbers. Give them as an argument"
         if draws
-        else "it keeps something from call to call that nc does not see, or draws random numbers of Python or NumPy. Give it as an argument"
+        else (
+            "it keeps something from call to call that nc does not see, or draws random numbers of Python "
+            "or NumPy. Give it as an argument"
+        )
     )
     return f"The model gives another output for the same inputs in each call: {why}."
 
@@ -182,8 +211,13 @@ class _Attempt:
     reads: bool = False
 
 
-def _all_attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool, failures: list[Exception]) -> Iterator[_Attempt]:
-    """All ways to export; once they failed because the model reads values, the same ways again with the values that it reads."""
+def _all_attempts(
+    values: dict[str, Any], dynamic_shapes: Any, images: bool, failures: list[Exception]
+) -> Iterator[_Attempt]:
+    """All ways to export.
+
+    Once they failed because the model reads values, the same ways again with the values that it reads.
+    """
     yield from _attempts(values, dynamic_shapes, images)
     if any(depends_on_values(failure) for failure in failures):
         for attempt in _attempts(values, dynamic_shapes, images):
@@ -191,10 +225,13 @@ def _all_attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool, fai
 
 
 def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iterator[_Attempt]:
-    """Yield the ways to export, in order: first with all dimensions free, at last with none. Each result is checked against the model.
+    """Yield the ways to export, in order: first with all dimensions free, at last with none.
 
-    An example with a batch of 1 is repeated before it is traced, because export treats a size of 1 as a constant. `oblivious` makes export
-    treat it as free. But in some models (Llama, DistilBert) the batch then still becomes a constant argument of `expand`.
+    Each result is checked against the model.
+
+    An example with a batch of 1 is repeated before it is traced, because export treats a size of 1 as a
+    constant. `oblivious` makes export treat it as free. But in some models (Llama, DistilBert) the batch then
+    still becomes a constant argument of `expand`.
     """
     repeated = with_batch(values, 7)
     if dynamic_shapes is not None:
@@ -209,10 +246,17 @@ def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iter
         if repeated is not None:
             yield _Attempt(repeated, shapes, False, warning)
         yield _Attempt(values, shapes, True, warning)
-    yield _Attempt(values, None, False, "The captured model takes inputs of exactly the example's shapes; no dimension could stay free.")
+    yield _Attempt(
+        values,
+        None,
+        False,
+        "The captured model takes inputs of exactly the example's shapes; no dimension could stay free.",
+    )
 
 
-def _attempt(run: Caller, values: dict[str, Any], attempt: _Attempt, share_weights: bool, seen: Ran) -> tuple[Graph, Guards]:
+def _attempt(
+    run: Caller, values: dict[str, Any], attempt: _Attempt, share_weights: bool, seen: Ran
+) -> tuple[Graph, Guards]:
     """Export once; `seen` is the model's own call with `values`."""
     model = run.model
     args, kwargs = run.split(attempt.values)
@@ -241,8 +285,12 @@ def _attempt(run: Caller, values: dict[str, Any], attempt: _Attempt, share_weigh
     leaf_of = {node: i for i, node in enumerate(placeholders)}
     effects = _effects(tuple(leaf_of[node] for node in written), returned, seen)
     signature = Signature(run.parameters, in_spec, leaves, out_spec, kept, effects=effects)
-    example = tuple(v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used)
-    return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example), guards
+    example = tuple(
+        v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used
+    )
+    return Graph(
+        module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example
+    ), guards
 
 
 def _effects(written: tuple[int, ...], returned: tuple[tuple[int, int], ...], example: Ran) -> Effects:
@@ -271,33 +319,41 @@ def check_captured(run: Caller, graph: Graph, values: dict[str, Any], expected: 
         return
     try:
         other = run(resized)
-    except Exception:  # noqa: BLE001 - the model itself cannot take this batch, so there is nothing to compare
+    except Exception:  # the model itself cannot take this batch, so there is nothing to compare
         return
     check_same(other, run_graph(graph.module, graph.signature, resized), picks)
 
 
 def _conditioned(graph: Graph, guards: Guards, run: Caller, values: dict[str, Any]) -> Graph:
-    """Return the graph with conditions on the sizes of its inputs: those for which the model is seen to compute something else."""
+    """Return the graph with conditions on the sizes of its inputs.
+
+    Those for which the model is seen to compute something else.
+    """
     picks = picks_of(graph.module)
 
     def outcome(sizes: Mapping[str, int]) -> Outcome:
         resized = with_sizes(values, sizes)
         try:
             got = run_graph(graph.module, graph.signature, resized)
-        except Exception:  # noqa: BLE001 - as a call with these sizes will say
+        except Exception:  # as a call with these sizes will say
             return Outcome.FAILED
         try:
             expected = run(resized)
-        except Exception:  # noqa: BLE001 - the model's own errors
+        except Exception:  # the model's own errors
             return Outcome.REFUSED
         try:
             check_same(expected, got, picks)
-        except Exception:  # noqa: BLE001 - other values, or another number of them
+        except Exception:  # other values, or another number of them
             return Outcome.OTHER
         return Outcome.SAME
 
     tensors = enumerate(pytree.tree_leaves(values))
-    sizes = {f"in{i}_{d}": size for i, t in tensors if isinstance(t, torch.Tensor) for d, size in enumerate(t.shape)}
+    sizes = {
+        f"in{i}_{d}": size
+        for i, t in tensors
+        if isinstance(t, torch.Tensor)
+        for d, size in enumerate(t.shape)
+    }
     example = {name: sizes[name] for name in guards.axes}
     with warnings.catch_warnings():  # what a model says of sizes that nobody asked for
         warnings.simplefilter("ignore")
@@ -309,8 +365,8 @@ def _reading_warning(model: torch.nn.Module, reads: tuple[ValueRead, ...]) -> st
     if not reads:
         return ""
     return (
-        f"{type(model).__name__} reads values of its inputs in Python ({reads[0].where}). The captured graph holds the path that "
-        "example_inputs take; a call that would take another path raises InputError."
+        f"{type(model).__name__} reads values of its inputs in Python ({reads[0].where}). The captured graph "
+        "holds the path that example_inputs take; a call that would take another path raises InputError."
     )
 
 
@@ -324,7 +380,9 @@ _HERE = str(Path(__file__).parents[1])
 
 def _telling(failures: Sequence[Exception]) -> Exception:
     """Return the failure that says most: of an attempt that got far, or else the first."""
-    return next((f for f in reversed(failures) if isinstance(f, (OtherOutputError, LostEffectError))), failures[0])
+    return next(
+        (f for f in reversed(failures) if isinstance(f, (OtherOutputError, LostEffectError))), failures[0]
+    )
 
 
 def _first_run(model: torch.nn.Module, run: Caller, values: dict[str, Any]) -> Ran:
@@ -334,20 +392,33 @@ def _first_run(model: torch.nn.Module, run: Caller, values: dict[str, Any]) -> R
         if is_of_unknown_output(error):
             raise CaptureError(_capture_message(model, error)) from error
         given = ", ".join(f"{name}: {_shown(value)}" for name, value in values.items())
-        msg = f"{type(model).__name__} itself fails on example_inputs ({given}): {type(error).__name__}: {_first_line(error)}"
+        msg = (
+            f"{type(model).__name__} itself fails on example_inputs ({given}): {type(error).__name__}: "
+            f"{_first_line(error)}"
+        )
         raise InputError(msg) from error
 
 
 def _check_outputs(model: torch.nn.Module, outputs: Any) -> None:
     """Raise CaptureError for an object with tensors that torch does not see into."""
-    unknown = next((type(leaf) for leaf in pytree.tree_leaves(outputs) if dataclasses.is_dataclass(leaf) or holds_tensors(leaf)), None)
+    unknown = next(
+        (
+            type(leaf)
+            for leaf in pytree.tree_leaves(outputs)
+            if dataclasses.is_dataclass(leaf) or holds_tensors(leaf)
+        ),
+        None,
+    )
     if unknown is None:
         return
     name = unknown.__name__
     if dataclasses.is_dataclass(unknown):
         advice = f"call torch.export.register_dataclass({name}) before prepare()"
     else:
-        advice = "return its tensors as a tuple, list, dict or dataclass; a Hugging Face model leaves its cache out with use_cache=False"
+        advice = (
+            "return its tensors as a tuple, list, dict or dataclass; a Hugging Face model leaves its cache "
+            "out with use_cache=False"
+        )
     msg = f"{type(model).__name__} returns a {name}, and torch.export does not know its members: {advice}."
     raise CaptureError(msg)
 
@@ -357,7 +428,8 @@ def _shown(value: Any) -> str:
 
 
 def _shapes(value: Any, dims: Callable[[Any, bool], Any], depth: int = 0) -> Any:
-    """Return what dimensions are free, in the structure of arguments, where torch.export wants a list for each object.
+    """Return what dimensions are free, in the structure of arguments, where torch.export wants a list for
+    each object.
 
     Args:
         value: the arguments by name, or a part of them.
@@ -389,7 +461,10 @@ def _lengths(values: dict[str, Any]) -> frozenset[int]:
 
 
 def _takes_any_image(model: torch.nn.Module) -> bool:
-    """Whether a model has convolutions and no tokens. Models that cut images into tokens fix the image size, or take minutes to export."""
+    """Whether a model has convolutions and no tokens.
+
+    Models that cut images into tokens fix the image size, or take minutes to export.
+    """
     tokens = (torch.nn.LayerNorm, torch.nn.MultiheadAttention, torch.nn.Embedding)
     return not any(isinstance(m, tokens) for m in model.modules())
 
@@ -398,7 +473,9 @@ def _batch_dim(leaf: Any, _: bool) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
-def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None], shapes: Any) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
+def _leaves(
+    values: dict[str, Any], placeholders: list[fx.Node | Unused | None], shapes: Any
+) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
     """Return the flat inputs.
 
     Args:
@@ -431,7 +508,11 @@ def _not_asked(asked: Any, dims: tuple[int | str, ...]) -> tuple[int, ...]:
         dims: sizes, or names of free ones.
     """
     given = asked if isinstance(asked, dict) else dict(enumerate(asked or ()))
-    wishes = {d for d, wish in given.items() if wish not in (None, torch.export.Dim.STATIC) and not isinstance(wish, int)}
+    wishes = {
+        d
+        for d, wish in given.items()
+        if wish not in (None, torch.export.Dim.STATIC) and not isinstance(wish, int)
+    }
     return tuple(d for d, dim in enumerate(dims) if isinstance(dim, int) and d not in wishes)
 
 
@@ -442,33 +523,39 @@ def _first_line(error: Exception) -> str:
 def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") -> str:
     where = _user_line(error)
     advice = (
-        "A branch or loop that depends on tensor values can't be exported: rewrite it with torch.where / torch.cond, or quantize the "
-        "submodules around it one by one."
+        "A branch or loop that depends on tensor values can't be exported: rewrite it with torch.where / "
+        "torch.cond, or quantize the submodules around it one by one."
     )
     if is_of_unknown_output(error):
         advice = (
-            "Return tensors, in tuples, lists or dicts: call torch.export.register_dataclass with a dataclass of your own. A Hugging Face "
-            "model leaves its cache out when example_inputs say use_cache=False."
+            "Return tensors, in tuples, lists or dicts: call torch.export.register_dataclass with a "
+            "dataclass of your own. A Hugging Face model leaves its cache out when example_inputs say "
+            "use_cache=False."
         )
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
     if _asks_too_much(error):
-        return f"{text}\nThe model fixes a dimension that dynamic_shapes says is free. torch.export.Dim.AUTO leaves that to the model."
+        return (
+            f"{text}\nThe model fixes a dimension that dynamic_shapes says is free. torch.export.Dim.AUTO "
+            "leaves that to the model."
+        )
     if cause:
         return f"{text}\n{cause}"
     if isinstance(error, OtherOutputError) and error.picks:
         return (
-            f"{text}\nThe model picks among its values ({', '.join(error.picks)}). Where two are nearly equal, rounding decides, and then "
-            "outputs can't be compared. Quantize the part in front of that, for example model.backbone, and call the rest in fp32."
+            f"{text}\nThe model picks among its values ({', '.join(error.picks)}). Where two are nearly "
+            "equal, rounding decides, and then outputs can't be compared. Quantize the part in front of "
+            "that, for example model.backbone, and call the rest in fp32."
         )
     if isinstance(error, LostEffectError):
         return (
-            f"{text}\nReturn what it writes there as a further output, and put it into the argument outside of the model; or quantize its "
-            "submodules one by one."
+            f"{text}\nReturn what it writes there as a further output, and put it into the argument outside "
+            "of the model; or quantize its submodules one by one."
         )
     if isinstance(error, OtherOutputError):
         return (
-            f"{text}\nThe model draws random numbers, bakes a size in, or takes another path while it is exported (some do where an input "
-            "is left out: give all of them, attention_mask too). Or quantize its submodules one by one."
+            f"{text}\nThe model draws random numbers, bakes a size in, or takes another path while it is "
+            "exported (some do where an input is left out: give all of them, attention_mask too). Or "
+            "quantize its submodules one by one."
         )
     return f"{text}\n  at {where}\n{advice}" if where else f"{text}\n{advice}"
 
@@ -484,5 +571,13 @@ def _asks_too_much(error: Exception) -> bool:
 
 def _user_line(error: Exception) -> str:
     """File, line and source of the innermost frame that is not torch's own."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and not f.filename.startswith(_HERE)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else ""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in f.filename and not f.filename.startswith(_HERE)
+    ]
+    return (
+        f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+        if frames
+        else ""
+    )

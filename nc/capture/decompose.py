@@ -18,13 +18,19 @@ Shape = tuple[int | torch.SymInt, ...]
 
 
 def decompose_attention(module: fx.GraphModule) -> None:
-    """Rewrite every attention whose head size is fixed. A mask that several layers share is converted once."""
+    """Rewrite every attention whose head size is fixed.
+
+    A mask that several layers share is converted once.
+    """
     masks: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
     for node in list(module.graph.nodes):
         if op_name(node) != "scaled_dot_product_attention":
             continue
         arguments = schema_arguments(node)
-        if isinstance(arguments["query"].meta["val"].shape[-1], int) and arguments["query"].meta["val"].dim() >= 3:
+        if (
+            isinstance(arguments["query"].meta["val"].shape[-1], int)
+            and arguments["query"].meta["val"].dim() >= 3
+        ):
             with module.graph.inserting_before(node):
                 result = _attention(_Builder(module.graph, node), masks, **arguments)
             node.replace_all_uses_with(result)
@@ -38,11 +44,14 @@ class _Builder:
         self.graph = graph
         self.origin = origin
 
-    def __call__(self, shape: Shape | None, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
+    def __call__(
+        self, shape: Shape | None, target: Callable[..., object], *args: Argument, **kwargs: Argument
+    ) -> fx.Node:
         node = call_function(self.graph, target, args, kwargs)
         node.meta["nn_module_stack"] = self.origin.meta.get("nn_module_stack", {})
         if shape is not None:
-            # the shape is given here, not traced: some composite operators refuse fake tensors with free sizes
+            # the shape is given here, not traced: some composite operators refuse fake tensors with free
+            # sizes
             node.meta["val"] = self.origin.meta["val"].new_empty(shape)
         return node
 
@@ -66,7 +75,9 @@ def _attention(
         value = call(v, aten.repeat_interleave.self_int, value, _repeats(call, query, value), -3)
     factor = 1.0 / math.sqrt(q[-1]) if scale is None else float(scale)
     square = (*q[:-1], k[-2])
-    scores = call(square, aten.matmul.default, query, call((*k[:-2], k[-1], k[-2]), aten.transpose.int, key, -2, -1))
+    scores = call(
+        square, aten.matmul.default, query, call((*k[:-2], k[-1], k[-2]), aten.transpose.int, key, -2, -1)
+    )
     if factor != 1.0:
         # fusers look for a division. 1/factor is exact if the head size is a power of 4
         scores = call(square, aten.div.Tensor, scores, 1.0 / factor)
@@ -84,7 +95,10 @@ def _attention(
 
 
 def _repeats(call: _Builder, query: fx.Node, grouped: fx.Node) -> int | fx.Node:
-    """How many heads of the query share one head of the key or value. The graph computes it if the number of heads is free."""
+    """How many heads of the query share one head of the key or value.
+
+    The graph computes it if the number of heads is free.
+    """
     sizes = [n.meta["val"].shape[-3] for n in (query, grouped)]
     if all(isinstance(size, int) for size in sizes):
         return int(sizes[0] // sizes[1])
@@ -100,7 +114,10 @@ def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: Shape) -> 
 
 
 def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Return the mask as a term to add, and a factor for the result: 0 for rows that attend to nothing, else 1. None if all rows attend."""
+    """Return the mask as a term to add, and a factor for the result.
+
+    0 for rows that attend to nothing, else 1. None if all rows attend.
+    """
     val = mask.meta["val"]
     shape = tuple(val.shape)
     if val.dtype != torch.bool:
@@ -113,7 +130,10 @@ def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _finite(call: _Builder, mask: fx.Node, shape: Shape) -> tuple[fx.Node, fx.Node]:
-    """Return a float mask with -inf as `_bias` gives it. It becomes finite, because a row of -inf alone would give NaN."""
+    """Return a float mask with -inf as `_bias` gives it.
+
+    It becomes finite, because a row of -inf alone would give NaN.
+    """
     row = (*shape[:-1], 1)
     visible = call(shape, aten.gt.Scalar, mask, torch.finfo(torch.float32).min)
     attended = call(row, aten.to.dtype, call(row, aten.any.dim, visible, -1, True), torch.float32)

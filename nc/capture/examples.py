@@ -14,11 +14,14 @@ from nc.errors import InputError
 
 
 def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str, Any], int]:
-    """Return example inputs by parameter name of `forward`, in order, and how many are positional. Those that are None are left out."""
+    """Return example inputs by parameter name of `forward`, in order, and how many are positional.
+
+    Those that are None are left out.
+    """
     if example_inputs is None:
         msg = (
-            "example_inputs is missing: the model is captured by running it once. Give one batch as a tensor, a tuple (positional) or a "
-            "dict (keywords)."
+            "example_inputs is missing: the model is captured by running it once. Give one batch as a "
+            "tensor, a tuple (positional) or a dict (keywords)."
         )
         raise InputError(msg)
     args: tuple[Any, ...] = ()
@@ -30,12 +33,18 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str
     elif isinstance(example_inputs, torch.Tensor):
         args = (example_inputs,)
     else:
-        msg = f"Expected example_inputs to be a tensor, a tuple, a list or a dict, but got {type(example_inputs).__name__}."
+        msg = (
+            "Expected example_inputs to be a tensor, a tuple, a list or a dict, but got "
+            f"{type(example_inputs).__name__}."
+        )
         raise InputError(msg)
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        msg = f"example_inputs do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: {error}."
+        msg = (
+            f"example_inputs do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: "
+            f"{error}."
+        )
         raise InputError(msg) from error
     values: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -46,7 +55,9 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str
             values[name] = value
     _check_examples(values)
     positional = next((i for i, value in enumerate(args) if value is None), len(args))
-    return {name: value for name, value in values.items() if value is not None}, min(positional, len(bound.arguments))
+    return {name: value for name, value in values.items() if value is not None}, min(
+        positional, len(bound.arguments)
+    )
 
 
 def _check_examples(values: dict[str, Any]) -> None:
@@ -54,14 +65,18 @@ def _check_examples(values: dict[str, Any]) -> None:
     unknown = next((type(v) for v in pytree.tree_leaves(values) if dataclasses.is_dataclass(v)), None)
     if unknown is not None:
         name = unknown.__name__
-        msg = f"example_inputs hold a {name}, whose members torch does not know: call torch.export.register_dataclass({name})."
+        msg = (
+            f"example_inputs hold a {name}, whose members torch does not know: call "
+            f"torch.export.register_dataclass({name})."
+        )
         raise InputError(msg)
     for name, value in values.items():
         other = next((type(v) for v in pytree.tree_leaves(value) if holds_tensors(v)), None)
         if other is not None:
             msg = (
-                f"Argument {name!r} of example_inputs holds a {other.__name__}, and torch.export does not know its members: give its "
-                "tensors as a tuple, list or dict, or call torch.utils._pytree.register_pytree_node with the class."
+                f"Argument {name!r} of example_inputs holds a {other.__name__}, and torch.export does not "
+                "know its members: give its tensors as a tuple, list or dict, or call "
+                "torch.utils._pytree.register_pytree_node with the class."
             )
             raise InputError(msg)
     if not tensors:
@@ -69,18 +84,30 @@ def _check_examples(values: dict[str, Any]) -> None:
         raise InputError(msg)
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            msg = f"example_inputs hold a tensor on device {tensor.device}; this is quantization for CPUs, call .cpu() on it."
+            msg = (
+                f"example_inputs hold a tensor on device {tensor.device}; this is quantization for CPUs, "
+                "call .cpu() on it."
+            )
             raise InputError(msg)
         if not tensor.numel():
-            msg = f"example_inputs hold an empty tensor, of shape {tuple(tensor.shape)}: nothing could be verified on it."
+            msg = (
+                f"example_inputs hold an empty tensor, of shape {tuple(tensor.shape)}: nothing could be "
+                "verified on it."
+            )
             raise InputError(msg)
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            msg = f"example_inputs hold NaN, in a tensor of shape {tuple(tensor.shape)}: nothing could be verified on them."
+            msg = (
+                f"example_inputs hold NaN, in a tensor of shape {tuple(tensor.shape)}: nothing could be "
+                "verified on them."
+            )
             raise InputError(msg)
 
 
 def holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether a leaf is an object with tensors that pytree does not see; or objects in it, as in a `StaticCache` with its layers."""
+    """Whether a leaf is an object with tensors that pytree does not see.
+
+    Or objects in it, as in a `StaticCache` with its layers.
+    """
     if isinstance(value, (torch.Tensor, torch.nn.Module)) or not hasattr(value, "__dict__") or not depth:
         return False
     members = pytree.tree_leaves(dict(vars(value)))
@@ -88,7 +115,10 @@ def holds_tensors(value: Any, depth: int = 3) -> bool:
 
 
 def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
-    """Return the arguments repeated to another batch size; None when the tensors do not share a first dimension."""
+    """Return the arguments repeated to another batch size.
+
+    None when the tensors do not share a first dimension.
+    """
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
     if len(sizes) != 1 or 0 in sizes:
@@ -96,17 +126,23 @@ def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
     copies = -(-size // sizes.pop())
 
     def repeat(leaf: Any) -> Any:
-        return _in_order(torch.cat([leaf] * copies)[:size].contiguous(), leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return (
+            _in_order(torch.cat([leaf] * copies)[:size].contiguous(), leaf)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+        )
 
     repeated: dict[str, Any] = pytree.tree_map(repeat, values)
     return repeated
 
 
 def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments in another batch size than the example's: 3, or 5 where it has 3. None where there is no first dimension.
+    """Return the arguments in another batch size than the example's: 3, or 5 where it has 3.
 
-    If the tensors have different first dimensions, each becomes twice as long. Every second copy is flipped. Otherwise all parts of the
-    batch would be equal, and mixing them up would not show.
+    None where there is no first dimension.
+
+    If the tensors have different first dimensions, each becomes twice as long. Every second copy is flipped.
+    Otherwise all parts of the batch would be equal, and mixing them up would not show.
     """
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     if not all(t.dim() and t.shape[0] for t in tensors):
@@ -125,8 +161,16 @@ def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _in_order(resized: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Put a row of integers in order again where the original was in order: offsets, numbers of segments and lengths are valid only so."""
-    if original.dim() != 1 or original.is_floating_point() or original.is_complex() or original.dtype == torch.bool:
+    """Put a row of integers in order again where the original was in order.
+
+    Offsets, numbers of segments and lengths are valid only so.
+    """
+    if (
+        original.dim() != 1
+        or original.is_floating_point()
+        or original.is_complex()
+        or original.dtype == torch.bool
+    ):
         return resized
     steps = original.diff()
     if bool((steps >= 0).all()):
@@ -135,9 +179,11 @@ def _in_order(resized: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def _within(resized: dict[str, Any], original: dict[str, Any]) -> dict[str, Any]:
-    """Keep rows of integers in order, such as offsets, within the first dimensions of other tensors that hold them in the original.
+    """Keep rows of integers in order, such as offsets, within the first dimensions of other tensors that hold
+    them in the original.
 
-    Not all operators check what they are given: `embedding_bag` of torch 2.8 ends the process with offsets beyond the ids.
+    Not all operators check what they are given: `embedding_bag` of torch 2.8 ends the process with offsets
+    beyond the ids.
     """
     flat, spec = pytree.tree_flatten(resized)
     leaves = pytree.tree_leaves(original)

@@ -1,4 +1,7 @@
-"""Process-wide settings for the export of a model. They are restored afterwards. Callers hold `nc.process.lock.LOCK`."""
+"""Process-wide settings for the export of a model. They are restored afterwards.
+
+Callers hold `nc.process.lock.LOCK`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,19 @@ from nc.capture.recurrent import AnyNumberOfSteps
 from nc.capture.state import put_back
 from nc.process.modes import PlainPath, evaluating
 
-_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
+_NOISY_LOGGERS = (
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._export.non_strict_utils",
+)
 
 
 @contextlib.contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put every submodule in eval mode. Afterwards each has its own mode again, and buffers and attributes are what they were before."""
+    """Put every submodule in eval mode.
+
+    Afterwards each has its own mode again, and buffers and attributes are what they were before.
+    """
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:
         with put_back(model), evaluating(model):
@@ -49,7 +59,11 @@ def usable_tensors(model: torch.nn.Module) -> Iterator[None]:
                 for name, tensor in tensors.items():
                     if tensor is not None and tensor.is_inference():
                         own.append((tensors, name, tensor))
-                        copy = torch.nn.Parameter(tensor.clone(), False) if isinstance(tensor, torch.nn.Parameter) else tensor.clone()
+                        copy = (
+                            torch.nn.Parameter(tensor.clone(), False)
+                            if isinstance(tensor, torch.nn.Parameter)
+                            else tensor.clone()
+                        )
                         tensors[name] = copies.setdefault(id(tensor), copy)
         try:
             yield
@@ -64,10 +78,12 @@ def exportable(oblivious: bool) -> Iterator[None]:
 
     * `oblivious`: sizes 0 and 1 of the example stay symbols. So a batch of 1 does not fix the batch size.
     * The fast path of `nn.MultiheadAttention` is off, because it hides the linears in one operator.
-    * transformers builds some masks with vmap, which torch cannot export, or only as control flow. Broadcasting gives the same mask.
-    * A recurrent layer is traced as one operator, because torch traces its steps, whose number would be that of the example.
-    * torchvision computes non-maximum suppression in one of two ways, depending on the number of boxes, which export does not know. Only
-      the way for few boxes is used. It takes any number and gives the same result.
+    * transformers builds some masks with vmap, which torch cannot export, or only as control flow.
+      Broadcasting gives the same mask.
+    * A recurrent layer is traced as one operator, because torch traces its steps, whose number would be that
+      of the example.
+    * torchvision computes non-maximum suppression in one of two ways, depending on the number of boxes, which
+      export does not know. Only the way for few boxes is used. It takes any number and gives the same result.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
@@ -78,7 +94,9 @@ def exportable(oblivious: bool) -> Iterator[None]:
         stack.enter_context(_one_way_of_nms())
         stack.enter_context(AnyNumberOfSteps())
         stack.enter_context(contextlib.redirect_stderr(_OtherThreads(sys.stderr)))
-        for name in _NOISY_LOGGERS:  # they print a stack for every attempt that fails, and nc raises an error if all fail
+        for name in (
+            _NOISY_LOGGERS
+        ):  # they print a stack for every attempt that fails, and nc raises an error if all fail
             logger = logging.getLogger(name)
             stack.callback(setattr, logger, "disabled", logger.disabled)
             logger.disabled = True
@@ -87,7 +105,10 @@ def exportable(oblivious: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Let `forward` have a parameter for each argument that it collects in `**kwargs`: torch 2.8 frees no dimension of those otherwise."""
+    """Let `forward` have a parameter for each argument that it collects in `**kwargs`.
+
+    Torch 2.8 frees no dimension of those otherwise.
+    """
     signature = inspect.signature(model.forward)
     kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     extra = [name for name in names if name not in signature.parameters]
@@ -96,12 +117,18 @@ def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[Non
         return
     original = model.forward
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
-    with other_forward(model, lambda *args, **kwargs: original(*args, **kwargs), signature.replace(parameters=[*kept, *named])):
+    with other_forward(
+        model,
+        lambda *args, **kwargs: original(*args, **kwargs),
+        signature.replace(parameters=[*kept, *named]),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def other_forward(model: torch.nn.Module, run: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
+def other_forward(
+    model: torch.nn.Module, run: Callable[..., Any], signature: inspect.Signature
+) -> Iterator[None]:
     """Put another function with this signature in place of the model's `forward`, and the model's own back afterwards."""
     original, own = model.forward, "forward" in vars(model)
 
@@ -122,15 +149,22 @@ def other_forward(model: torch.nn.Module, run: Callable[..., Any], signature: in
 
 @contextlib.contextmanager
 def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
-    """Let each `nn.TransformerEncoder` give what its nested tensors give in eval mode, on its plain path, which can be exported.
+    """Let each `nn.TransformerEncoder` give what its nested tensors give in eval mode, on its plain path,
+    which can be exported.
 
-    There it leaves padding out, and gives zeros in its place; but only where all padding is behind the tokens (`mask_check`).
+    There it leaves padding out, and gives zeros in its place; but only where all padding is behind the tokens
+    (`mask_check`).
     """
     with contextlib.ExitStack() as stack:
         for encoder in model.modules():
-            nests = getattr(encoder, "use_nested_tensor", False) and type(encoder).forward is torch.nn.TransformerEncoder.forward
+            nests = (
+                getattr(encoder, "use_nested_tensor", False)
+                and type(encoder).forward is torch.nn.TransformerEncoder.forward
+            )
             if nests and isinstance(encoder, torch.nn.TransformerEncoder):
-                encoder.use_nested_tensor = False  # torch 2.8 asks whether padding is behind the tokens, which it can't export
+                encoder.use_nested_tensor = (
+                    False  # torch 2.8 asks whether padding is behind the tokens, which it can't export
+                )
                 stack.callback(setattr, encoder, "use_nested_tensor", True)
                 last = encoder.layers[-1]
                 run = functools.partial(_without_padding, last.forward, getattr(encoder, "mask_check", True))
@@ -138,12 +172,18 @@ def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _without_padding(layer: Callable[..., torch.Tensor], check: bool, src: torch.Tensor, **options: Any) -> torch.Tensor:
+def _without_padding(
+    layer: Callable[..., torch.Tensor], check: bool, src: torch.Tensor, **options: Any
+) -> torch.Tensor:
     return zero_padding(layer(src, **options), src, options, check)
 
 
-def zero_padding(output: torch.Tensor, src: torch.Tensor, options: Mapping[str, Any], check: bool) -> torch.Tensor:
-    """Return what a layer of an encoder gives, with zeros at padding. The encoder gives it masks as numbers that are added, 0 for tokens.
+def zero_padding(
+    output: torch.Tensor, src: torch.Tensor, options: Mapping[str, Any], check: bool
+) -> torch.Tensor:
+    """Return what a layer of an encoder gives, with zeros at padding.
+
+    The encoder gives it masks as numbers that are added, 0 for tokens.
 
     Args:
         output: of the layer.
@@ -161,7 +201,10 @@ def zero_padding(output: torch.Tensor, src: torch.Tensor, options: Mapping[str, 
 
 
 class _OtherThreads(io.TextIOBase):
-    """Standard error for all other threads. This one is silent, because export prints the whole graph whenever an attempt fails."""
+    """Standard error for all other threads.
+
+    This one is silent, because export prints the whole graph whenever an attempt fails.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._muted = stream, threading.get_ident()
@@ -173,7 +216,9 @@ class _OtherThreads(io.TextIOBase):
 @contextlib.contextmanager
 def _broadcast_masks() -> Iterator[None]:
     masks: Any = sys.modules.get("transformers.masking_utils")
-    name = next((name for name in ("_vmap_for_bhqkv", "_vmap_expansion_sdpa") if hasattr(masks, name)), None)  # transformers 4 and 5
+    name = next(
+        (name for name in ("_vmap_for_bhqkv", "_vmap_expansion_sdpa") if hasattr(masks, name)), None
+    )  # transformers 4 and 5
     if name is None:
         yield
         return
@@ -207,10 +252,17 @@ def _one_way_of_nms() -> Iterator[None]:
         return
     original = boxes.batched_nms
 
-    def batched_nms(boxes_: torch.Tensor, scores: torch.Tensor, idxs: torch.Tensor, iou_threshold: float) -> torch.Tensor:
-        """Boxes of different classes are moved apart, as torchvision does for few boxes; also where there is no box at all."""
+    def batched_nms(
+        boxes_: torch.Tensor, scores: torch.Tensor, idxs: torch.Tensor, iou_threshold: float
+    ) -> torch.Tensor:
+        """Boxes of different classes are moved apart, as torchvision does for few boxes.
+
+        Also where there is no box at all.
+        """
         largest = torch.nn.functional.pad(boxes_.flatten(), (0, 1)).max()
-        keep: torch.Tensor = boxes.nms(boxes_ + (idxs.to(boxes_) * (largest + 1))[:, None], scores, iou_threshold)
+        keep: torch.Tensor = boxes.nms(
+            boxes_ + (idxs.to(boxes_) * (largest + 1))[:, None], scores, iou_threshold
+        )
         return keep
 
     boxes.batched_nms = batched_nms

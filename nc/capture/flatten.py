@@ -1,4 +1,7 @@
-"""An exported program → one flat fx module whose parameters are constants; the rewrites in `rewrites.py` begin with it."""
+"""An exported program → one flat fx module whose parameters are constants.
+
+The rewrites in `rewrites.py` begin with it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ from nc.graph.catalogue import name_operators
 from nc.graph.fx_utils import free_name
 
 
-def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, list[fx.Node | Unused | None]]:
-    """Return a flat module from an exported program: parameters and buffers become `get_attr` of flat buffers.
+def flatten_program(
+    program: torch.export.ExportedProgram,
+) -> tuple[fx.GraphModule, list[fx.Node | Unused | None]]:
+    """Return a flat module from an exported program.
+
+    Parameters and buffers become `get_attr` of flat buffers.
 
     Returns:
         The module, and for each user input leaf its placeholder, or None when the leaf is not a tensor.
@@ -23,10 +30,17 @@ def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModu
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         names = ", ".join([*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()])
-        msg = f"The model changes its buffers or inputs while it runs ({names}); a quantized graph has no state. Move that out of forward."
+        msg = (
+            f"The model changes its buffers or inputs while it runs ({names}); a quantized graph has no "
+            "state. Move that out of forward."
+        )
         raise CaptureError(msg)
     constants = {**program.state_dict, **program.constants}
-    targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    targets = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
     root = torch.nn.Module()
     graph = fx.Graph()
     mapping: dict[fx.Node, Argument] = {}
@@ -52,8 +66,15 @@ def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModu
 
 
 def own_constants(module: fx.GraphModule, program: torch.export.ExportedProgram) -> None:
-    """Copy the constants that are still the model's own tensors. Those that a rewrite made are new already."""
-    theirs = {t.untyped_storage().data_ptr() for t in (*program.state_dict.values(), *program.constants.values()) if _has_storage(t)}
+    """Copy the constants that are still the model's own tensors.
+
+    Those that a rewrite made are new already.
+    """
+    theirs = {
+        t.untyped_storage().data_ptr()
+        for t in (*program.state_dict.values(), *program.constants.values())
+        if _has_storage(t)
+    }
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     for name, value in list(module.named_buffers(remove_duplicate=False)):
         if _has_storage(value) and value.untyped_storage().data_ptr() in theirs:
@@ -74,7 +95,9 @@ class Unused:
         self.users: dict[fx.Node, None] = {}
 
 
-def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object) -> fx.Node:
+def _constant_node(
+    root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object
+) -> fx.Node:
     name = free_name(root, re.sub(r"\W", "_", fqn))
     value = value.detach()
     root.register_buffer(name, value)
@@ -84,7 +107,10 @@ def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torc
 
 
 def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Argument]) -> None:
-    """Copy one node. Of a region with its own grad mode, or with autocast switched off, copy the nodes inside."""
+    """Copy one node.
+
+    Of a region with its own grad mode, or with autocast switched off, copy the nodes inside.
+    """
     name = getattr(node.target, "__name__", "")
     if node.op == "get_attr" and isinstance(getattr(owner, str(node.target), None), fx.GraphModule):
         return
@@ -97,13 +123,22 @@ def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[f
         if isinstance(found, (tuple, list)) and isinstance(index, int):
             mapping[node] = found[index]
             return
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and _is_higher_order(node):
-        msg = f"The model uses the control-flow operator {name!r}, which no int8 engine runs; quantize the submodules around it instead."
+    if (
+        node.op == "call_function"
+        and not isinstance(node.target, torch._ops.OpOverload)
+        and _is_higher_order(node)
+    ):
+        msg = (
+            f"The model uses the control-flow operator {name!r}, which no int8 engine runs; quantize the "
+            "submodules around it instead."
+        )
         raise CaptureError(msg)
     mapping[node] = graph.node_copy(node, lambda n: mapping[n])
 
 
-def _copy_region(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Argument]) -> None:
+def _copy_region(
+    owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Argument]
+) -> None:
     """Copy the nodes inside of a region; what it returns takes the place of the node.
 
     Raises:
@@ -116,7 +151,9 @@ def _copy_region(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping:
     inner = getattr(owner, str(region.target))
     is_autocast = getattr(node.target, "__name__", "") == "wrap_with_autocast"
     if is_autocast and options[2] and options[0] == "cpu":  # device, dtype, enabled, cache
-        msg = "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
+        msg = (
+            "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
+        )
         raise CaptureError(msg)
     inputs = iter([mapping[a] if isinstance(a, fx.Node) else a for a in values])
     for inside in inner.graph.nodes:

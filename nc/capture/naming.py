@@ -22,14 +22,16 @@ class Operator:
     """One named operator of a captured graph.
 
     Attributes:
-        name: unique. "encoder.layer.0.attention.self.query", "layer1.0.add", "block.matmul_1"; "shared@1" for a second call of a module.
+        name: unique. "encoder.layer.0.attention.self.query", "layer1.0.add", "block.matmul_1"; "shared@1" for
+            a second call of a module.
         module_name: the name without call number ("shared"), which rules match too.
         kind: catalogue kind of a quantizable operator, else the ATen name.
         module_type: qualified class name of the innermost module that it runs in.
         node: name of its fx node.
         quantizable: whether some integer kernel exists for its kind.
         why: why it cannot be quantized; None if it can.
-        followed_by: the operators behind it, as long as each is the only one that reads the result in front of it: ("add", "relu").
+        followed_by: the operators behind it, as long as each is the only one that reads the result in front
+            of it: ("add", "relu").
         weights: the weights that it reads.
     """
 
@@ -57,7 +59,8 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
     operators = []
     weights = weights_read(module, {name for name, _ in model.named_parameters(remove_duplicate=False)})
     reasons = _reasons(module)
-    # users' rules have the names of these, so what is listed only because it reads a weight is numbered behind them
+    # users' rules have the names of these, so what is listed only because it reads a weight is numbered
+    # behind them
     listed = [node for node in module.graph.nodes if _is_listed(node, reasons)]
     others = [node for node in weights if node not in set(listed)]
     for node in (*listed, *others):
@@ -111,7 +114,10 @@ def _why_not_quantized(
 
 
 def _reasons(module: fx.GraphModule) -> dict[fx.Node, Reason | None]:
-    """For each node of a quantizable kind, and each with a low-bit weight, why it can't be quantized; None where it can."""
+    """For each node of a quantizable kind, and each with a low-bit weight, why it can't be quantized.
+
+    None where it can.
+    """
     activations, changing = _activations(module), varying(module)
     found: dict[fx.Node, Reason | None] = {}
     for node in module.graph.nodes:
@@ -126,9 +132,13 @@ def _reasons(module: fx.GraphModule) -> dict[fx.Node, Reason | None]:
 def _is_listed(node: fx.Node, reasons: Mapping[fx.Node, Reason | None]) -> bool:
     """Whether users may look for an operator, whether it reads a weight or not."""
     if node in reasons:
-        return not (catalogue.kind_of_node(node) == "add" and reasons[node] is not None)  # of a constant or of a mask
+        return not (
+            catalogue.kind_of_node(node) == "add" and reasons[node] is not None
+        )  # of a constant or of a mask
     op = catalogue.op_name(node)
-    return catalogue.is_float_tensor(node) and (op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS)
+    return catalogue.is_float_tensor(node) and (
+        op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS
+    )
 
 
 def _chain(node: fx.Node) -> Iterator[str]:
@@ -142,10 +152,17 @@ def _chain(node: fx.Node) -> Iterator[str]:
 
 
 def _activations(module: fx.GraphModule) -> set[fx.Node]:
-    """Float tensors that depend on data: on float inputs or look-ups, not on positions, masks and constants alone."""
+    """Float tensors that depend on data.
+
+    On float inputs or look-ups, not on positions, masks and constants alone.
+    """
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
-        is_source = node.op == "placeholder" or catalogue.op_name(node) in ("embedding", "embedding_bag", "quant_embedding")
+        is_source = node.op == "placeholder" or catalogue.op_name(node) in (
+            "embedding",
+            "embedding_bag",
+            "quant_embedding",
+        )
         if (is_source and catalogue.is_float_tensor(node)) or any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
@@ -176,7 +193,10 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], changing: set[
 
 
 def _same_shape(left: fx.Node, right: fx.Node) -> bool:
-    """Whether two shapes are equal without broadcasting; a free size can equal any other size, but not a fixed 1."""
+    """Whether two shapes are equal without broadcasting.
+
+    A free size can equal any other size, but not a fixed 1.
+    """
     a, b = left.meta["val"].shape, right.meta["val"].shape
     return len(a) == len(b) and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
 
@@ -188,7 +208,10 @@ def _same_size(x: object, y: object) -> bool:
 
 
 def _holder(weight: object) -> str | None:
-    """Return the path of the module whose parameter "weight" a node reads; None for other nodes, and for no node."""
+    """Return the path of the module whose parameter "weight" a node reads.
+
+    None for other nodes, and for no node.
+    """
     fqn = weight.meta.get("fqn", "") if isinstance(weight, fx.Node) else ""
     return fqn.removesuffix(".weight") if fqn.endswith(".weight") else None
 
@@ -206,7 +229,11 @@ def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tup
     inner = modules.get(path)
     own_weight = getattr(inner, "weight", None) if weight is not None else None
     if isinstance(own_weight, torch.Tensor) and path:
-        return path, True, _class_name(inner)  # tied or parametrised weight: stored elsewhere, called as this module
+        return (
+            path,
+            True,
+            _class_name(inner),
+        )  # tied or parametrised weight: stored elsewhere, called as this module
     if kind in catalogue.LOW_BIT and path:
         return path, True, _class_name(inner)
     is_module = weight is None and inner is not None and path and _is_plain(inner)

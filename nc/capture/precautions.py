@@ -16,7 +16,8 @@ class Precautions:
 
     Attributes:
         rewrites: change the exported graph in place, before all other rewrites.
-        around: each gives a context for calls of the user's model, in which it computes what torch alone would compute.
+        around: each gives a context for calls of the user's model, in which it computes what torch alone
+            would compute.
     """
 
     rewrites: tuple[Callable[[fx.GraphModule], object], ...] = ()

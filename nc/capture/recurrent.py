@@ -1,8 +1,8 @@
 """Recurrent layers with any number of steps.
 
-torch traces an LSTM, GRU or RNN step by step to know the sizes of its results, and so the number of steps becomes that of the example.
-Here the traced program calls operators with the same arguments, which know the sizes of their results from those of their inputs.
-`steps_as_one` puts torch's own operators back.
+torch traces an LSTM, GRU or RNN step by step to know the sizes of its results, and so the number of steps
+becomes that of the example. Here the traced program calls operators with the same arguments, which know the
+sizes of their results from those of their inputs. `steps_as_one` puts torch's own operators back.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from nc.graph.fx_utils import retarget
 _NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _NAMESPACE = "nc_capture"
 _PACKED = (
-    "The model packs sequences (torch.nn.utils.rnn). Sizes of packed data depend on the values of the lengths, which no graph holds. "
-    "Run the layer on padded sequences of (batch, steps): outputs up to the length of each row are the same in the forward direction. "
-    "Take each row's last state with gather at its length minus 1. Or quantize the modules in front of and behind it one by one."
+    "The model packs sequences (torch.nn.utils.rnn). Sizes of packed data depend on the values of the "
+    "lengths, which no graph holds. Run the layer on padded sequences of (batch, steps): outputs up to the "
+    "length of each row are the same in the forward direction. Take each row's last state with gather at its "
+    "length minus 1. Or quantize the modules in front of and behind it one by one."
 )
 
 
@@ -31,7 +32,11 @@ class AnyNumberOfSteps(TorchFunctionMode):
     """While it is on, recurrent layers are traced as calls of the operators of this module."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call another operator where `func` computes a recurrent layer on a tensor.
 
@@ -41,7 +46,11 @@ class AnyNumberOfSteps(TorchFunctionMode):
         if func in _packing():
             raise CaptureError(_PACKED)
         operator = _operators().get(func)
-        if operator is None or len(args) != len(operator._schema.arguments) or not isinstance(args[2], (list, tuple)):
+        if (
+            operator is None
+            or len(args) != len(operator._schema.arguments)
+            or not isinstance(args[2], (list, tuple))
+        ):
             return func(*args, **(kwargs or {}))
         return operator(*_with_fixed_sizes(*args[:3], batch_first=args[-1]), *args[2:])
 
@@ -54,18 +63,31 @@ def steps_as_one(module: fx.GraphModule) -> None:
 
 
 def _with_fixed_sizes(
-    x: torch.Tensor, hx: torch.Tensor | Sequence[torch.Tensor], params: Sequence[torch.Tensor], *, batch_first: bool
+    x: torch.Tensor,
+    hx: torch.Tensor | Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    *,
+    batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | list[torch.Tensor]]:
-    """Input and states with the sizes that the weights need: torch's kernels do not ask, and read beyond tensors that are smaller."""
+    """Input and states with the sizes that the weights need.
+
+    Torch's kernels do not ask, and read beyond tensors that are smaller.
+    """
     fixed = _fixed(x, (-1, -1, params[0].shape[1]))
-    states = [_fixed(state, (int(state.shape[0]), -1, int(state.shape[2]))) for state in ([hx] if isinstance(hx, torch.Tensor) else hx)]
+    states = [
+        _fixed(state, (int(state.shape[0]), -1, int(state.shape[2])))
+        for state in ([hx] if isinstance(hx, torch.Tensor) else hx)
+    ]
     for state in states:
         torch._check(state.shape[1] == x.shape[0 if batch_first else 1])  # type: ignore[no-untyped-call] # torch annotates it in part only
     return fixed, states[0] if isinstance(hx, torch.Tensor) else states
 
 
 def _fixed(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Return a view that exists for these sizes only; -1 stands for any. The tensor itself where its sizes can be no others."""
+    """Return a view that exists for these sizes only; -1 stands for any.
+
+    The tensor itself where its sizes can be no others.
+    """
     if all(size < 0 or isinstance(own, int) for own, size in zip(tensor.shape, sizes, strict=True)):
         return tensor
     return tensor.expand(sizes)
@@ -73,7 +95,10 @@ def _fixed(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 @functools.cache
 def _operators() -> dict[Any, torch._ops.OpOverload]:
-    """Return torch's function for each recurrent layer → the operator that is traced in its place; registered when needed first."""
+    """Return torch's function for each recurrent layer → the operator that is traced in its place.
+
+    Registered when needed first.
+    """
     library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
     found: dict[Any, torch._ops.OpOverload] = {}
     for name in _NAMES:
@@ -98,16 +123,21 @@ def _results(
     x: torch.Tensor,
     hx: torch.Tensor | Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
-    has_biases: bool,  # noqa: ARG001 - names and order of the schema
-    num_layers: int,  # noqa: ARG001
-    dropout: float,  # noqa: ARG001
-    train: bool,  # noqa: ARG001
+    has_biases: bool,  # names and order of the schema
+    num_layers: int,
+    dropout: float,
+    train: bool,
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Output and last states, without values; the recurrent matrix has a column for each element of the output."""
+    """Output and last states, without values.
+
+    The recurrent matrix has a column for each element of the output.
+    """
     states = [hx] if isinstance(hx, torch.Tensor) else hx
     features = params[1].shape[1] * (1 + bidirectional)
     first, second = x.shape[:2]
-    output = x.new_empty((second, first, features) if batch_first else (first, second, features))  # in memory the steps come first
+    output = x.new_empty(
+        (second, first, features) if batch_first else (first, second, features)
+    )  # in memory the steps come first
     return output.transpose(0, 1) if batch_first else output, *(torch.empty_like(state) for state in states)

@@ -26,7 +26,16 @@ from nc.graph.catalogue import (
     schema_arguments,
     works_in_place,
 )
-from nc.graph.fx_utils import add_constant, call_function, constant_number, constant_value, drop_unused, fqn_of, retarget, take_over
+from nc.graph.fx_utils import (
+    add_constant,
+    call_function,
+    constant_number,
+    constant_value,
+    drop_unused,
+    fqn_of,
+    retarget,
+    take_over,
+)
 from nc.graph.schemas import schema_of
 from nc.graph.views import Binary, Weighted, returned, set_argument
 
@@ -35,7 +44,9 @@ aten = torch.ops.aten
 Written = tuple[tuple[fx.Node, ...], tuple[tuple[int, int], ...]]
 
 
-def normalise(module: fx.GraphModule, own: int, reads: int = 0, first: Sequence[Callable[[fx.GraphModule], object]] = ()) -> Written:
+def normalise(
+    module: fx.GraphModule, own: int, reads: int = 0, first: Sequence[Callable[[fx.GraphModule], object]] = ()
+) -> Written:
     """All rewrites, in order; each leaves a valid graph.
 
     Args:
@@ -67,7 +78,8 @@ def drop_checks(module: fx.GraphModule) -> None:
 
 
 def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
-    """Copy each input that the model writes, so that the graph changes none, and let the graph give the copy as a further output.
+    """Copy each input that the model writes, so that the graph changes none, and let the graph give the copy
+    as a further output.
 
     Args:
         module: changed in place.
@@ -75,8 +87,9 @@ def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
         reads: how many of its last outputs are `value_reads`. Those in between are new entries of containers.
 
     Returns:
-        The inputs that are written, whose values are new outputs in front of the last `reads`; and (output, value) for each output of the
-        model that is a new entry or a written input itself, which is taken out. Values are counted from the first entry.
+        The inputs that are written, whose values are new outputs in front of the last `reads`; and (output,
+        value) for each output of the model that is a new entry or a written input itself, which is taken out.
+        Values are counted from the first entry.
 
     Raises:
         CaptureError: the model changes its own buffer. A graph has no state, so it cannot.
@@ -87,8 +100,8 @@ def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
             continue
         if root.op == "get_attr" and not _is_lifted(root):
             msg = (
-                f"The model changes its buffer {root.meta.get('fqn')!r} while it runs; a quantized graph has no state. Move that out of "
-                "forward."
+                f"The model changes its buffer {root.meta.get('fqn')!r} while it runs; a quantized graph has "
+                "no state. Move that out of forward."
             )
             raise CaptureError(msg)
         with module.graph.inserting_after(root):
@@ -109,7 +122,11 @@ def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
 
 def _itself(node: object) -> object:
     """Return what an operator in place returns: the value that it changed."""
-    while isinstance(node, fx.Node) and works_in_place(node) and (changed := next(_changed_by(node), None)) is not None:
+    while (
+        isinstance(node, fx.Node)
+        and works_in_place(node)
+        and (changed := next(_changed_by(node), None)) is not None
+    ):
         node = changed
     return node
 
@@ -121,7 +138,11 @@ def _changed_by(node: fx.Node) -> Iterator[fx.Node]:
         for argument in schema_of(node.target):
             if argument.written:
                 given = arguments.get(argument.name)
-                yield from (n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+                yield from (
+                    n
+                    for n in (given if isinstance(given, (list, tuple)) else [given])
+                    if isinstance(n, fx.Node)
+                )
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -147,7 +168,10 @@ def views(module: fx.GraphModule) -> None:
 
 
 def flattens(module: fx.GraphModule) -> None:
-    """`flatten` becomes `reshape` with sizes that are read from the inputs. Fusers look through `reshape` and not through `flatten`."""
+    """`flatten` becomes `reshape` with sizes that are read from the inputs.
+
+    Fusers look through `reshape` and not through `flatten`.
+    """
     for node in [n for n in module.graph.nodes if n.target is aten.flatten.using_ints]:
         a = schema_arguments(node)
         shape = list(a["self"].meta["val"].shape)
@@ -164,10 +188,15 @@ def flattens(module: fx.GraphModule) -> None:
 
 
 def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
-    """Return a size as an argument: a number, or a node that reads it from an input. None if no input has this size."""
+    """Return a size as an argument: a number, or a node that reads it from an input.
+
+    None if no input has this size.
+    """
     if isinstance(size, int):
         return size
-    inputs = [n for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
+    inputs = [
+        n for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
     for node in inputs:
         for dim, other in enumerate(node.meta["val"].shape):
             if not isinstance(other, int) and other.node.expr == size.node.expr:
@@ -186,12 +215,18 @@ def pool_strides(module: fx.GraphModule) -> None:
 
 
 def drop_identities(module: fx.GraphModule) -> None:
-    """Remove dropout, detach, conversions to the dtype that a tensor already has, and copies of a tensor to itself.
+    """Remove dropout, detach, conversions to the dtype that a tensor already has, and copies of a tensor to
+    itself.
 
-    Export makes such a copy where `forward` assigns a buffer to itself: `self.table = self.table.to(x.device)`.
+    Export makes such a copy where `forward` assigns a buffer to itself: `self.table =
+    self.table.to(x.device)`.
     """
     for node in list(module.graph.nodes):
-        if op_name(node) in IDENTITIES or (_is_same_dtype_cast(node) and not _is_asked_copy(node)) or _is_copy_to_itself(node):
+        if (
+            op_name(node) in IDENTITIES
+            or (_is_same_dtype_cast(node) and not _is_asked_copy(node))
+            or _is_copy_to_itself(node)
+        ):
             _replace(node, input_node(node))
 
 
@@ -204,7 +239,9 @@ def _is_same_dtype_cast(node: fx.Node) -> bool:
     if source is None:
         return False
     before, after = source.meta.get("val"), node.meta.get("val")
-    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
+    return (
+        isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
+    )
 
 
 def _is_asked_copy(node: fx.Node) -> bool:
@@ -214,7 +251,9 @@ def _is_asked_copy(node: fx.Node) -> bool:
 
 
 def functionalise(module: fx.GraphModule) -> None:
-    """`x.relu_()` → `relu(x)`, if x is a new value and no view of it exists. Other operators in place stay as they are.
+    """`x.relu_()` → `relu(x)`, if x is a new value and no view of it exists.
+
+    Other operators in place stay as they are.
 
     So does one between dtypes: `half.add_(single)` gives half, `half.add(single)` gives single.
     """
@@ -224,7 +263,12 @@ def functionalise(module: fx.GraphModule) -> None:
         if functional is None:
             continue
         target = first_input(node)
-        if target is None or target.op in ("placeholder", "get_attr") or may_be_view(target) or _promotes(node, target):
+        if (
+            target is None
+            or target.op in ("placeholder", "get_attr")
+            or may_be_view(target)
+            or _promotes(node, target)
+        ):
             continue
         # the result of an operator that stays in place is memory that others read too
         if works_in_place(target) or any(may_be_view(user) for user in target.users):
@@ -238,7 +282,9 @@ def functionalise(module: fx.GraphModule) -> None:
 def _promotes(node: fx.Node, target: fx.Node) -> bool:
     """Whether the functional form of an operator in place may give another dtype than what it changes has."""
     own = target.meta["val"].dtype
-    others = {n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)} - {own}
+    others = {
+        n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
+    } - {own}
     return op_name(node) != "copy_" and any(
         other.is_floating_point == own.is_floating_point and other is not torch.bool for other in others
     )
@@ -253,7 +299,10 @@ def _functional_overload(node: fx.Node) -> Callable[..., torch.Tensor] | None:
 
 
 def constant_numbers(module: fx.GraphModule) -> None:
-    """`item` of a constant becomes the number: plans can't follow numbers out of tensors. Detectors keep the strides of levels so."""
+    """`item` of a constant becomes the number: plans can't follow numbers out of tensors.
+
+    Detectors keep the strides of levels so.
+    """
     for node in [n for n in module.graph.nodes if op_name(n) in ("item", "_local_scalar_dense")]:
         number = constant_number(module, node)
         if number is not None:
@@ -267,7 +316,10 @@ def _replace_by_number(node: fx.Node, number: float) -> None:
 
 
 def linears(module: fx.GraphModule) -> None:
-    """`addmm`, `mm` and `matmul` with a constant matrix become `linear`. A weight that is computed from constants becomes a constant."""
+    """`addmm`, `mm` and `matmul` with a constant matrix become `linear`.
+
+    A weight that is computed from constants becomes a constant.
+    """
     for node in list(module.graph.nodes):
         name = op_name(node)
         if name == "addmm":
@@ -279,7 +331,9 @@ def linears(module: fx.GraphModule) -> None:
         elif name in WEIGHTED and (weight := Weighted.of(node).weight).op != "get_attr":
             value = constant_value(module, weight)
             if value is not None:
-                set_argument(node, "weight", add_constant(module, node, f"{node.name}_weight", value, fqn_of(weight)))
+                set_argument(
+                    node, "weight", add_constant(module, node, f"{node.name}_weight", value, fqn_of(weight))
+                )
 
 
 def _to_linear(module: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None) -> None:
@@ -326,7 +380,9 @@ def batched_convolutions(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             batch = call_function(module.graph, aten.unsqueeze.default, (x, 0))
         take_over(batch, x)
-        batch.meta.update(val=x.meta["val"].unsqueeze(0), nn_module_stack=node.meta.get("nn_module_stack", {}))
+        batch.meta.update(
+            val=x.meta["val"].unsqueeze(0), nn_module_stack=node.meta.get("nn_module_stack", {})
+        )
         with module.graph.inserting_after(node):
             back = call_function(module.graph, aten.squeeze.dim, (node, 0))
         take_over(back, node)
@@ -336,7 +392,10 @@ def batched_convolutions(module: fx.GraphModule) -> None:
 
 
 def explicit_padding(module: fx.GraphModule) -> None:
-    """`padding="same"` and "valid" become numbers, which kernels need. If the two sides differ, a padding is put in front."""
+    """`padding="same"` and "valid" become numbers, which kernels need.
+
+    If the two sides differ, a padding is put in front.
+    """
     for node in module.graph.nodes:
         name = op_name(node)
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "padding":
@@ -345,11 +404,16 @@ def explicit_padding(module: fx.GraphModule) -> None:
         kernel = arguments["weight"].meta["val"].shape[2:]
         dilation = list(arguments["dilation"])
         dilation = dilation * len(kernel) if len(dilation) == 1 else dilation
-        totals = [0 if arguments["padding"] == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        totals = [
+            0 if arguments["padding"] == "valid" else d * (k - 1)
+            for d, k in zip(dilation, kernel, strict=True)
+        ]
         if any(t % 2 for t in totals):  # the end gets the larger half. `pad` lists the last dimension first
             with module.graph.inserting_before(node):
                 x, ends = arguments["input"], [end for t in reversed(totals) for end in (t // 2, t - t // 2)]
-                arguments["input"] = padded = call_function(module.graph, aten.constant_pad_nd.default, (x, ends, 0.0))
+                arguments["input"] = padded = call_function(
+                    module.graph, aten.constant_pad_nd.default, (x, ends, 0.0)
+                )
             take_over(padded, node)
             padded.meta["val"] = aten.constant_pad_nd.default(x.meta["val"], ends, 0.0)
             totals = [0] * len(totals)
@@ -399,14 +463,26 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
             continue
         producer = input_node(node)
         kind = op_name(producer)
-        if kind not in WEIGHTED or len(producer.users) != 1 or (kind == "linear" and producer.meta["val"].dim() != 2):
+        if (
+            kind not in WEIGHTED
+            or len(producer.users) != 1
+            or (kind == "linear" and producer.meta["val"].dim() != 2)
+        ):
             continue
         bn = schema_arguments(node)
-        gamma, beta, mean, var = (constant_value(module, bn[k]) for k in ("weight", "bias", "running_mean", "running_var"))
+        gamma, beta, mean, var = (
+            constant_value(module, bn[k]) for k in ("weight", "bias", "running_mean", "running_var")
+        )
         conv = schema_arguments(producer)
         weight = constant_value(module, conv["weight"])
         bias = constant_value(module, conv["bias"])
-        if bn["training"] or mean is None or var is None or weight is None or (conv["bias"] is not None and bias is None):
+        if (
+            bn["training"]
+            or mean is None
+            or var is None
+            or weight is None
+            or (conv["bias"] is not None and bias is None)
+        ):
             continue
         if kind.startswith("conv_transpose") and conv["groups"] != 1:
             continue
@@ -416,7 +492,9 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
         fqn = conv["weight"].meta["fqn"]
         name = re.sub(r"\W", "_", fqn)
         conv["weight"] = add_constant(module, producer, f"{name}_folded", new_weight, fqn)
-        conv["bias"] = add_constant(module, producer, f"{name}_folded_bias", new_bias, fqn.removesuffix("weight") + "bias")
+        conv["bias"] = add_constant(
+            module, producer, f"{name}_folded_bias", new_bias, fqn.removesuffix("weight") + "bias"
+        )
         producer.args, producer.kwargs = tuple(conv.values()), {}
         # what bias absorption knows of the output without data: float64 [channels]
         producer.meta["output_mean"] = torch.zeros_like(factor) if beta is None else beta.double()
@@ -457,7 +535,10 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
 def _sweep(module: fx.GraphModule) -> None:
     """Remove dead nodes and the constants that only they used."""
     module.graph.eliminate_dead_code(
-        lambda n: n.op in ("placeholder", "output") or (isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable)
+        lambda n: (
+            n.op in ("placeholder", "output")
+            or (isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable)
+        )
     )
     drop_unused(module)
 

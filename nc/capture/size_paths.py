@@ -1,10 +1,12 @@
 """Models that ask for sizes in Python, such as `if height % 2:` or `max(kernel - width % stride, 0)`.
 
-Export keeps sizes free and takes the way of the example at each such place; what that needs of the sizes it notes as a guard. A call with
-sizes for which the model would take another way would get wrong numbers, so a guard becomes a condition of the graph's signature.
+Export keeps sizes free and takes the way of the example at each such place; what that needs of the sizes it
+notes as a guard. A call with sizes for which the model would take another way would get wrong numbers, so a
+guard becomes a condition of the graph's signature.
 
-Most guards do not matter: operators ask whether a size is 1 or whether a tensor is contiguous, and compute the same either way. So each
-one is tried: the model and the graph run with sizes that do not fulfil it. Where both give the same, it is no condition.
+Most guards do not matter: operators ask whether a size is 1 or whether a tensor is contiguous, and compute
+the same either way. So each one is tried: the model and the graph run with sizes that do not fulfil it. Where
+both give the same, it is no condition.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import torch
 
 from nc.graph.size_conditions import SizeCondition, parsed
 
-#: Sizes are tried that differ by less than this, and so many of them; a guard that was not tried is a condition.
+#: Sizes are tried that differ by less than this, and so many of them; a guard that was not tried is a
+#: condition.
 FARTHEST, MOST_TRIED = 2100, 24
-#: In its own files, but for those of its layers, torch asks for sizes to choose among memory formats, or to check them.
+#: In its own files, but for those of its layers, torch asks for sizes to choose among memory formats, or to
+#: check them.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _LAYERS = f"{_TORCH}nn{os.sep}"
 
@@ -40,7 +44,8 @@ class Guards:
     """What an exported program needs of the sizes of its inputs.
 
     Attributes:
-        axes: free dimension of an input → its size, computed from the names of those that are free of each other.
+        axes: free dimension of an input → its size, computed from the names of those that are free of each
+            other.
         relations: between sizes, such as one that is twice another.
         asked: what the model's Python code asked.
         needed: what operators ask, such as a product whether its sides fit.
@@ -61,21 +66,39 @@ def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
     Raises:
         UnfitGuardError: one can't be expressed in sizes of inputs.
     """
-    free = {f"in{i}_{d}": size for i, shape in enumerate(shapes) for d, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    free = {
+        f"in{i}_{d}": size
+        for i, shape in enumerate(shapes)
+        for d, size in enumerate(shape)
+        if isinstance(size, torch.SymInt)
+    }
     if not free:
         return Guards({})
     env = next(iter(free.values())).node.shape_env
-    sizes = {name: size for name, symint in free.items() if not (size := env.replace(symint.node.expr)).is_number}
+    sizes = {
+        name: size for name, symint in free.items() if not (size := env.replace(symint.node.expr)).is_number
+    }
     if not sizes:
         return Guards({})
     symbols, relations = _symbols(sizes)
-    axes = {name: _printed(size.xreplace(symbols)) for name, size in sizes.items() if size.free_symbols <= set(symbols)}
+    axes = {
+        name: _printed(size.xreplace(symbols))
+        for name, size in sizes.items()
+        if size.free_symbols <= set(symbols)
+    }
     conditions = [SizeCondition(text, where) for text, where in _conditions(env, symbols).items()]
-    return Guards(axes, tuple(relations), tuple(c for c in conditions if c.where), tuple(c for c in conditions if not c.where))
+    return Guards(
+        axes,
+        tuple(relations),
+        tuple(c for c in conditions if c.where),
+        tuple(c for c in conditions if not c.where),
+    )
 
 
 def _conditions(env: Any, symbols: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the conditions that export found, and for each where the model asks for it; "" where it does not ask itself.
+    """Return the conditions that export found, and for each where the model asks for it.
+
+    "" where it does not ask itself.
 
     Args:
         env: the shape environment.
@@ -91,7 +114,9 @@ def _conditions(env: Any, symbols: Mapping[Any, Any]) -> dict[str, str]:
         if condition.free_symbols and (where or is_equation):
             text = _text(condition, symbols, where)
             found[text] = found.get(text) or where
-    for claim in itertools.chain.from_iterable(env.deferred_runtime_asserts.values()):  # torch 2.8 keeps there what later ones guard
+    for claim in itertools.chain.from_iterable(
+        env.deferred_runtime_asserts.values()
+    ):  # torch 2.8 keeps there what later ones guard
         condition = env.replace(claim.expr)
         if condition.free_symbols and condition.free_symbols <= set(symbols):
             found.setdefault(_text(condition, symbols, ""), "")
@@ -115,7 +140,12 @@ def _symbols(sizes: Mapping[str, Any]) -> tuple[dict[Any, Any], list[SizeConditi
             relations.append(SizeCondition(f"{name} == {_printed(size.xreplace(symbols))}", ""))
             continue
         factor, offset = size.coeff(unknown[0]), size.subs(unknown[0], 0)
-        if len(size.free_symbols) == 1 and factor.is_Integer and offset.is_Integer and size == factor * unknown[0] + offset:
+        if (
+            len(size.free_symbols) == 1
+            and factor.is_Integer
+            and offset.is_Integer
+            and size == factor * unknown[0] + offset
+        ):
             relations.append(SizeCondition(f"{_printed(names[name] - offset)} % {factor} == 0", ""))
             symbols[unknown[0]] = (names[name] - offset) / factor
     return symbols, relations
@@ -126,13 +156,16 @@ def _text(condition: Any, symbols: Mapping[Any, Any], where: str) -> str:
     try:
         parsed(text)
     except ValueError as error:
-        msg = f"the model asks for {condition}, at {where}, which can't be computed from the sizes of its inputs"
+        msg = (
+            f"the model asks for {condition}, at {where}, which can't be computed from the sizes of its "
+            "inputs"
+        )
         raise UnfitGuardError(msg) from error
     return text
 
 
 def _printed(expression: Any) -> str:
-    from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415 - imports sympy, which `nc.load` does without
+    from torch.utils._sympy.printers import PythonPrinter  # imports sympy, which `nc.load` does without
 
     if expression.is_Relational:  # `a - b <= 0` is easier to read as `a <= b`
         difference = expression.lhs - expression.rhs
@@ -145,7 +178,9 @@ def _printed(expression: Any) -> str:
 def _place(location: Any) -> str:
     """Return the place that asked, out of a guard's; "" for torch's own."""
     frame = location.framework_loc
-    if not isinstance(frame, traceback.FrameSummary) or (frame.filename.startswith(_TORCH) and not frame.filename.startswith(_LAYERS)):
+    if not isinstance(frame, traceback.FrameSummary) or (
+        frame.filename.startswith(_TORCH) and not frame.filename.startswith(_LAYERS)
+    ):
         return ""
     return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
 
@@ -159,12 +194,15 @@ class Outcome(enum.Enum):
     FAILED = "the graph does not take them"
 
 
-def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes], Outcome]) -> tuple[SizeCondition, ...]:
+def those_that_matter(
+    guards: Guards, example: Sizes, outcome: Callable[[Sizes], Outcome]
+) -> tuple[SizeCondition, ...]:
     """Return the guards for which other sizes were seen to be no `SAME`, or could not be tried.
 
     Args:
         guards: to choose from.
-        example: the sizes of the example, by the names in `axes`; model and graph are known to agree for them.
+        example: the sizes of the example, by the names in `axes`; model and graph are known to agree for
+            them.
         outcome: runs model and graph with other sizes.
     """
     waiting = [guard for guard in (*guards.asked, *guards.needed) if guard.holds(example)]
@@ -184,7 +222,9 @@ def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes],
         seen = attempt(sizes) if sizes else Outcome.FAILED  # no sizes that a user may have
         if sizes and seen is Outcome.FAILED and not guard.where:
             # perhaps for another reason: sizes that are too small for an operator say nothing of larger ones
-            beyond = _unfulfilled(guard, guards, others, example, larger=sum(sizes.values()) < sum(example.values()))
+            beyond = _unfulfilled(
+                guard, guards, others, example, larger=sum(sizes.values()) < sum(example.values())
+            )
             if beyond and attempt(beyond) is Outcome.SAME:
                 sizes, seen = beyond, Outcome.SAME
         if seen is Outcome.SAME:
@@ -195,8 +235,13 @@ def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes],
     return (*kept, *_ones(guards, kept, example, outcome))
 
 
-def _ones(guards: Guards, kept: Sequence[SizeCondition], example: Sizes, outcome: Callable[[Sizes], Outcome]) -> Iterator[SizeCondition]:
-    """Sizes that must not be 1: export takes each free size as larger, and notes no guard where the model asks whether it is 1."""
+def _ones(
+    guards: Guards, kept: Sequence[SizeCondition], example: Sizes, outcome: Callable[[Sizes], Outcome]
+) -> Iterator[SizeCondition]:
+    """Sizes that must not be 1.
+
+    Export takes each free size as larger, and notes no guard where the model asks whether it is 1.
+    """
     free = [name for name, text in guards.axes.items() if text == name and example[name] != 1]
     for group in dict.fromkeys(tuple(_alike(name, example)) for name in free):
         sizes = _with(group, 1, guards.axes, example)
@@ -205,26 +250,45 @@ def _ones(guards: Guards, kept: Sequence[SizeCondition], example: Sizes, outcome
         seen = outcome(sizes)
         if seen in (Outcome.OTHER, Outcome.REFUSED):  # where the graph fails, its error says more
             for name in (name for name in group if name in free):
-                yield SizeCondition(f"{name} != 1", "a place that export does not name", silent=seen is Outcome.OTHER)
+                yield SizeCondition(
+                    f"{name} != 1", "a place that export does not name", silent=seen is Outcome.OTHER
+                )
 
 
 def _unfulfilled(
-    guard: SizeCondition, guards: Guards, others: Sequence[SizeCondition], example: Sizes, larger: bool | None = None
+    guard: SizeCondition,
+    guards: Guards,
+    others: Sequence[SizeCondition],
+    example: Sizes,
+    larger: bool | None = None,
 ) -> Sizes | None:
-    """Sizes near the example's that do not fulfil a guard, and of the others as many as possible; None when there are none.
+    """Sizes near the example's that do not fulfil a guard, and of the others as many as possible.
+
+    None when there are none.
 
     With `larger` only those that are larger, or only those that are smaller.
     """
     found = (sizes for sizes in _near(guard.names(), guards.axes, example) if not guard.holds(sizes))
     if larger is not None:
         total = sum(example.values())
-        found = (sizes for sizes in found if sum(sizes.values()) != total and (sum(sizes.values()) > total) is larger)
+        found = (
+            sizes
+            for sizes in found
+            if sum(sizes.values()) != total and (sum(sizes.values()) > total) is larger
+        )
     possible = (sizes for sizes in found if all(relation.holds(sizes) for relation in guards.relations))
-    return min(itertools.islice(possible, 64), key=lambda sizes: sum(not other.holds(sizes) for other in others), default=None)
+    return min(
+        itertools.islice(possible, 64),
+        key=lambda sizes: sum(not other.holds(sizes) for other in others),
+        default=None,
+    )
 
 
 def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iterator[Sizes]:
-    """All sizes when one of these differs from the example's, together with those alike or alone; the nearest first."""
+    """All sizes when one of these differs from the example's, together with those alike or alone.
+
+    The nearest first.
+    """
     groups = {(*_alike(name, example),): None for name in names} | {(name,): None for name in names}
     for distance in range(1, FARTHEST):
         for group in groups:
@@ -234,9 +298,14 @@ def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iter
 
 
 def _alike(name: str, example: Sizes) -> list[str]:
-    """Return the names that probably change together, such as the batch of two inputs: the same dimension, the same size."""
+    """Return the names that probably change together, such as the batch of two inputs.
+
+    The same dimension, the same size.
+    """
     dim = name.rpartition("_")[2]
-    return [other for other, size in example.items() if size == example[name] and other.rpartition("_")[2] == dim]
+    return [
+        other for other, size in example.items() if size == example[name] and other.rpartition("_")[2] == dim
+    ]
 
 
 def _with(names: Sequence[str], size: int, axes: Mapping[str, str], example: Sizes) -> Sizes:

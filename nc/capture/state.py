@@ -1,4 +1,7 @@
-"""What a model keeps beside parameters and buffers from call to call, such as `self.last = x`: a graph keeps nothing."""
+"""What a model keeps beside parameters and buffers from call to call, such as `self.last = x`.
+
+A graph keeps nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ _CHANGEABLE = (torch.Tensor, bool, int, float, *_CONTAINERS)
 #: How deep objects are looked into: `self.a.b.c`.
 _DEPTH = 2
 
-#: For each name, as messages write it, all that would be another object, or of another version, if a call changed it.
+#: For each name, as messages write it, all that would be another object, or of another version, if a call
+#: changed it.
 State = Mapping[str, list[Any]]
 
 
@@ -52,30 +56,45 @@ def holders(model: torch.nn.Module) -> Iterator[Holder]:
     for cls in classes:
         if f"{cls.__module__}.".startswith(("torch.", "builtins.")):
             continue
-        held = {name: v for name, v in vars(cls).items() if isinstance(v, _CHANGEABLE) and not name.startswith("__")}
+        held = {
+            name: v
+            for name, v in vars(cls).items()
+            if isinstance(v, _CHANGEABLE) and not name.startswith("__")
+        }
         yield Holder(f"{cls.__name__}.", cls, held)
         yield from _globals(vars(cls).get("forward"))
 
 
 def state_of(model: torch.nn.Module) -> State:
     """Return what all of them hold."""
-    return {f"{holder.prefix}{name}": _parts(value) for holder in holders(model) for name, value in holder.values.items()}
+    return {
+        f"{holder.prefix}{name}": _parts(value)
+        for holder in holders(model)
+        for name, value in holder.values.items()
+    }
 
 
 def changed(before: State, after: State) -> list[str]:
     """Return the names that two states do not have in common."""
-    names = [name for name, parts in after.items() if name not in before or not _are_same(before[name], parts)]
+    names = [
+        name for name, parts in after.items() if name not in before or not _are_same(before[name], parts)
+    ]
     return [*names, *(name for name in before if name not in after)]
 
 
 def computed_by_hooks(model: torch.nn.Module, before: State, after: State) -> set[str]:
-    """Return the attributes of modules with hooks in front of their call that are other tensors with the same values: weights, not states.
+    """Return the attributes of modules with hooks in front of their call that are other tensors with the same
+    values: weights, not states.
 
     `weight_norm`, `spectral_norm` and pruning compute a weight of parameters in each call.
     """
-    hooked = {f"self.{path}".rstrip(".") for path, module in model.named_modules() if module._forward_pre_hooks}
+    hooked = {
+        f"self.{path}".rstrip(".") for path, module in model.named_modules() if module._forward_pre_hooks
+    }
     return {
-        name for name in before.keys() & after.keys() if name.rpartition(".")[0] in hooked and _are_equal(before[name][0], after[name][0])
+        name
+        for name in before.keys() & after.keys()
+        if name.rpartition(".")[0] in hooked and _are_equal(before[name][0], after[name][0])
     }
 
 
@@ -94,9 +113,14 @@ def changes_of(model: torch.nn.Module, before: State, after: State) -> list[str]
 def put_back(model: torch.nn.Module) -> Iterator[None]:
     """Afterwards modules, objects, classes and globals hold what they held, with the same values, whatever calls have changed inside."""
     held = list(holders(model))
-    attributes = [(holder, dict(vars(holder.owner))) for holder in held if isinstance(holder.owner, torch.nn.Module)]
+    attributes = [
+        (holder, dict(vars(holder.owner))) for holder in held if isinstance(holder.owner, torch.nn.Module)
+    ]
     values = [value for holder in held for value in holder.values.values()]
-    inside = [*values, *(value for _, own in attributes for value in own.values())]  # also torch's own dicts of buffers and parameters
+    inside = [
+        *values,
+        *(value for _, own in attributes for value in own.values()),
+    ]  # also torch's own dicts of buffers and parameters
     contents = [(value, value.copy()) for value in inside if type(value) in _CONTAINERS]
     tensors = {id(t): (t, t.detach().clone()) for value in values for t in _tensors(value)}
     try:
@@ -149,7 +173,11 @@ def _objects(prefix: str, values: Mapping[str, Any], depth: int, seen: set[int])
         return
     for name, value in values.items():
         own = getattr(value, "__dict__", None)
-        if not isinstance(own, dict) or id(value) in seen or isinstance(value, (torch.Tensor, torch.nn.Module, type, types.ModuleType)):
+        if (
+            not isinstance(own, dict)
+            or id(value) in seen
+            or isinstance(value, (torch.Tensor, torch.nn.Module, type, types.ModuleType))
+        ):
             continue
         if callable(value):
             continue
@@ -164,20 +192,41 @@ def _globals(forward: Any) -> Iterator[Holder]:
     if code is None:
         return
     names = {name: forward.__globals__.get(name) for name in code.co_names}
-    yield Holder("the global ", forward.__globals__, {name: value for name, value in names.items() if isinstance(value, _CHANGEABLE)})
+    yield Holder(
+        "the global ",
+        forward.__globals__,
+        {name: value for name, value in names.items() if isinstance(value, _CHANGEABLE)},
+    )
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
     """Return the tensors of a value whose content can be kept."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set, collections.deque)) else (value,)
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple, set, collections.deque))
+        else (value,)
+    )
     kinds = (torch.Tensor, torch.nn.Parameter)
     return [
-        t for t in items if type(t) in kinds and t.layout is torch.strided and not t.is_meta and not t.is_inference() and not t.is_nested
+        t
+        for t in items
+        if type(t) in kinds
+        and t.layout is torch.strided
+        and not t.is_meta
+        and not t.is_inference()
+        and not t.is_nested
     ]
 
 
 def _are_equal(a: object, b: object) -> bool:
-    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype is b.dtype and torch.equal(a, b)
+    return (
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and a.dtype is b.dtype
+        and torch.equal(a, b)
+    )
 
 
 def _parts(value: Any) -> list[Any]:
@@ -195,4 +244,6 @@ def _parts_inside(item: Any) -> list[Any]:
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y) for x, y in zip(a, b, strict=True)
+    )

@@ -1,9 +1,10 @@
 """Models that read values of tensors in Python, such as `if mask.any():` or `range(int(lengths.max()))`.
 
-`torch.export` can't follow them: the path through the code depends on values that it does not have. Here the path that the example takes
-is captured, and every value that was read becomes one more output of the graph. Each call compares these outputs with what was read for
-the example (`Signature.unflatten`), so that a call for which the model would take another path fails instead of giving wrong numbers.
-That is of use where values are about the form of the inputs (masks, lengths, sizes); a path that depends on data is refused.
+`torch.export` can't follow them: the path through the code depends on values that it does not have. Here the
+path that the example takes is captured, and every value that was read becomes one more output of the graph.
+Each call compares these outputs with what was read for the example (`Signature.unflatten`), so that a call
+for which the model would take another path fails instead of giving wrong numbers. That is of use where values
+are about the form of the inputs (masks, lengths, sizes); a path that depends on data is refused.
 """
 
 from __future__ import annotations
@@ -34,9 +35,23 @@ _MOST_NOTED = 4096
 _READS = frozenset({"item", "__bool__", "__int__", "__float__", "__index__"})
 #: What Python expects of them.
 _AS: dict[str, Callable[[Any], Any]] = {"__int__": int, "__float__": float, "__index__": int}
-#: Functions that read the value of a tensor where it stands for a size, and have no other use for integer tensors without dimensions.
+#: Functions that read the value of a tensor where it stands for a size, and have no other use for integer
+#: tensors without dimensions.
 _TAKE_SIZES = frozenset(
-    {"view", "reshape", "expand", "repeat", "pad", "narrow", "unflatten", "as_strided", "split", "split_with_sizes", "chunk", "new_zeros"}
+    {
+        "view",
+        "reshape",
+        "expand",
+        "repeat",
+        "pad",
+        "narrow",
+        "unflatten",
+        "as_strided",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "new_zeros",
+    }
     | {"new_ones", "new_empty", "new_full", "interpolate", "tile", "permute", "roll"}
 )
 #: The same, beginning with the first argument.
@@ -80,11 +95,13 @@ def reads_of(run: Callable[[], object]) -> tuple[ValueRead, ...]:
 
 @contextlib.contextmanager
 def reading(model: torch.nn.Module, reads: Sequence[ValueRead], done: list[ValueRead]) -> Iterator[None]:
-    """Inside, the model gets these values where it reads some, and returns (its output, the tensors that it read them from).
+    """Inside, the model gets these values where it reads some, and returns (its output, the tensors that it
+    read them from).
 
     Args:
         model: its `forward` is another one inside.
-        reads: found by `reads_of`. Those at places that the model does not reach while it is exported are left out.
+        reads: found by `reads_of`. Those at places that the model does not reach while it is exported are
+            left out.
         done: afterwards, what was read, in the order of the tensors.
 
     Raises:
@@ -119,8 +136,9 @@ def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[Valu
     """Take the outputs out of a graph that can't change from call to call; the reads of those that stay.
 
     Raises:
-        UnfitReadError: a value comes from a floating-point input, so that nearly every call has another one; or it is a fraction that can
-            change, which no two engines compute alike; or more than `MOST_READS` can change.
+        UnfitReadError: a value comes from a floating-point input, so that nearly every call has another one;
+            or it is a fraction that can change, which no two engines compute alike; or more than `MOST_READS`
+            can change.
     """
     node, outputs = next(iter(reversed(module.graph.nodes))), returned(module)
     own, kept = list(outputs[: len(outputs) - len(reads)]), []
@@ -148,7 +166,8 @@ def _can_change(read: ValueRead, sources: Collection[fx.Node]) -> bool:
 
 
 def check_reads(module: fx.GraphModule, reads: Sequence[ValueRead], layers: Container[str]) -> None:
-    """Raise UnfitReadError when a value comes out of a layer, whose int8 form may give another one, or is random.
+    """Raise UnfitReadError when a value comes out of a layer, whose int8 form may give another one, or is
+    random.
 
     Args:
         module: after all rewrites.
@@ -160,7 +179,10 @@ def check_reads(module: fx.GraphModule, reads: Sequence[ValueRead], layers: Cont
         sources = _sources(output) if isinstance(output, fx.Node) else set()
         computed = any(source.name in layers for source in sources)
         if computed or any(map(_is_random, sources)):
-            msg = f"the model reads {'a value that its layers compute' if computed else 'a random value'}, at {read.where}"
+            msg = (
+                f"the model reads {'a value that its layers compute' if computed else 'a random value'}, at "
+                f"{read.where}"
+            )
             raise UnfitReadError(msg)
 
 
@@ -176,7 +198,10 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers. Before the rewrites also attention counts, which could drop some of its weights."""
+    """Whether a node draws random numbers.
+
+    Before the rewrites also attention counts, which could drop some of its weights.
+    """
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -234,4 +259,8 @@ def _caller() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}" if frame is not None else "unknown"
+    return (
+        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        if frame is not None
+        else "unknown"
+    )

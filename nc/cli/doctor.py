@@ -1,4 +1,7 @@
-"""What `python -m nc doctor` says of the C code, and of an artefact: whether this CPU can run it, and which layers `load` changes here."""
+"""What `python -m nc doctor` says of the C code, and of an artefact.
+
+Whether this CPU can run it, and which layers `load` changes here.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,12 @@ from nc.storage import store
 from nc.weights.files.artefact import FORMAT as LOW_BIT
 
 #: Origin of a library → what the table says.
-_FROM = {"shipped": "the wheel", "kept": "the cache folder", "compiled": "the compiler, in this process", "": "nowhere"}
+_FROM = {
+    "shipped": "the wheel",
+    "kept": "the cache folder",
+    "compiled": "the compiler, in this process",
+    "": "nowhere",
+}
 
 
 def of_c_code() -> list[dict[str, Any]]:
@@ -28,7 +36,8 @@ def of_c_code() -> list[dict[str, Any]]:
 
     Returns:
         library: its name.
-        origin: "shipped" (in the wheel), "kept" (compiled by an earlier process), "compiled" (in this process), or "" (there is none).
+        origin: "shipped" (in the wheel), "kept" (compiled by an earlier process), "compiled" (in this
+            process), or "" (there is none).
         where, compiler: in words; "" where there is none.
         instruction_sets: those that it has code for, besides that for any x86-64 CPU.
         remarks: why there is no better one, or none.
@@ -40,17 +49,32 @@ def _of_library(name: str) -> dict[str, Any]:
     try:
         found = build.loaded(name)
     except BackendUnavailableError as error:
-        return {"library": name, "origin": "", "where": "", "compiler": "", "instruction_sets": [], "remarks": [str(error)]}
+        return {
+            "library": name,
+            "origin": "",
+            "where": "",
+            "compiler": "",
+            "instruction_sets": [],
+            "remarks": [str(error)],
+        }
     unknown = [f"{isa} takes {isas.COMPILERS.get(isa, 'another compiler')}" for isa in found.missing]
-    remarks = [*found.passed_over, *([f"{found.compiler} has no code for {', '.join(unknown)}"] if unknown else [])]
+    remarks = [
+        *found.passed_over,
+        *([f"{found.compiler} has no code for {', '.join(unknown)}"] if unknown else []),
+    ]
     if found.origin != build.ORIGINS[0] and not build.is_shipped(name):
-        remarks.append("the installation has no compiled libraries: it is editable, or of a wheel for any platform")
+        remarks.append(
+            "the installation has no compiled libraries: it is editable, or of a wheel for any platform"
+        )
     facts = {"library": name, "origin": found.origin, "where": found.where, "compiler": found.compiler}
     return {**facts, "instruction_sets": list(found.isas), "remarks": remarks}
 
 
 def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:
-    """Print a result of `of_c_code`: a table, then each origin and each remark once, with the libraries that it is of."""
+    """Print a result of `of_c_code`.
+
+    A table, then each origin and each remark once, with the libraries that it is of.
+    """
     table = Table("C code", "from", "instruction sets", "compiler", box=None, pad_edge=False)
     for row in libraries:
         code = ", ".join(row["instruction_sets"]) or ("any x86-64" if row["origin"] else "none")
@@ -63,13 +87,16 @@ def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:
 
 
 def of_artefact(folder: Path) -> dict[str, Any]:
-    """Return what this CPU makes of an artefact, as plain values; raises ArtefactError if the folder is not an artefact.
+    """Return what this CPU makes of an artefact, as plain values.
+
+    Raises ArtefactError if the folder is not an artefact.
 
     Returns:
         fits: whether it can run here.
         needs, missing: CPU features, those that it needs and those of them that are missing.
         low_bit_layers, quantized_layers: how many there are.
-        changes: layers whose 16-bit sums could overflow on an engine: layer, type, and by engine what load does.
+        changes: layers whose 16-bit sums could overflow on an engine: layer, type, and by engine what load
+            does.
     """
     content = folders.read(folder)
     facts: dict[str, Any] = {"folder": str(folder), "fits": True, "needs": [], "missing": [], "changes": []}
@@ -88,7 +115,8 @@ def tell(facts: dict[str, Any], console: Console) -> None:
     if facts["low_bit_layers"]:
         count = facts["low_bit_layers"]
         click.echo(
-            f"{folder} fits this CPU: its {count} low-bit layers need no special CPU features. nc.report says which kernels run them."
+            f"{folder} fits this CPU: its {count} low-bit layers need no special CPU features. nc.report "
+            "says which kernels run them."
         )
         return
     if facts["missing"]:
@@ -107,8 +135,9 @@ def tell(facts: dict[str, Any], console: Console) -> None:
         table.add_row(layer["layer"], layer["type"], *layer["engines"].values())
     console.print(table)
     click.echo(
-        f"load quantizes {len(layers)} of {total} quantized layers again, from their int8 codes, because 16-bit sums "
-        f"could overflow here{cpu.why_narrow()}. To keep more accuracy, convert the fp32 model on this CPU."
+        f"load quantizes {len(layers)} of {total} quantized layers again, from their int8 codes, because "
+        f"16-bit sums could overflow here{cpu.why_narrow()}. To keep more accuracy, convert the fp32 model "
+        "on this CPU."
     )
 
 

@@ -41,7 +41,10 @@ def _names(arrays: Arrays) -> str:
 
 
 def read_npz(path: Path) -> Arrays:
-    """Arrays by name of the argument, or arr_0, arr_1 and so on. All have the same number of samples; float64 becomes float32."""
+    """Arrays by name of the argument, or arr_0, arr_1 and so on.
+
+    All have the same number of samples; float64 becomes float32.
+    """
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -50,21 +53,32 @@ def read_npz(path: Path) -> Arrays:
         with loaded:
             arrays = {name: loaded[name] for name in loaded.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        msg = f"{path} is not an .npz file of plain arrays; write it with numpy.savez(path, argument=array, …)."
+        msg = (
+            f"{path} is not an .npz file of plain arrays; write it with numpy.savez(path, argument=array, …)."
+        )
         raise RequestError(msg) from error
     sizes = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
         found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no arrays at all"
-        msg = f"{path}: expected arrays with the same number of samples (first axis), at least one, but got {found}."
+        msg = (
+            f"{path}: expected arrays with the same number of samples (first axis), at least one, but got "
+            f"{found}."
+        )
         raise RequestError(msg)
     if len({_is_positional(name) for name in arrays}) > 1:
-        msg = f"{path}: expected names of arguments for all arrays, or arr_0, arr_1, … for all, but got {_names(arrays)}."
+        msg = (
+            f"{path}: expected names of arguments for all arrays, or arr_0, arr_1, … for all, but got "
+            f"{_names(arrays)}."
+        )
         raise RequestError(msg)
     return {name: _to_fp32(name, array) for name, array in arrays.items()}
 
 
 def check_can_be_made(folder: Path) -> None:
-    """Raise RequestError if a folder cannot be made, or replaced. A folder is written beside its place, so one is made there for a try."""
+    """Raise RequestError if a folder cannot be made, or replaced.
+
+    A folder is written beside its place, so one is made there for a try.
+    """
     existing = next(p for p in folder.resolve().parents if p.exists())
     if not existing.is_dir():
         msg = f"{folder} cannot be written: {existing} is a file."
@@ -101,7 +115,9 @@ def _to_fp32(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, Arrays]:
-    """Calibration data, None when there is none, and example inputs: those given, or else the first sample of the data.
+    """Calibration data, None when there is none, and example inputs.
+
+    Those given, or else the first sample of the data.
 
     Raises:
         RequestError: neither is given, a file cannot be used, or the two have different arguments.
@@ -113,23 +129,31 @@ def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, 
         examples = {name: array[:1] for name, array in arrays.items()}
     else:
         msg = (
-            "Give --calib FILE.npz with calibration data. If --config needs none (dynamic quantization), give --example FILE.npz "
-            "with one batch of inputs to capture the model."
+            "Give --calib FILE.npz with calibration data. If --config needs none (dynamic quantization), "
+            "give --example FILE.npz with one batch of inputs to capture the model."
         )
         raise RequestError(msg)
     if arrays is not None and set(examples) != set(arrays):
-        msg = f"Expected --example to have the arrays of --calib, {_names(arrays)}, but got {_names(examples)}."
+        msg = (
+            f"Expected --example to have the arrays of --calib, {_names(arrays)}, but got {_names(examples)}."
+        )
         raise RequestError(msg)
     return arrays, examples
 
 
 @contextlib.contextmanager
 def whence(path: Path | None, examples: Arrays) -> Iterator[None]:
-    """Say of inputs that do not fit the model which file they are from: the user of the command line gave no `example_inputs`."""
+    """Say of inputs that do not fit the model which file they are from.
+
+    The user of the command line gave no `example_inputs`.
+    """
     try:
         yield
     except InputError as error:
-        msg = f"{str(error).rstrip('.')}. The example inputs are from {path}, which has the arrays {_names(examples)}."
+        msg = (
+            f"{str(error).rstrip('.')}. The example inputs are from {path}, which has the arrays "
+            f"{_names(examples)}."
+        )
         raise RequestError(msg) from error
 
 
@@ -138,14 +162,18 @@ def check_needs_no_data(prepared: Preparation) -> None:
     plan = prepared.plan
     if isinstance(plan, WeightPlan):
         if plan.needs_data:
-            msg = "--calib is missing: the solver or the transforms of this configuration need calibration data."
+            msg = (
+                "--calib is missing: the solver or the transforms of this configuration need calibration "
+                "data."
+            )
             raise RequestError(msg)
         return
     static = [d.operator for d in plan.decisions if d.operator in plan.static]
     if static:
         msg = (
             f"--calib is missing: operators that need calibration data: {len(static)}, e.g. {static[0]!r}. "
-            "Give --calib FILE.npz, or give --config a configuration that needs none, such as DynamicQuantConfig."
+            "Give --calib FILE.npz, or give --config a configuration that needs none, such as "
+            "DynamicQuantConfig."
         )
         raise RequestError(msg)
 
@@ -184,12 +212,24 @@ def make_model(factory: str) -> torch.nn.Module:
 
 
 def _what_failed(error: Exception, module_name: str, attribute: str) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name and module_name.split(".")[0] == error.name.split(".")[0]:
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and module_name.split(".")[0] == error.name.split(".")[0]
+    ):
         return f"there is no module {error.name!r} in {Path.cwd()} or among the installed packages"
     if isinstance(error, AttributeError) and error.name in attribute.split("."):
-        callables = [name for name in dir(error.obj) if not name.startswith("_") and callable(getattr(error.obj, name, None))]
+        callables = [
+            name
+            for name in dir(error.obj)
+            if not name.startswith("_") and callable(getattr(error.obj, name, None))
+        ]
         near = difflib.get_close_matches(error.name, callables, n=5)
-        has = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(callables[:20]) or 'nothing to call'}"
+        has = (
+            f"did you mean {', '.join(near)}?"
+            if near
+            else f"it has {', '.join(callables[:20]) or 'nothing to call'}"
+        )
         return f"{module_name} has no {attribute!r}; {has}"
     return f"{type(error).__name__}: {error}"
 

@@ -67,7 +67,10 @@ def _broken(*columns: str, rows: Sequence[tuple[str, ...]], header: bool = True)
 
 
 def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, ...]], dict[str, str]]:
-    """Return the contents of a model with low-bit weights: as plain values, as a table of layers, and lines about the rest."""
+    """Return the contents of a model with low-bit weights.
+
+    As plain values, as a table of layers, and lines about the rest.
+    """
     document = content.document
     layers = [
         {
@@ -91,7 +94,17 @@ def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, 
         "files": sizes,
     }
     rows: list[tuple[str, ...]] = [("layer", "type", "N x K", "weight", "activations", "solver")]
-    rows += [(x["layer"], x["type"], " x ".join(map(str, x["shape"])), x["weight"], x["activations"], x["solver"] or "-") for x in layers]
+    rows += [
+        (
+            x["layer"],
+            x["type"],
+            " x ".join(map(str, x["shape"])),
+            x["weight"],
+            x["activations"],
+            x["solver"] or "-",
+        )
+        for x in layers
+    ]
     count = sum(math.prod(x["shape"]) for x in layers)
     given = "give nc.load a model of it" if contents["needs_class"] else "nc.load builds it from transformers"
     lines = {
@@ -99,7 +112,9 @@ def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, 
         "written by": ", ".join(f"{name} {version}" for name, version in contents["versions"].items()),
         "class": f"{contents['class']}: {given}",
         "layers": f"{len(layers)} with low-bit weights, {count / 1e6:.1f} M weights",
-        "tensors": ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items()),
+        "tensors": ", ".join(
+            f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items()
+        ),
         "files": ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in sizes.items()),
     }
     return contents, rows, lines
@@ -108,7 +123,10 @@ def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, 
 def _table(contents: dict[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, str]]:
     """Return the contents of a quantized graph as a table of operators, and lines about the rest."""
     columns = ("operator", "type", "activations", "weight", "rule", "why fp32")
-    rows: list[tuple[str, ...]] = [columns, *(tuple(op[column] for column in columns) for op in contents["operators"])]
+    rows: list[tuple[str, ...]] = [
+        columns,
+        *(tuple(op[column] for column in columns) for op in contents["operators"]),
+    ]
     int8 = sum(op["activations"] not in ("fp32", "bf16") for op in contents["operators"])
     sizes = ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items())
     lines = {

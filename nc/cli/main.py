@@ -1,8 +1,8 @@
 """`python -m nc quantize | inspect | bench | doctor`, also as `nc-quant`.
 
-Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed, and one
-line says why. Exit code 1 means that `doctor` found a problem. If nobody reads stdout any more (`| head`), a command ends as others do
-that a closed pipe stops.
+Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed,
+and one line says why. Exit code 1 means that `doctor` found a problem. If nobody reads stdout any more (`|
+head`), a command ends as others do that a closed pipe stops.
 """
 
 from __future__ import annotations
@@ -93,7 +93,12 @@ def _console(stderr: bool = False) -> Console:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = _console(stderr=True)
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
@@ -129,16 +134,26 @@ def main() -> None:
 @click.option(
     "--calib",
     type=_FILE,
-    help="Calibration data: .npz, one array per argument of forward; for a DIR a text file. A configuration that needs no data needs none.",
+    help=(
+        "Calibration data: .npz, one array per argument of forward; for a DIR a text file. A configuration "
+        "that needs no data needs none."
+    ),
 )
-@click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
+@click.option(
+    "--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace."
+)
 @click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: static int8).")
 @click.option("--backend", cls=_BackendOption, default="auto", show_default=True)
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch."
+)
 @click.option(
     "--example",
     type=_FILE,
-    help="One batch to capture the model with, .npz like --calib (default: the first sample of --calib). It is saved too.",
+    help=(
+        "One batch to capture the model with, .npz like --calib (default: the first sample of --calib). It "
+        "is saved too."
+    ),
 )
 @click.option(
     "--verify",
@@ -147,15 +162,46 @@ def main() -> None:
     show_default=True,
     help="What to do if the engine disagrees with the reference.",
 )
-@click.option("--weights", metavar="DTYPE", help="For a DIR: number format of the weights, e.g. int4, int3, nf4 (default: int4).")
-@click.option("--group-size", type=int, help="For a DIR: input channels that share a scale; -1: one scale per output channel.")
+@click.option(
+    "--weights",
+    metavar="DTYPE",
+    help="For a DIR: number format of the weights, e.g. int4, int3, nf4 (default: int4).",
+)
+@click.option(
+    "--group-size",
+    type=int,
+    help="For a DIR: input channels that share a scale; -1: one scale per output channel.",
+)
 @click.option("--asym", is_flag=True, help="For a DIR: weights with zero points.")
 @click.option("--solver", help="For a DIR: how codes are chosen, e.g. rtn or gptq.")
-@click.option("--transform", "transforms", multiple=True, help="For a DIR: e.g. awq; may be given several times.")
-@click.option("--lm-head", metavar="DTYPE", help="For a DIR: number format of the output head (default: it stays float).")
-@click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True, help="For a DIR: most pieces of the text to use.")
-@click.option("--length", type=click.IntRange(min=2), default=512, show_default=True, help="For a DIR: tokens of one piece.")
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the speed relative to fp32, for about a second.")
+@click.option(
+    "--transform", "transforms", multiple=True, help="For a DIR: e.g. awq; may be given several times."
+)
+@click.option(
+    "--lm-head",
+    metavar="DTYPE",
+    help="For a DIR: number format of the output head (default: it stays float).",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="For a DIR: most pieces of the text to use.",
+)
+@click.option(
+    "--length",
+    type=click.IntRange(min=2),
+    default=512,
+    show_default=True,
+    help="For a DIR: tokens of one piece.",
+)
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="Measure the speed relative to fp32, for about a second.",
+)
 @_command
 def quantize(
     factory: str,
@@ -178,8 +224,8 @@ def quantize(
 ) -> None:
     """Quantize a model and save it: the one that FACTORY returns, or a transformers model saved in DIR.
 
-    A DIR (config.json and safetensors files) gets low-bit weights, block by block: the float model need not fit into memory. If the run
-    is stopped, the same command goes on where it was.
+    A DIR (config.json and safetensors files) gets low-bit weights, block by block: the float model need not
+    fit into memory. If the run is stopped, the same command goes on where it was.
 
     FACTORY is called without arguments and returns a torch.nn.Module. It may be in a module of the current
     directory. Arrays in the .npz have the names of the arguments of the model's forward (arr_0, arr_1, … are
@@ -192,12 +238,26 @@ def quantize(
 
     # what can fail cheaply comes first
     inputs.check_can_be_made(out)
-    given = {"w_dtype": weights, "group_size": group_size, "solver": solver, "lm_head": lm_head, "transforms": list(transforms) or None}
+    given = {
+        "w_dtype": weights,
+        "group_size": group_size,
+        "solver": solver,
+        "lm_head": lm_head,
+        "transforms": list(transforms) or None,
+    }
     given["w_sym"] = False if asym else None
     if Path(factory).is_dir():
         from nc.cli.pretrained import quantize_pretrained
 
-        quantize_pretrained(Path(factory), calib, out, config, {k: v for k, v in given.items() if v is not None}, samples, length)
+        quantize_pretrained(
+            Path(factory),
+            calib,
+            out,
+            config,
+            {k: v for k, v in given.items() if v is not None},
+            samples,
+            length,
+        )
         return
     _check_of_factory(factory, out, given)
     arrays, examples = inputs.read_data(calib, example)
@@ -207,7 +267,9 @@ def quantize(
 
     with _progress() as progress:
         with _step(progress, "prepare"), inputs.whence(example or calib, examples):
-            prepared = nc.prepare(model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend)
+            prepared = nc.prepare(
+                model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend
+            )
         _calibrate(prepared, arrays, batch_size, progress)
         with _step(progress, "convert"):
             q_model = nc.convert(prepared, verify=verify, measure=measure)
@@ -261,7 +323,9 @@ def inspect(folder: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model."
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use (default: torch's own choice).")
 @click.option("--backend", cls=_BackendOption, default="auto", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -319,7 +383,9 @@ def _warn_of_too_many(threads: int) -> None:
         warn(f"{threads} threads share {cores} cores, which is slower than {cores} threads, by far.")
 
 
-def _timings(times: dict[str, float], names: dict[str, str], example: Sequence[Any], rounds: int) -> dict[str, Any]:
+def _timings(
+    times: dict[str, float], names: dict[str, str], example: Sequence[Any], rounds: int
+) -> dict[str, Any]:
     """Return what bench prints, as plain values."""
     import torch
 
@@ -363,9 +429,17 @@ def _health() -> dict[str, Any]:
     from nc.cli.doctor import of_c_code
     from nc.errors import BackendUnavailableError
 
-    backends = {name: {"can_run": not why, "remark": why or _remark(name)} for name, why in available_backends().items()}
+    backends = {
+        name: {"can_run": not why, "remark": why or _remark(name)}
+        for name, why in available_backends().items()
+    }
     problems = [why for why in (installation.other_distribution(), installation.altered_files()) if why]
-    facts: dict[str, Any] = {"machine": dict(_machine()), "c_code": of_c_code(), "backends": backends, "problems": problems}
+    facts: dict[str, Any] = {
+        "machine": dict(_machine()),
+        "c_code": of_c_code(),
+        "backends": backends,
+        "problems": problems,
+    }
     facts |= {"auto": {}, "no_engine": ""}
     try:
         for kind in (CONVOLUTIONS, LINEARS):
@@ -402,7 +476,10 @@ def _tell_health(facts: dict[str, Any]) -> None:
         click.echo(f'backend="auto" begins with {choice["backend"]}. {choice["why"]}')
     else:
         for kind, choice in auto.items():
-            click.echo(f'backend="auto" begins with {choice["backend"]} for models that consist of {kind}. {choice["why"]}')
+            click.echo(
+                f'backend="auto" begins with {choice["backend"]} for models that consist of {kind}. '
+                f"{choice['why']}"
+            )
     if "artefact" in facts:
         click.echo()
         tell(facts["artefact"], console)
@@ -414,7 +491,11 @@ def _remark(name: str) -> str:
     backend = get_backend(name)
     if backend.remark or cpu.accumulates_wide() or not backend.capabilities().narrow_sums:
         return backend.remark
-    why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
+    why = (
+        f"{', '.join(cpu.limits())} hides this CPU's VNNI"
+        if cpu.why_narrow()
+        else "this CPU has neither VNNI nor AMX"
+    )
     return f"{why}: nc reduces a few weights so that 16-bit sums cannot overflow"
 
 

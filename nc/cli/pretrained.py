@@ -15,7 +15,13 @@ from nc.config import WeightOnlyConfig, parts_of
 
 
 def quantize_pretrained(
-    source: Path, calib: Path | None, out: Path, config: Path | None, fields: dict[str, Any], samples: int, length: int
+    source: Path,
+    calib: Path | None,
+    out: Path,
+    config: Path | None,
+    fields: dict[str, Any],
+    samples: int,
+    length: int,
 ) -> None:
     """Quantize a folder; prints the report.
 
@@ -37,7 +43,10 @@ def quantize_pretrained(
         raise inputs.RequestError(msg)
     chosen = WeightOnlyConfig(**fields) if config is None else inputs.read_config(config)
     if not all(isinstance(part, WeightOnlyConfig) for part in parts_of(chosen)):
-        msg = f"{config}: a folder gets weight-only quantization; use a WeightOnlyConfig, or a FACTORY for other strategies."
+        msg = (
+            f"{config}: a folder gets weight-only quantization; use a WeightOnlyConfig, or a FACTORY for "
+            "other strategies."
+        )
         raise inputs.RequestError(msg)
     texts = [] if calib is None else _pieces(source, calib, samples, length)
     begun = time.perf_counter()
@@ -66,15 +75,23 @@ def _pieces(source: Path, calib: Path, samples: int, length: int) -> list[torch.
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        msg = f"{source} has no tokenizer that transformers can load ({type(error).__name__}: {error}). Save the model's tokenizer there."
+        msg = (
+            f"{source} has no tokenizer that transformers can load ({type(error).__name__}: {error}). Save "
+            "the model's tokenizer there."
+        )
         raise inputs.RequestError(msg) from error
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     count = min(samples, len(ids) // length)
     if count == 0:
-        msg = f"{calib} has {len(ids)} tokens, fewer than one piece of {length}. Give more text, or a smaller --length."
+        msg = (
+            f"{calib} has {len(ids)} tokens, fewer than one piece of {length}. Give more text, or a smaller "
+            "--length."
+        )
         raise inputs.RequestError(msg)
     if count < samples:
         click.echo(
-            f"nc: warning: {calib} has text for {count} pieces of {length} tokens, not {samples}; more text gives better codes.", err=True
+            f"nc: warning: {calib} has text for {count} pieces of {length} tokens, not {samples}; more text "
+            "gives better codes.",
+            err=True,
         )
     return [ids[i * length : (i + 1) * length].unsqueeze(0) for i in range(count)]

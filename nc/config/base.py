@@ -1,7 +1,8 @@
 """Configurations as values: fields, `set_local` rules, sums of strategies, and their dict and JSON form.
 
-A configuration does not depend on a model: it stores rules as keys, and `rules.resolve` matches them. A field that was not given has its
-default. In a local configuration such a field takes the value of the next rule that matches, or of the outer configuration.
+A configuration does not depend on a model: it stores rules as keys, and `rules.resolve` matches them. A field
+that was not given has its default. In a local configuration such a field takes the value of the next rule
+that matches, or of the outer configuration.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nc.config.document import SCHEMA_VERSION, Document, as_list, check_is_dict, check_keys, check_schema, fields_of, key_from, keys_from
+from nc.config.document import (
+    SCHEMA_VERSION,
+    Document,
+    as_list,
+    check_is_dict,
+    check_keys,
+    check_schema,
+    fields_of,
+    key_from,
+    keys_from,
+)
 from nc.config.fields import Field
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
 from nc.formats import Mode
@@ -64,7 +75,9 @@ class QuantConfig(Document):
                 raise UnknownFieldError(msg)
             self._check_name(name)
             given[name] = value
-        given = {name: self.FIELDS[name].taken(name, value) for name, value in given.items() if value is not None}
+        given = {
+            name: self.FIELDS[name].taken(name, value) for name, value in given.items() if value is not None
+        }
         self.check_values({**self.defaults(), **given})
         self.__dict__.update(given=given, white_list=_white_list(white_list), rules=())
 
@@ -72,7 +85,10 @@ class QuantConfig(Document):
     def _check_name(cls, name: str) -> None:
         if name not in cls.FIELDS:
             near = difflib.get_close_matches(name, cls.FIELDS, n=1, cutoff=0.0)[0]
-            msg = f"{cls.__name__} has no field {name!r}; did you mean {near!r}? Its fields: {', '.join(cls.FIELDS)}."
+            msg = (
+                f"{cls.__name__} has no field {name!r}; did you mean {near!r}? Its fields: "
+                f"{', '.join(cls.FIELDS)}."
+            )
             raise UnknownFieldError(msg)
 
     @classmethod
@@ -87,19 +103,28 @@ class QuantConfig(Document):
         check_excluded(values)
         if w_dtype != act_dtype and not {w_dtype, act_dtype}.isdisjoint(_FLOATS):
             msg = (
-                f"w_dtype={w_dtype!r} contradicts act_dtype={act_dtype!r}: for quantization both must be integers, for fp32 "
+                f"w_dtype={w_dtype!r} contradicts act_dtype={act_dtype!r}: for quantization both must be "
+                "integers, for fp32 "
                 'both must be "fp32", for bf16 both "bf16".'
             )
             raise ConfigError(msg)
         if values["act_granularity"] == "per_channel":
-            msg = 'act_granularity="per_channel": no CPU kernel takes one scale per activation channel; use "per_tensor".'
+            msg = (
+                'act_granularity="per_channel": no CPU kernel takes one scale per activation channel; use '
+                '"per_tensor".'
+            )
             raise UnsupportedError(msg)
         if not values["w_sym"]:
-            msg = "w_sym=False: CPU kernels ignore a weight zero point and would compute wrong numbers; use w_sym=True."
+            msg = (
+                "w_sym=False: CPU kernels ignore a weight zero point and would compute wrong numbers; use "
+                "w_sym=True."
+            )
             raise UnsupportedError(msg)
 
     @classmethod
-    def check_local(cls, where: str, given: dict[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - for subclasses
+    def check_local(
+        cls, where: str, given: dict[str, Any], around: Mapping[str, Any]
+    ) -> dict[str, Any]:  # for subclasses
         """Return the fields of a local configuration, checked.
 
         Args:
@@ -122,13 +147,18 @@ class QuantConfig(Document):
         raise AttributeError(msg)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field; None removes the value. Contradictions between fields are checked when the configuration is used."""
+        """Set a field; None removes the value.
+
+        Contradictions between fields are checked when the configuration is used.
+        """
         if name == "white_list":
             self.__dict__["white_list"] = _white_list(value)
             return
         self._check_name(name)
         others = {k: v for k, v in self.given.items() if k != name}
-        self.__dict__["given"] = others if value is None else {**others, name: self.FIELDS[name].taken(name, value)}
+        self.__dict__["given"] = (
+            others if value is None else {**others, name: self.FIELDS[name].taken(name, value)}
+        )
 
     def __eq__(self, other: object) -> bool:
         """Two configurations are equal if they have the same class, given fields, white list and rules."""
@@ -157,13 +187,16 @@ class QuantConfig(Document):
         """Add a rule: operators that match `key` use `config`. Returns `self`, so that calls can be chained.
 
         Args:
-            key: an operator name, a regular expression (matches the whole name), a type (`torch.nn.Linear`, "Linear", `torch.matmul`,
-                "add", "Conv2d&relu" for convolutions followed by a relu), or a list of these. Exact names have priority over patterns,
-                patterns over types, types over the global values; of several patterns the last one declared wins.
-            config: the configuration for these operators, of any strategy. Missing fields come from the next rule that matches.
+            key: an operator name, a regular expression (matches the whole name), a type (`torch.nn.Linear`,
+                "Linear", `torch.matmul`, "add", "Conv2d&relu" for convolutions followed by a relu), or a list
+                of these. Exact names have priority over patterns, patterns over types, types over the global
+                values; of several patterns the last one declared wins.
+            config: the configuration for these operators, of any strategy. Missing fields come from the next
+                rule that matches.
 
         Raises:
-            ConfigError: `config` is not a configuration, or has rules, a white list, or a field for whole models only.
+            ConfigError: `config` is not a configuration, or has rules, a white list, or a field for whole
+                models only.
             PatternError: the key is neither a name nor a valid regular expression.
         """
         added = tuple(Rule(k, _local(key, config, self.given)) for k in parse_keys(key))
@@ -171,8 +204,14 @@ class QuantConfig(Document):
         return self
 
     def exclude(self, *keys: RuleKey) -> Any:
-        """Leave operators in fp32: the same as `set_local` with `w_dtype="fp32", act_dtype="fp32"`. Returns `self`."""
-        return self.set_local([key for each in keys for key in (each if isinstance(each, (list, tuple)) else (each,))], self.all_float())
+        """Leave operators in fp32: the same as `set_local` with `w_dtype="fp32", act_dtype="fp32"`.
+
+        Returns `self`.
+        """
+        return self.set_local(
+            [key for each in keys for key in (each if isinstance(each, (list, tuple)) else (each,))],
+            self.all_float(),
+        )
 
     @classmethod
     def all_float(cls) -> QuantConfig:
@@ -197,7 +236,9 @@ class QuantConfig(Document):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """Invert `to_dict`. Also accepts Neural Compressor's forms: the fields, or {"global": fields, "local": {key: fields}}.
+        """Invert `to_dict`.
+
+        Also accepts Neural Compressor's forms: the fields, or {"global": fields, "local": {key: fields}}.
 
         Raises:
             ConfigError: a key is unknown or missing, or the schema is newer than this package.
@@ -218,10 +259,13 @@ class QuantConfig(Document):
 
 
 class ComposedConfig(Document):
-    """Several strategies for one model: `StaticQuantConfig(white_list=[torch.nn.Conv2d]) + DynamicQuantConfig(white_list=["Linear"])`.
+    """Several strategies for one model.
 
-    If two parts apply to all operators, the later one gets the operators for which it has a kernel: `StaticQuantConfig() +
-    DynamicQuantConfig()` is dynamic for linears and recurrent layers, static for the rest.
+    `StaticQuantConfig(white_list=[torch.nn.Conv2d]) + DynamicQuantConfig(white_list=["Linear"])`.
+
+    If two parts apply to all operators, the later one gets the operators for which it has a kernel:
+    `StaticQuantConfig() + DynamicQuantConfig()` is dynamic for linears and recurrent layers, static for the
+    rest.
 
     Attributes:
         parts: copies of the configurations that were added.
@@ -236,17 +280,23 @@ class ComposedConfig(Document):
         """Add a part.
 
         Raises:
-            ConfigError: `other` is not a configuration, or two different parts of one class apply to all operators.
+            ConfigError: `other` is not a configuration, or two different parts of one class apply to all
+                operators.
         """
         if not isinstance(other, (QuantConfig, ComposedConfig)):
             msg = f"Only configurations can be added, but got {type(other).__name__}."
             raise ConfigError(msg)
         added = parts_of(other)
         for mine, theirs in ((m, t) for m in self.parts for t in added):
-            if type(mine) is type(theirs) and mine.white_list is None and theirs.white_list is None and mine.given != theirs.given:
+            if (
+                type(mine) is type(theirs)
+                and mine.white_list is None
+                and theirs.white_list is None
+                and mine.given != theirs.given
+            ):
                 msg = (
-                    f"Both sides have a {type(mine).__name__} for all operators, and they differ: {mine!r} and {theirs!r}. Limit "
-                    "one of them to some operators with white_list=[…] or set_local."
+                    f"Both sides have a {type(mine).__name__} for all operators, and they differ: {mine!r} "
+                    f"and {theirs!r}. Limit one of them to some operators with white_list=[…] or set_local."
                 )
                 raise ConfigError(msg)
         return ComposedConfig(*self.parts, *added)
@@ -275,7 +325,11 @@ class ComposedConfig(Document):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of plain values with a version."""
-        return {"schema_version": SCHEMA_VERSION, "algorithm": self.algorithm, "parts": [part.to_dict() for part in self.parts]}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "algorithm": self.algorithm,
+            "parts": [part.to_dict() for part in self.parts],
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ComposedConfig:
@@ -307,7 +361,10 @@ def parts_of(config: AnyConfig) -> tuple[QuantConfig, ...]:
 
 
 def outer_field(config: AnyConfig, name: str) -> tuple[Any, ...]:
-    """Return a field for whole models (`pre`, `post`): the values of all parts that have it, each once, in order."""
+    """Return a field for whole models (`pre`, `post`).
+
+    The values of all parts that have it, each once, in order.
+    """
     values = [value for part in parts_of(config) if name in part.FIELDS for value in getattr(part, name)]
     return tuple(dict.fromkeys(values))
 
@@ -319,7 +376,10 @@ def with_rules(config: AnyConfig) -> list[QuantConfig]:
 
 def is_simulated(config: AnyConfig) -> bool:
     """Whether a part or a rule of a configuration asks for formats that are simulated."""
-    return any(each.family == "fake_quant" and any(value not in _FLOATS for value in each.given.values()) for each in with_rules(config))
+    return any(
+        each.family == "fake_quant" and any(value not in _FLOATS for value in each.given.values())
+        for each in with_rules(config)
+    )
 
 
 def is_weight_only(config: AnyConfig) -> bool:
@@ -333,7 +393,8 @@ def has_weight_only(config: AnyConfig) -> bool:
 
 
 def config_from(value: object) -> AnyConfig:
-    """Return a configuration from a configuration, from the result of `to_dict`, or from Neural Compressor's form {"static_quant": {…}}.
+    """Return a configuration from a configuration, from the result of `to_dict`, or from Neural Compressor's
+    form {"static_quant": {…}}.
 
     Raises:
         ConfigError: it is none of these.
@@ -341,13 +402,21 @@ def config_from(value: object) -> AnyConfig:
     if isinstance(value, (QuantConfig, ComposedConfig)):
         return value
     if isinstance(value, type) and issubclass(value, QuantConfig):
-        msg = f"Expected quant_config to be a configuration, but got the class {value.__name__}: write {value.__name__}()."
+        msg = (
+            f"Expected quant_config to be a configuration, but got the class {value.__name__}: write "
+            f"{value.__name__}()."
+        )
         raise ConfigError(msg)
     if isinstance(value, dict) and value.get("algorithm") == ComposedConfig.algorithm:
         return ComposedConfig.from_dict(value)
     if isinstance(value, dict) and "global" in value:
         algorithm = value.get("algorithm", "static")
-        require(isinstance(algorithm, str) and algorithm in strategies(), "algorithm", f"one of {', '.join(strategies())}", algorithm)
+        require(
+            isinstance(algorithm, str) and algorithm in strategies(),
+            "algorithm",
+            f"one of {', '.join(strategies())}",
+            algorithm,
+        )
         config: QuantConfig = strategies()[algorithm].from_dict(value)
         return config
     names = {name: cls for cls in strategies().values() for name in (cls.alias, cls.algorithm)}
@@ -358,7 +427,8 @@ def config_from(value: object) -> AnyConfig:
             total = total + other
         return total
     msg = (
-        f"Expected quant_config to be a configuration ({', '.join(cls.__name__ for cls in strategies().values())}) or a dict such as "
+        "Expected quant_config to be a configuration "
+        f"({', '.join(cls.__name__ for cls in strategies().values())}) or a dict such as "
         f'{{"static_quant": {{…}}}}, but got {value!r:.80}.'
     )
     raise ConfigError(msg)
@@ -412,20 +482,37 @@ def _white_list(value: Any) -> tuple[Key, ...] | None:
 
 
 def _rules_to_list(rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
-    return [{"key": r.key.text, "is_type": r.key.is_type, "algorithm": r.config.algorithm, "config": r.config._plain()} for r in rules]
+    return [
+        {
+            "key": r.key.text,
+            "is_type": r.key.is_type,
+            "algorithm": r.config.algorithm,
+            "config": r.config._plain(),
+        }
+        for r in rules
+    ]
 
 
 def _rules_from(entries: object, cls: type[QuantConfig]) -> tuple[Rule, ...]:
     if isinstance(entries, dict):  # Neural Compressor's form
-        return tuple(Rule(key, _local(key.text, cls(**fields_of(fields)))) for text, fields in entries.items() for key in parse_keys(text))
+        return tuple(
+            Rule(key, _local(key.text, cls(**fields_of(fields))))
+            for text, fields in entries.items()
+            for key in parse_keys(text)
+        )
     return tuple(_rule_from(entry, cls) for entry in as_list(entries, "local"))
 
 
 def _rule_from(entry: object, cls: type[QuantConfig]) -> Rule:
     names = {"key", "is_type", "algorithm", "config"}
-    known = isinstance(entry, dict) and {"key", "config"} <= set(entry) <= names and isinstance(entry["key"], str)
+    known = (
+        isinstance(entry, dict) and {"key", "config"} <= set(entry) <= names and isinstance(entry["key"], str)
+    )
     if not isinstance(entry, dict) or not known or entry.get("algorithm", cls.algorithm) not in strategies():
-        msg = f"Expected a local rule as {{key, is_type, algorithm, config}}, its key a string, but got {entry!r}."
+        msg = (
+            f"Expected a local rule as {{key, is_type, algorithm, config}}, its key a string, but got "
+            f"{entry!r}."
+        )
         raise ConfigError(msg)
     strategy = strategies()[entry.get("algorithm", cls.algorithm)]
     return Rule(key_from(entry), _local(entry["key"], strategy(**fields_of(entry["config"]))))

@@ -75,7 +75,11 @@ def keys_from(entries: object) -> tuple[Key, ...]:
     """Return the keys of a white list; raises ConfigError."""
     listed = list(as_list(entries, "white_list"))
     for entry in listed:
-        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or not set(entry) <= {"text", "is_type"}:
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("text"), str)
+            or not set(entry) <= {"text", "is_type"}
+        ):
             msg = f"Expected a key of the white list as {{text, is_type}}, but got {entry!r}."
             raise ConfigError(msg)
     return tuple(key_from(entry) for entry in listed)
@@ -111,8 +115,8 @@ def check_schema(data: Mapping[str, Any], algorithm: str) -> None:
     version, name = data.get("schema_version", SCHEMA_VERSION), data.get("algorithm", algorithm)
     if version != SCHEMA_VERSION or name != algorithm:
         msg = (
-            f"Expected schema_version {SCHEMA_VERSION} and algorithm {algorithm!r}, but got {version!r} and {name!r}. Read it with the "
-            "class of that algorithm."
+            f"Expected schema_version {SCHEMA_VERSION} and algorithm {algorithm!r}, but got {version!r} and "
+            f"{name!r}. Read it with the class of that algorithm."
         )
         raise ConfigError(msg)
 

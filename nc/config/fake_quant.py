@@ -23,7 +23,12 @@ def _role(name: str, value: Any) -> FakeTensorSpec | str:
     """Return a spec, the name of a dtype, "fp32", or the plain form of a spec."""
     if isinstance(value, FakeTensorSpec):
         known = (None, *ALGORITHMS)
-        require(value.observer in known, f"observer of {name}", f"one of {', '.join(map(repr, ALGORITHMS))}", value.observer)
+        require(
+            value.observer in known,
+            f"observer of {name}",
+            f"one of {', '.join(map(repr, ALGORITHMS))}",
+            value.observer,
+        )
         return value
     if isinstance(value, str) and value == OFF:
         return value
@@ -43,7 +48,10 @@ def _role(name: str, value: Any) -> FakeTensorSpec | str:
 
 
 def _merged(values: Sequence[FakeTensorSpec | str]) -> FakeTensorSpec | str:
-    """One spec of those of several rules, the most specific first; what is less specific than "fp32" does not count."""
+    """One spec of those of several rules, the most specific first.
+
+    What is less specific than "fp32" does not count.
+    """
     found: FakeTensorSpec | None = None
     for value in values:
         if isinstance(value, str):
@@ -55,17 +63,19 @@ def _merged(values: Sequence[FakeTensorSpec | str]) -> FakeTensorSpec | str:
 class FakeQuantConfig(QuantConfig):
     """Simulation of number formats on the reference backend, to know the accuracy before a kernel exists.
 
-    Linears, convolutions and embeddings get the values that the codes of a format stand for, and compute in fp32. Each role takes a
-    `FakeTensorSpec`, or the name of a dtype. A role that is not given, or a field of its spec, has the value of the next rule that
-    matches; a role that no rule gives stays fp32. "fp32" switches a role off. A role that an operator does not have (the input of an
-    embedding, a bias) is passed over.
+    Linears, convolutions and embeddings get the values that the codes of a format stand for, and compute in
+    fp32. Each role takes a `FakeTensorSpec`, or the name of a dtype. A role that is not given, or a field of
+    its spec, has the value of the next rule that matches; a role that no rule gives stays fp32. "fp32"
+    switches a role off. A role that an operator does not have (the input of an embedding, a bias) is passed
+    over.
 
     Args:
         weight: the constant weight.
         input: the activation that is read.
         output: the result.
         bias: the constant bias.
-        white_list: names, patterns or types of the operators to which these values apply; all others stay fp32. "*" means all.
+        white_list: names, patterns or types of the operators to which these values apply; all others stay
+            fp32. "*" means all.
 
     Raises:
         UnknownFieldError: a field that does not exist; the message has the nearest name.
@@ -74,12 +84,18 @@ class FakeQuantConfig(QuantConfig):
     Example:
         >>> int4 = FakeTensorSpec(dtype="int4", granularity="per_group", group_size=32)
         >>> config = FakeQuantConfig(weight=int4, input=FakeTensorSpec(dtype="fp8_e4m3", dynamic=True))
-        >>> _ = config.set_local("classifier", FakeQuantConfig(weight=FakeTensorSpec(group_size=16), input="fp32"))
+        >>> _ = config.set_local("classifier", FakeQuantConfig(weight=FakeTensorSpec(group_size=16),
+        input="fp32"))
     """
 
     algorithm, alias, family = "fake_quant", "fake_quant", "fake_quant"
     FIELDS = {
-        role: Field(None, Check(_role, f'`FakeTensorSpec(…)`, a dict of its fields, a dtype, `"{OFF}"`'), merge=_merged) for role in ROLES
+        role: Field(
+            None,
+            Check(_role, f'`FakeTensorSpec(…)`, a dict of its fields, a dtype, `"{OFF}"`'),
+            merge=_merged,
+        )
+        for role in ROLES
     }
 
     #: What operators compute in that this configuration leaves alone.
@@ -100,4 +116,6 @@ class FakeQuantConfig(QuantConfig):
         return cls(**dict.fromkeys(ROLES, OFF))
 
     def _plain(self) -> dict[str, Any]:
-        return {role: value if isinstance(value, str) else value.to_dict() for role, value in self.given.items()}
+        return {
+            role: value if isinstance(value, str) else value.to_dict() for role, value in self.given.items()
+        }

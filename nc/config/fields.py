@@ -41,7 +41,8 @@ class Field:
         check: what it takes.
         outer: the field applies to whole models, so only an outer configuration may have it.
         merge: one value of those of several rules, the most specific first; None: the most specific one.
-        register: make objects of the user's own in a value known by their names, under which they are stored and found.
+        register: make objects of the user's own in a value known by their names, under which they are stored
+            and found.
     """
 
     default: Any
@@ -70,7 +71,12 @@ def one_of(*allowed: str) -> Check:
     """Return a check for one of these names."""
 
     def check(name: str, value: Any) -> Any:
-        require(value in allowed, name, f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0]), value)
+        require(
+            value in allowed,
+            name,
+            f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0]),
+            value,
+        )
         return value
 
     return Check(check, ", ".join(f'`"{name}"`' for name in allowed))
@@ -90,7 +96,12 @@ def number(low: float, high: float, *, closed: bool = False) -> Check:
 
     def check(name: str, value: Any) -> float:
         legal = is_number(value) and (low < value <= high or (closed and value == low))
-        require(legal, name, f"a number {'from' if closed else 'above'} {low:g} {'' if closed else 'and '}up to {high:g}", value)
+        require(
+            legal,
+            name,
+            f"a number {'from' if closed else 'above'} {low:g} {'' if closed else 'and '}up to {high:g}",
+            value,
+        )
         return float(value)
 
     return Check(check, f"a number {'from' if closed else 'above'} {low:g} to {high:g}")
@@ -150,8 +161,17 @@ def plain_object(known: Mapping[str, type], protocol: type) -> Check:
             return known[value]()
         if isinstance(value, Mapping) and value.get("name") in known:
             return _built(known[value["name"]], {k: v for k, v in value.items() if k != "name"})
-        own = dataclasses.is_dataclass(type(value)) and not isinstance(value, type) and isinstance(value, protocol)
-        require(own, name, f"one of {', '.join(f'{cls.__name__}()' for cls in known.values()) or 'no known class'}", value)
+        own = (
+            dataclasses.is_dataclass(type(value))
+            and not isinstance(value, type)
+            and isinstance(value, protocol)
+        )
+        require(
+            own,
+            name,
+            f"one of {', '.join(f'{cls.__name__}()' for cls in known.values()) or 'no known class'}",
+            value,
+        )
         return value
 
     return Check(check, _classes(known))
@@ -188,18 +208,29 @@ double_quant = Check(_double_quant, "`DoubleQuant(…)`, a dict of its fields, `
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
     """Return an object of a dataclass from its fields; raises ConfigError for others."""
     names = [f.name for f in dataclasses.fields(cls)]
-    require(set(options) <= set(names), f"the options of {cls.__name__}", f"out of {', '.join(names) or 'none'}", list(options))
+    require(
+        set(options) <= set(names),
+        f"the options of {cls.__name__}",
+        f"out of {', '.join(names) or 'none'}",
+        list(options),
+    )
     return cls(**options)
 
 
 def transforms(stages: Collection[Stage], known: Mapping[str, type]) -> Check:
-    """Return a check for lists of algorithms for some stages: objects of classes in `known` or of your own, or their plain form."""
+    """Return a check for lists of algorithms for some stages.
+
+    Objects of classes in `known` or of your own, or their plain form.
+    """
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in known:
             return _built(known[value["name"]], {k: v for k, v in value.items() if k != "name"})
         require(
-            is_algorithm(value, stages, known), name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value
+            is_algorithm(value, stages, known),
+            name,
+            f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}",
+            value,
         )
         return value
 

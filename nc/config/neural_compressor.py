@@ -1,12 +1,15 @@
-"""Neural Compressor's weight-only configurations: its names, parameters and defaults give a `WeightOnlyConfig`.
+"""Neural Compressor's weight-only configurations.
 
-Each is a function that translates; there is no other engine behind it. All fields of the result are given, so that in `set_local` it stands
-for itself, as Neural Compressor's does. Parameters that only say how memory is saved have no effect, because layers are always quantized
-block by block; the docstrings name them. A parameter that would change numbers and is not there gives an `NCWarning` or an
-`UnsupportedError`. docs/how-to/migrate-from-neural-compressor.md compares the two.
+Its names, parameters and defaults give a `WeightOnlyConfig`.
+
+Each is a function that translates; there is no other engine behind it. All fields of the result are given, so
+that in `set_local` it stands for itself, as Neural Compressor's does. Parameters that only say how memory is
+saved have no effect, because layers are always quantized block by block; the docstrings name them. A
+parameter that would change numbers and is not there gives an `NCWarning` or an `UnsupportedError`.
+docs/how-to/migrate-from-neural-compressor.md compares the two.
 """
 
-# ruff: noqa: N802, D417, FBT001 - names and positions are Neural Compressor's; docstrings refer to each other
+# ruff: noqa: D417 - names and positions are Neural Compressor's; docstrings refer to each other
 
 from __future__ import annotations
 
@@ -87,12 +90,14 @@ def RTNConfig(
     """Round to nearest; ranges from the smallest and largest weight of a group.
 
     Args:
-        dtype: "int" (of `bits` bits), "int2" to "int8", "nf4", "fp4_e2m1", "fp8_e5m2", "fp8_e4m3fn", or "fp32" to leave layers alone.
+        dtype: "int" (of `bits` bits), "int2" to "int8", "nf4", "fp4_e2m1", "fp8_e5m2", "fp8_e4m3fn", or
+            "fp32" to leave layers alone.
         bits: 2 to 8, for dtype "int".
         use_sym: False stores a zero point for each group. Floating-point formats have none.
         group_size: number of neighbouring input channels that share a scale; -1: all.
         group_dim: 1, the only one.
-        use_full_range: not used: a symmetric group's largest weight gets the largest code. True gives an `NCWarning`.
+        use_full_range: not used: a symmetric group's largest weight gets the largest code. True gives an
+            `NCWarning`.
         use_mse_search: range rule "mse", for each group (in Neural Compressor one ratio for a layer).
         use_layer_wise, model_path: no effect; weights are those of the model that is given.
         use_double_quant: quantize the scales too.
@@ -107,10 +112,15 @@ def RTNConfig(
         ConfigError: a value that does not exist.
         UnsupportedError: a value that is Neural Compressor's only.
     """
-    _no_effect("RTNConfig", use_full_range=(use_full_range, False, "symmetric ranges are those of use_full_range=False"))
+    _no_effect(
+        "RTNConfig",
+        use_full_range=(use_full_range, False, "symmetric ranges are those of use_full_range=False"),
+    )
     del use_layer_wise, model_path, double_quant_use_sym
     double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
-    return _weights(dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search)
+    return _weights(
+        dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search
+    )
 
 
 def GPTQConfig(
@@ -140,20 +150,24 @@ def GPTQConfig(
     """GPTQ. Needs calibration data.
 
     Args:
-        act_order: `GPTQ(order="static")`: columns with the largest inputs first, all scales from the original weight. Kernels need
-            no permutation.
+        act_order: `GPTQ(order="static")`: columns with the largest inputs first, all scales from the original
+            weight. Kernels need no permutation.
         hybrid_order: `GPTQ(order="groups")`: whole groups with the largest inputs first.
         fp8_aware: False, the only one.
         percdamp: share of the mean of diag(H) that is added to it.
         block_size: columns whose updates are put together; it changes the time only.
         static_groups: all scales come from the original weight.
-        true_sequential: not used: all layers of a block are solved from the same inputs. True gives an `NCWarning`.
+        true_sequential: not used: all layers of a block are solved from the same inputs. True gives an
+            `NCWarning`.
         use_block_wise: no effect; blocks are always solved one after the other.
 
     The other parameters and the errors are those of `RTNConfig`.
     """
     del use_layer_wise, use_block_wise, model_path, double_quant_use_sym
-    _no_effect("GPTQConfig", true_sequential=(true_sequential, False, "all layers of a block are solved from the same inputs"))
+    _no_effect(
+        "GPTQConfig",
+        true_sequential=(true_sequential, False, "all layers of a block are solved from the same inputs"),
+    )
     if fp8_aware:
         msg = 'GPTQConfig(fp8_aware=True): there is no such mode; use dtype="fp8_e4m3fn" for weights in FP8.'
         raise UnsupportedError(msg)
@@ -163,7 +177,18 @@ def GPTQConfig(
     double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
     order: Any = "static" if act_order else "groups" if hybrid_order else "none"
     solver = GPTQ(damp=percdamp, block=block_size, order=order, static_groups=static_groups)
-    return _weights(dtype, bits, use_sym, group_size, 1, double, quant_lm_head, white_list, mse=use_mse_search, solver=solver)
+    return _weights(
+        dtype,
+        bits,
+        use_sym,
+        group_size,
+        1,
+        double,
+        quant_lm_head,
+        white_list,
+        mse=use_mse_search,
+        solver=solver,
+    )
 
 
 def AWQConfig(
@@ -187,13 +212,18 @@ def AWQConfig(
     absorb_layer_dict: Mapping[str, Any] | None = None,
     white_list: Any = "*",
 ) -> WeightOnlyConfig:
-    """AWQ: a scale per input channel, searched; then round to nearest. Needs calibration data, but no `example_inputs`.
+    """AWQ: a scale per input channel, searched; then round to nearest.
+
+    Needs calibration data, but no `example_inputs`.
 
     Args:
         use_auto_scale: the transform `AWQ()`.
-        use_auto_clip: range rule "wls", which finds the range of each group with the least error weighted with the inputs.
-        folding: no effect: scales are folded into the layer in front where the model stays the same, and are left out elsewhere.
-        absorb_layer_dict: not used: which layers are in front is measured. A dict with entries gives an `NCWarning`.
+        use_auto_clip: range rule "wls", which finds the range of each group with the least error weighted
+            with the inputs.
+        folding: no effect: scales are folded into the layer in front where the model stays the same, and are
+            left out elsewhere.
+        absorb_layer_dict: not used: which layers are in front is measured. A dict with entries gives an
+            `NCWarning`.
 
     The other parameters and the errors are those of `RTNConfig`.
     """
@@ -207,7 +237,17 @@ def AWQConfig(
     rule = "wls" if use_auto_clip else None
     transforms = (AWQ(clip=None if use_auto_clip else False),) if use_auto_scale else ()
     return _weights(
-        dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search, rule=rule, transforms=transforms
+        dtype,
+        bits,
+        use_sym,
+        group_size,
+        group_dim,
+        double,
+        quant_lm_head,
+        white_list,
+        mse=use_mse_search,
+        rule=rule,
+        transforms=transforms,
     )
 
 
@@ -230,12 +270,15 @@ def TEQConfig(
     folding: bool = True,
     white_list: Any = "*",
 ) -> WeightOnlyConfig:
-    """TEQ: a scale per input channel, learned; then round to nearest. Needs calibration data, but no `example_inputs`.
+    """TEQ: a scale per input channel, learned; then round to nearest.
+
+    Needs calibration data, but no `example_inputs`.
 
     `run_fn` only has to call the model: `convert` learns the scales, from the error of each block's output.
 
     Args:
-        absorb_to_layer: not used: which layers are in front is measured. A dict with entries gives an `NCWarning`.
+        absorb_to_layer: not used: which layers are in front is measured. A dict with entries gives an
+            `NCWarning`.
         folding: True: scales are folded into the layer in front. False gives an `NCWarning`.
 
     The other parameters and the errors are those of `RTNConfig`.
@@ -248,7 +291,18 @@ def TEQConfig(
         folding=(folding, True, "scales are always folded into the layer in front"),
     )
     double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
-    return _weights(dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search, transforms=(TEQ(),))
+    return _weights(
+        dtype,
+        bits,
+        use_sym,
+        group_size,
+        group_dim,
+        double,
+        quant_lm_head,
+        white_list,
+        mse=use_mse_search,
+        transforms=(TEQ(),),
+    )
 
 
 def HQQConfig(
@@ -264,18 +318,33 @@ def HQQConfig(
     """HQQ: asymmetric ranges from a half-quadratic optimisation. Needs no data.
 
     Args:
-        quant_zero: True: zero points are whole numbers of `bits` bits (in Neural Compressor 8 bits with a scale for each row). False: each
-            group has a minimum in fp32.
-        quant_scale: quantize the scales to 8 bits. Minima are quantized with them, so it needs `quant_zero=False`.
+        quant_zero: True: zero points are whole numbers of `bits` bits (in Neural Compressor 8 bits with a
+            scale for each row). False: each group has a minimum in fp32.
+        quant_scale: quantize the scales to 8 bits. Minima are quantized with them, so it needs
+            `quant_zero=False`.
         scale_quant_group_size: number of scales that share an outer scale.
 
     The other parameters and the errors are those of `RTNConfig`.
     """
     if quant_scale and quant_zero:
-        msg = "HQQConfig(quant_scale=True) stores minima as codes beside the scales; set quant_zero=False with it."
+        msg = (
+            "HQQConfig(quant_scale=True) stores minima as codes beside the scales; set quant_zero=False "
+            "with it."
+        )
         raise UnsupportedError(msg)
     double = DoubleQuant(bits=8, group_size=scale_quant_group_size) if quant_scale else None
-    return _weights(dtype, bits, False, group_size, 1, double, quant_lm_head, white_list, solver=HQQ(), float_zero=not quant_zero)
+    return _weights(
+        dtype,
+        bits,
+        False,
+        group_size,
+        1,
+        double,
+        quant_lm_head,
+        white_list,
+        solver=HQQ(),
+        float_zero=not quant_zero,
+    )
 
 
 def AutoRoundConfig(
@@ -305,12 +374,16 @@ def AutoRoundConfig(
     white_list: Any = "*",
     **others: Any,
 ) -> WeightOnlyConfig:
-    """AutoRound: rounding and ranges are learned block by block with signed gradients. Needs calibration data.
+    """AutoRound: rounding and ranges are learned block by block with signed gradients.
+
+    Needs calibration data.
 
     Args:
-        dtype: "int" or a format of `RTNConfig`; None, like `bits`, `use_sym` and `group_size`, takes what `scheme` says.
+        dtype: "int" or a format of `RTNConfig`; None, like `bits`, `use_sym` and `group_size`, takes what
+            `scheme` says.
         act_bits: 16 or more leaves activations alone; 8 rounds each token to 8 bits.
-        act_group_size, act_sym, act_dtype, act_dynamic: `act_bits=8` means per token and dynamic here; others give an `UnsupportedError`.
+        act_group_size, act_sym, act_dtype, act_dynamic: `act_bits=8` means per token and dynamic here; others
+        give an `UnsupportedError`.
         super_bits, super_group_size: quantize the scales too.
         batch_size: samples in a step.
         lr, minmax_lr: learning rates; None takes those of `AutoRound`.
@@ -318,20 +391,32 @@ def AutoRoundConfig(
         nsamples: at most so many calibration samples are used.
         seed: of the order of the samples.
         scale_dtype: "fp16", "bf16" or "fp32".
-        scheme: "W2A16", "W3A16", "W4A16", "W8A16" (symmetric, groups of 128) or "W4A8", "W8A8" with activations of 8 bits.
+        scheme: "W2A16", "W3A16", "W4A16", "W8A16" (symmetric, groups of 128) or "W4A8", "W8A8" with
+            activations of 8 bits.
         others: further parameters of Neural Compressor. Those that would change numbers give an `NCWarning`.
 
     The other parameters and the errors are those of `RTNConfig`.
     """
     found = re.fullmatch(r"W([2-8])A(8|16)", str(scheme))
     if found is None:
-        msg = f"AutoRoundConfig(scheme={scheme!r}): nc knows W2A16 to W8A16 and W2A8 to W8A8; use MXQuantConfig for MX formats."
+        msg = (
+            f"AutoRoundConfig(scheme={scheme!r}): nc knows W2A16 to W8A16 and W2A8 to W8A8; use "
+            "MXQuantConfig for MX formats."
+        )
         raise UnsupportedError(msg)
     act_bits = int(found[2]) if act_bits is None else act_bits
     require(is_whole(act_bits, 1), "act_bits", "a whole number of bits", act_bits)
-    per_token = act_bits == 8 and act_group_size in (None, -1) and act_dynamic in (None, True) and act_dtype in (None, "int")
+    per_token = (
+        act_bits == 8
+        and act_group_size in (None, -1)
+        and act_dynamic in (None, True)
+        and act_dtype in (None, "int")
+    )
     if act_bits < 16 and not per_token:
-        msg = "AutoRoundConfig: activations stay as they are (act_bits=16) or get 8 bits for each token (act_bits=8, act_dynamic=True)."
+        msg = (
+            "AutoRoundConfig: activations stay as they are (act_bits=16) or get 8 bits for each token "
+            "(act_bits=8, act_dynamic=True)."
+        )
         raise UnsupportedError(msg)
     unknown = set(others) - _AUTO_ROUND_OTHERS.keys()
     if unknown:
@@ -342,8 +427,16 @@ def AutoRoundConfig(
         act_sym=(act_sym, None, "the 8 bits of a token are symmetric"),
         enable_full_range=(enable_full_range, False, "symmetric ranges have no code for the negative end"),
         enable_minmax_tuning=(enable_minmax_tuning, True, "ranges are learned with the rounding"),
-        enable_quanted_input=(enable_quanted_input, True, "blocks always get the inputs that the quantized model gives them"),
-        **{name: (value, *_AUTO_ROUND_OTHERS[name]) for name, value in others.items() if _AUTO_ROUND_OTHERS[name][1]},
+        enable_quanted_input=(
+            enable_quanted_input,
+            True,
+            "blocks always get the inputs that the quantized model gives them",
+        ),
+        **{
+            name: (value, *_AUTO_ROUND_OTHERS[name])
+            for name, value in others.items()
+            if _AUTO_ROUND_OTHERS[name][1]
+        },
     )
     solver = AutoRound(steps=iters, batch=batch_size, samples=nsamples, lr=lr, range_lr=minmax_lr, seed=seed)
     double = None if super_bits is None else DoubleQuant(bits=super_bits, group_size=super_group_size or -1)
@@ -371,10 +464,13 @@ def MXQuantConfig(
     weight_only: bool = False,
     white_list: Any = "*",
 ) -> QuantConfig:
-    """Return the MX formats of the OCP: elements of 4 to 8 bits in blocks, each with a power of two as its scale.
+    """Return the MX formats of the OCP.
+
+    Elements of 4 to 8 bits in blocks, each with a power of two as its scale.
 
     Args:
-        w_dtype: "int8", "fp8_e5m2", "fp8_e4m3", "fp6_e3m2", "fp6_e2m3" or "fp4"; a name of a float leaves layers alone.
+        w_dtype: "int8", "fp8_e5m2", "fp8_e4m3", "fp6_e3m2", "fp6_e2m3" or "fp4"; a name of a float leaves
+            layers alone.
         act_dtype: likewise for the inputs of linears, whose scales are found in each call.
         out_dtype: not used: linears return the dtype that they compute in.
         blocksize: number of neighbours that share a scale.
@@ -382,8 +478,9 @@ def MXQuantConfig(
         weight_only: leave activations alone.
 
     Returns:
-        With `weight_only` (or a float as `act_dtype`) a `WeightOnlyConfig`, which stores the weights in the format. Otherwise a
-        `FakeQuantConfig`, which simulates both on the reference backend: `prepare` then needs `example_inputs`.
+        With `weight_only` (or a float as `act_dtype`) a `WeightOnlyConfig`, which stores the weights in the
+        format. Otherwise a `FakeQuantConfig`, which simulates both on the reference backend: `prepare` then
+        needs `example_inputs`.
 
     Raises:
         ConfigError, UnsupportedError: a value that does not exist, or is Neural Compressor's only.
@@ -391,24 +488,46 @@ def MXQuantConfig(
     known = (*_MX, *_MX_FLOATS)
     for name, value in (("w_dtype", w_dtype), ("act_dtype", act_dtype)):
         if value in ("int4", "int2"):
-            msg = f"MXQuantConfig({name}={value!r}): the OCP's text has no such format; use fp4, or WeightOnlyConfig({value!r})."
+            msg = (
+                f"MXQuantConfig({name}={value!r}): the OCP's text has no such format; use fp4, or "
+                f"WeightOnlyConfig({value!r})."
+            )
             raise UnsupportedError(msg)
         require(value in known, name, f"one of {', '.join(known)}", value)
     require(out_dtype in _MX_FLOATS, "out_dtype", f"one of {', '.join(_MX_FLOATS)}", out_dtype)
     if round_method not in ("nearest", "even"):
-        require(round_method in ("dither", "floor"), "round_method", "one of nearest, even, floor, dither", round_method)
-        msg = f"MXQuantConfig(round_method={round_method!r}): elements are rounded to the nearest; simulate others with FakeQuantConfig."
+        require(
+            round_method in ("dither", "floor"),
+            "round_method",
+            "one of nearest, even, floor, dither",
+            round_method,
+        )
+        msg = (
+            f"MXQuantConfig(round_method={round_method!r}): elements are rounded to the nearest; simulate "
+            "others with FakeQuantConfig."
+        )
         raise UnsupportedError(msg)
     if w_dtype in _MX_FLOATS:
         return WeightOnlyConfig(w_dtype="fp32", white_list=white_list)
     if weight_only or act_dtype in _MX_FLOATS:
-        fields: dict[str, Any] = {"w_algo": "minmax", "scale_dtype": "e8m0", "scale_mode": "floor", "solver": RTN()}
-        return WeightOnlyConfig(_MX[w_dtype], group_size=blocksize, w_sym=True, white_list=white_list, **fields)
+        fields: dict[str, Any] = {
+            "w_algo": "minmax",
+            "scale_dtype": "e8m0",
+            "scale_mode": "floor",
+            "solver": RTN(),
+        }
+        return WeightOnlyConfig(
+            _MX[w_dtype], group_size=blocksize, w_sym=True, white_list=white_list, **fields
+        )
     weight, activation = (
-        FakeTensorSpec(dtype=_MX[name], granularity="per_group", group_size=blocksize, scale_type="e8m0", dynamic=dynamic)
+        FakeTensorSpec(
+            dtype=_MX[name], granularity="per_group", group_size=blocksize, scale_type="e8m0", dynamic=dynamic
+        )
         for name, dynamic in ((w_dtype, None), (act_dtype, True))
     )
-    return FakeQuantConfig(weight=weight, input=activation, white_list=["Linear"] if white_list == "*" else white_list)
+    return FakeQuantConfig(
+        weight=weight, input=activation, white_list=["Linear"] if white_list == "*" else white_list
+    )
 
 
 def get_default_rtn_config(processor_type: Any = None) -> WeightOnlyConfig:
@@ -449,8 +568,11 @@ def get_default_mx_config() -> QuantConfig:
     return MXQuantConfig()
 
 
-def get_default_double_quant_config(type: str = "BNB_NF4") -> WeightOnlyConfig:  # noqa: A002 - Neural Compressor's name
-    """Quantized scales: "BNB_NF4" (NF4, groups of 32, scales of 8 bits) or "GGML_TYPE_Q4_K" (4 bits with minima, scales of 6 bits).
+def get_default_double_quant_config(type: str = "BNB_NF4") -> WeightOnlyConfig:  # Neural Compressor's name
+    """Quantized scales.
+
+    "BNB_NF4" (NF4, groups of 32, scales of 8 bits) or "GGML_TYPE_Q4_K" (4 bits with minima, scales of 6
+    bits).
 
     Raises:
         ConfigError: another type.
@@ -472,7 +594,9 @@ FACTORIES: dict[str, Callable[..., QuantConfig]] = {
 
 
 def config_from(value: object) -> AnyConfig:
-    """As `nc.config.base.config_from`; also {"rtn": fields} and {"rtn": {"global": fields, "local": {key: fields}}}, and several of them.
+    """As `nc.config.base.config_from`.
+
+    Also {"rtn": fields} and {"rtn": {"global": fields, "local": {key: fields}}}, and several of them.
 
     Raises:
         ConfigError: it is nothing of that kind.
@@ -541,7 +665,9 @@ def _weights(
         "scale_dtype": "fp32",
         "act_dtype": "fp32",
         "solver": RTN(),
-        "float_zero": double is not None and is_integer and not use_sym,  # codes of scales go with codes of minima
+        "float_zero": double is not None
+        and is_integer
+        and not use_sym,  # codes of scales go with codes of minima
         "double_quant": False if double is None else double,
         "scale_mode": "floor",
         "transforms": (),
@@ -555,13 +681,22 @@ def _weights(
 def _format(dtype: str, bits: int) -> str:
     """Our name of a number format."""
     if dtype == "int":
-        require(isinstance(bits, int) and not isinstance(bits, bool) and 2 <= bits <= 8, "bits", "a whole number from 2 to 8", bits)
+        require(
+            isinstance(bits, int) and not isinstance(bits, bool) and 2 <= bits <= 8,
+            "bits",
+            "a whole number from 2 to 8",
+            bits,
+        )
         return f"int{bits}"
     found = re.fullmatch(r"int([2-8])", str(dtype))
     if found is not None:
         return str(dtype)
     if dtype in ("fp4", "fp4_e2m1_bnb", "fp8_e5m2fnuz", "fp8_e4m3fnuz"):
-        way_out = '"nf4" or "fp4_e2m1"' if dtype.startswith("fp4") else f'"{dtype.removesuffix("uz")}"'.replace("e5m2fn", "e5m2")
+        way_out = (
+            '"nf4" or "fp4_e2m1"'
+            if dtype.startswith("fp4")
+            else f'"{dtype.removesuffix("uz")}"'.replace("e5m2fn", "e5m2")
+        )
         msg = f"dtype={dtype!r}: no kernel and no file format for CPUs has it; use dtype={way_out}."
         raise UnsupportedError(msg)
     require(dtype in _FORMATS, "dtype", f"one of int, int2 to int8, {', '.join(_FORMATS)}, fp32", dtype)
@@ -573,7 +708,10 @@ def _double_quant(use: bool, dtype: str, bits: int, group_size: int) -> DoubleQu
         return None
     found = re.fullmatch(r"int([1-8]?)", str(dtype))
     if found is None:
-        msg = f'double_quant_dtype={dtype!r}: scales are quantized to whole numbers; use "int" and double_quant_bits.'
+        msg = (
+            f'double_quant_dtype={dtype!r}: scales are quantized to whole numbers; use "int" and '
+            "double_quant_bits."
+        )
         raise UnsupportedError(msg)
     return DoubleQuant(bits=int(found[1]) if found[1] else bits, group_size=group_size)
 
@@ -585,7 +723,8 @@ def _no_effect(title: str, **given: tuple[Any, Any, str]) -> None:
             warn(f"{title}({name}={value!r}) has no effect: {instead}.")
 
 
-#: Other parameters of AutoRoundConfig: default, and what is done instead where another value would change numbers.
+#: Other parameters of AutoRoundConfig: default, and what is done instead where another value would change
+#: numbers.
 _AUTO_ROUND_OTHERS: dict[str, tuple[Any, str]] = {
     "amp": (True, ""),
     "lr_scheduler": (None, "the learning rate falls linearly to 0"),

@@ -47,7 +47,9 @@ _STATIC = {
     "remainder": Field("fp32", one_of("fp32", "bf16")),
     "percentile": Field(99.999, number(50.0, 100.0)),
     "pre": Field((), transforms(PRE_STAGES, PRE), outer=True, register=register_algorithms(PRE)),
-    "post": Field((BiasCorrection(),), transforms(POST_STAGES, POST), outer=True, register=register_algorithms(POST)),
+    "post": Field(
+        (BiasCorrection(),), transforms(POST_STAGES, POST), outer=True, register=register_algorithms(POST)
+    ),
 }
 
 
@@ -66,15 +68,18 @@ class StaticQuantConfig(QuantConfig):
         act_dtype: "uint8", "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         act_sym: symmetric activations (zero point 128 for uint8, 0 for int8).
         act_granularity: "per_tensor". "per_channel" is refused, because no CPU kernel has it.
-        act_algo: how ranges are found; "auto" tries several algorithms for each tensor. docs/how-to/calibrate.md says
-            when to use which.
+        act_algo: how ranges are found; "auto" tries several algorithms for each tensor.
+            docs/how-to/calibrate.md says when to use which.
         excluded_precisions: `("bf16",)` keeps an operator out of bf16, even if `remainder` asks for it.
-        remainder: precision of convolutions, linears and matmuls that should be int8 but have no int8 kernel: "fp32", or "bf16" on
-            a CPU with AVX512-BF16.
-        percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
-        pre: algorithms for the fp32 model, applied first and in this order: `Equalization()`, `BiasAbsorption()`.
+        remainder: precision of convolutions, linears and matmuls that should be int8 but have no int8 kernel:
+            "fp32", or "bf16" on a CPU with AVX512-BF16.
+        percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50,
+            up to 100.
+        pre: algorithms for the fp32 model, applied first and in this order: `Equalization()`,
+            `BiasAbsorption()`.
         post: algorithms for the quantized model, applied last: `BiasCorrection()` by default.
-        white_list: names, patterns or types of the operators to which these values apply; all others stay fp32. "*" means all.
+        white_list: names, patterns or types of the operators to which these values apply; all others stay
+            fp32. "*" means all.
 
     Raises:
         UnknownFieldError: a field that does not exist; the message has the nearest name.
@@ -95,21 +100,24 @@ INT8StaticQuantConfig = StaticQuantConfig
 
 
 class SmoothQuantConfig(QuantConfig):
-    """SmoothQuant (arXiv 2211.10438), then static quantization: moves outliers from activation channels into the weights of linears.
+    """SmoothQuant (arXiv 2211.10438), then static quantization.
+
+    Moves outliers from activation channels into the weights of linears.
 
     Args:
         alpha: strength, 0 to 1: `s = max|X|^alpha / max|W|^(1 - alpha)` per channel. "auto" tries
             `alpha_min` to `alpha_max` for each linear and keeps the value with the least output error.
-        folding: put 1/s into the normalisation or linear in front, if no other operator reads its result. Else a
-            multiplication is inserted in front of the linear.
+        folding: put 1/s into the normalisation or linear in front, if no other operator reads its result.
+            Else a multiplication is inserted in front of the linear.
         scale_sharing: linears that read one tensor share one s. With folding they always do.
         init_alpha: the first alpha that "auto" tries, and keeps if no other one is better.
         alpha_min: lowest alpha that "auto" tries.
         alpha_max: highest alpha that "auto" tries.
         alpha_step: difference between the values that "auto" tries.
-        shared_criterion: how the weights and the errors of linears that share one s are combined: "max", "min" or "mean".
-        do_blockwise: "auto" compares the outputs of whole blocks (a name up to its first number: "encoder.layer.0") instead of single
-            linears.
+        shared_criterion: how the weights and the errors of linears that share one s are combined: "max",
+            "min" or "mean".
+        do_blockwise: "auto" compares the outputs of whole blocks (a name up to its first number:
+            "encoder.layer.0") instead of single linears.
         auto_alpha_args: the last six as a dict, as in Neural Compressor.
 
     The other arguments and the errors are those of `StaticQuantConfig`.
@@ -153,15 +161,17 @@ class DynamicQuantConfig(QuantConfig):
         w_sym: symmetric weights; False is refused, as for static quantization.
         w_granularity: "per_channel" (output channels) or "per_tensor".
         w_algo: "minmax" or "mse".
-        act_dtype: "uint8", "int8" (the same results: both have 256 levels around a zero point), "fp32" or "bf16".
+        act_dtype: "uint8", "int8" (the same results: both have 256 levels around a zero point), "fp32" or
+            "bf16".
         act_sym: symmetric activations.
         act_granularity: "per_token" (one range for each row) or "per_tensor".
         act_algo: "minmax".
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.
-        skip_slow: leave small operators in fp32 if int8 would make them slower. docs/how-to/quantize-without-data.md.
-        keep_inaccurate: keep operators int8 whose own result has less than 10 dB against fp32 on the example inputs; by default they stay
-            fp32.
+        skip_slow: leave small operators in fp32 if int8 would make them slower.
+            docs/how-to/quantize-without-data.md.
+        keep_inaccurate: keep operators int8 whose own result has less than 10 dB against fp32 on the example
+            inputs; by default they stay fp32.
         pre: as for static quantization.
         white_list: as for static quantization.
     """
@@ -182,29 +192,38 @@ class DynamicQuantConfig(QuantConfig):
 
 
 class WeightOnlyConfig(QuantConfig):
-    """Weight-only quantization of linears (also transformers' `Conv1D`), and of embeddings if asked. The model keeps its class.
+    """Weight-only quantization of linears (also transformers' `Conv1D`), and of embeddings if asked.
 
-    Four independent choices: the number format (`w_dtype`, `group_size`, `w_sym`, `scale_dtype`, `double_quant`), the range rule
-    (`w_algo`), the `transforms`, and the `solver`. docs/how-to/quantize-an-llm.md says
-    when to use which.
+    The model keeps its class.
+
+    Four independent choices: the number format (`w_dtype`, `group_size`, `w_sym`, `scale_dtype`,
+    `double_quant`), the range rule (`w_algo`), the `transforms`, and the `solver`.
+    docs/how-to/quantize-an-llm.md says when to use which.
 
     Args:
         w_dtype: a number format of docs/reference/number-formats.md, or "fp32" to leave the layer alone.
-        group_size: number of neighbouring input channels that share a scale; -1 means one scale per output channel.
+        group_size: number of neighbouring input channels that share a scale; -1 means one scale per output
+            channel.
         w_sym: False stores a zero point for each group.
-        w_algo: range rule: "minmax", "mse", or "wls" (weighted least squares; uses calibration data if there is any).
-        scale_dtype: how scales are stored: "fp32", "fp16", "bf16", "e8m0" (powers of two) or "e4m3" (with one more fp32 scale for
-            the whole tensor, as in NVFP4).
-        act_dtype: "fp32" leaves activations as they are; "bf16" computes in bf16; "int8" rounds each token to 8 bits with one
-            scale, "int8_block32" with a scale for each 32 of its elements.
+        w_algo: range rule: "minmax", "mse", or "wls" (weighted least squares; uses calibration data if there
+            is any).
+        scale_dtype: how scales are stored: "fp32", "fp16", "bf16", "e8m0" (powers of two) or "e4m3" (with one
+            more fp32 scale for the whole tensor, as in NVFP4).
+        act_dtype: "fp32" leaves activations as they are; "bf16" computes in bf16; "int8" rounds each token to
+            8 bits with one scale, "int8_block32" with a scale for each 32 of its elements.
         solver: chooses the codes: `RTN()`, `GPTQ()`, … One for a layer can be set with `set_local`.
-        transforms: change weights of the float model first, without changing what it computes: `AWQ()`, … A rule gives them to some layers,
-            or `transforms=()` to leave them alone. `Rotation()` changes the whole model, so it stands in the outer configuration only.
-        lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the head also quantizes it.
+        transforms: change weights of the float model first, without changing what it computes: `AWQ()`, … A
+            rule gives them to some layers, or `transforms=()` to leave them alone. `Rotation()` changes the
+            whole model, so it stands in the outer configuration only.
+        lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the
+            head also quantizes it.
         embedding: number format of embeddings; None leaves them float.
-        double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`, False none.
-        float_zero: with `w_sym=False`, groups have a minimum of the scale's format instead of a whole zero point.
-        scale_mode: with scale_dtype "e8m0", how the power of two is chosen: "floor", "ceil", "even" or "rceil".
+        double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`,
+            False none.
+        float_zero: with `w_sym=False`, groups have a minimum of the scale's format instead of a whole zero
+            point.
+        scale_mode: with scale_dtype "e8m0", how the power of two is chosen: "floor", "ceil", "even" or
+            "rceil".
         white_list: as for static quantization.
 
     Raises:
@@ -240,18 +259,26 @@ class WeightOnlyConfig(QuantConfig):
 
     @classmethod
     def check_local(cls, where: str, given: dict[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
-        """As for all strategies; transforms of the whole model may be repeated, but only the outer configuration can ask for them."""
+        """As for all strategies.
+
+        Transforms of the whole model may be repeated, but only the outer configuration can ask for them.
+        """
         if "transforms" not in given:
             return given
         whole = [transform for transform in given["transforms"] if transform.level == "model"]
-        unknown = next((transform for transform in whole if transform not in around.get("transforms", ())), None)
+        unknown = next(
+            (transform for transform in whole if transform not in around.get("transforms", ())), None
+        )
         if unknown is not None:
             msg = (
-                f"{where}: {unknown} changes the whole model: what one layer writes, others read. Give it to the outer configuration: "
-                f"WeightOnlyConfig(…, transforms=[{type(unknown).__name__}()])."
+                f"{where}: {unknown} changes the whole model: what one layer writes, others read. Give it to "
+                f"the outer configuration: WeightOnlyConfig(…, transforms=[{type(unknown).__name__}()])."
             )
             raise ConfigError(msg)
-        return {**given, "transforms": tuple(transform for transform in given["transforms"] if transform.level != "model")}
+        return {
+            **given,
+            "transforms": tuple(transform for transform in given["transforms"] if transform.level != "model"),
+        }
 
 
 def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> WeightFormat:
@@ -272,7 +299,8 @@ def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> W
         double_quant=values["double_quant"] or None,
         float_zero=values["float_zero"],
         scale_mode=values["scale_mode"],
-        tensor_scale=values["scale_dtype"] == "e4m3",  # alone it ends at 2^-9, where scales of usual weights lie
+        tensor_scale=values["scale_dtype"]
+        == "e4m3",  # alone it ends at 2^-9, where scales of usual weights lie
     )
 
 

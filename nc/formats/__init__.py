@@ -1,9 +1,32 @@
-"""Frozen values that all packages share: dtypes, granularities, requests of operators, capabilities of backends."""
+"""Frozen values that all packages share.
+
+Dtypes, granularities, requests of operators, capabilities of backends.
+"""
 
 from nc.formats.dtypes import DTYPES, INT8, UINT8, DType, dtype
 from nc.formats.fake_spec import FakeSpec, FakeTensorSpec
-from nc.formats.granularities import PER_CHANNEL, PER_TENSOR, PER_TOKEN, Granularity, granularity, per_block, per_channel, per_group
-from nc.formats.specs import BF16, FLOAT, Capabilities, DynamicCost, Mode, OpSpec, OpSupport, QParams, SmoothSpec, TensorSpec
+from nc.formats.granularities import (
+    PER_CHANNEL,
+    PER_TENSOR,
+    PER_TOKEN,
+    Granularity,
+    granularity,
+    per_block,
+    per_channel,
+    per_group,
+)
+from nc.formats.specs import (
+    BF16,
+    FLOAT,
+    Capabilities,
+    DynamicCost,
+    Mode,
+    OpSpec,
+    OpSupport,
+    QParams,
+    SmoothSpec,
+    TensorSpec,
+)
 from nc.formats.weight_format import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, WeightFormat
 
 __all__ = [

@@ -18,7 +18,7 @@ def is_whole(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def require(holds: bool, name: str, what: str, value: object) -> None:  # noqa: FBT001
+def require(holds: bool, name: str, what: str, value: object) -> None:
     """Raise ConfigError unless the value of a field is one that it can hold."""
     if not holds:
         msg = f"Expected {name} to be {what}, but got {value!r}."

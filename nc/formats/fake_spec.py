@@ -19,8 +19,15 @@ ROUND_METHODS = ("half_even", "half_away", "floor", "stochastic")
 #: What a scale is rounded to before codes are chosen.
 SCALE_TYPES = ("fp32", "fp16", "bf16", "e4m3", "e8m0", "power_of_two")
 #: Names that other tools have for scale types.
-_SCALE_ALIASES = {"float": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "pof2": "power_of_two"}
-#: Range algorithms for constants; activations with one range have those of `nc.observers`, other activations "minmax".
+_SCALE_ALIASES = {
+    "float": "fp32",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "pof2": "power_of_two",
+}
+#: Range algorithms for constants; activations with one range have those of `nc.observers`, other activations
+#: "minmax".
 _OF_CONSTANTS = ("minmax", "mse")
 #: Fields with a name out of a list.
 _CHOICES = (("granularity", GRANULARITIES), ("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES))
@@ -31,23 +38,29 @@ _Rule = tuple[bool, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeTensorSpec:
-    """How one tensor is simulated: it gets the values that its codes stand for. A field that is None has the value of the next rule.
+    """How one tensor is simulated: it gets the values that its codes stand for.
+
+    A field that is None has the value of the next rule.
 
     Attributes:
         dtype: name of the number format, a key of `nc.formats.DTYPES`. No rule gives one by default.
-        granularity: which elements share a scale: "per_tensor" (the default), "per_channel" (one per index of `axis`), "per_token" (one per
-            row of the last dimension), "per_group" (one per `group_size` neighbours along `axis`) or "per_block" (one per block of
-            `block_size` in the last dimensions).
-        axis: of the channels, or the one that groups lie along; by default the output channels of a weight, the channels of an activation
-            (the last dimension of linears and embeddings, 1 for convolutions), for groups of a weight its input channels.
+        granularity: which elements share a scale: "per_tensor" (the default), "per_channel" (one per index of
+            `axis`), "per_token" (one per row of the last dimension), "per_group" (one per `group_size`
+            neighbours along `axis`) or "per_block" (one per block of `block_size` in the last dimensions).
+        axis: of the channels, or the one that groups lie along; by default the output channels of a weight,
+            the channels of an activation (the last dimension of linears and embeddings, 1 for convolutions),
+            for groups of a weight its input channels.
         group_size: number of neighbours.
         block_size: sizes of a block.
         symmetric: without a zero point (signed) or with the one in the middle (unsigned). Default: True.
         round_method: "half_even" (the default), "half_away", "floor" or "stochastic".
-        scale_type: what scales are rounded to: "fp32" (the default), "fp16", "bf16", "e4m3", "power_of_two" (the next one above, so that
-            nothing is clipped) or "e8m0" (the shared exponent of the OCP MX formats).
-        tensor_scale: scales of type "e4m3" are relative to one more fp32 scale of the whole tensor, as in NVFP4. Default: False.
-        observer: how the range is found: of activations any `act_algo`, of constants "minmax" (the default) or "mse".
+        scale_type: what scales are rounded to: "fp32" (the default), "fp16", "bf16", "e4m3", "power_of_two"
+            (the next one above, so that nothing is clipped) or "e8m0" (the shared exponent of the OCP MX
+            formats).
+        tensor_scale: scales of type "e4m3" are relative to one more fp32 scale of the whole tensor, as in
+            NVFP4. Default: False.
+        observer: how the range is found: of activations any `act_algo`, of constants "minmax" (the default)
+            or "mse".
         percentile: for observer "percentile".
         dynamic: of an activation, the range is found in each call. Default: False.
         seed: of stochastic rounding. The same shape always gets the same random numbers. Default: 0.
@@ -75,7 +88,9 @@ class FakeTensorSpec:
         if self.dtype is not None:
             dtype(self.dtype)
         if isinstance(self.block_size, int):
-            _refuse("block_size", "whole numbers from 1, one for each of the last dimensions", self.block_size)
+            _refuse(
+                "block_size", "whole numbers from 1, one for each of the last dimensions", self.block_size
+            )
         if self.block_size is not None:
             object.__setattr__(self, "block_size", tuple(self.block_size))
         object.__setattr__(self, "scale_type", _SCALE_ALIASES.get(str(self.scale_type), self.scale_type))
@@ -89,7 +104,9 @@ class FakeTensorSpec:
         _check_whole("axis", self.axis)
         _check_whole("group_size", self.group_size, least=1)
         _check_whole("seed", self.seed)
-        if self.percentile is not None and not (isinstance(self.percentile, (int, float)) and 50 < self.percentile <= 100):
+        if self.percentile is not None and not (
+            isinstance(self.percentile, (int, float)) and 50 < self.percentile <= 100
+        ):
             _refuse("percentile", "a number above 50, up to 100", self.percentile)
         if any(not _is_int(size) or size < 1 for size in self.block_size or ()):
             _refuse("block_size", "whole numbers from 1", self.block_size)
@@ -146,9 +163,13 @@ class FakeTensorSpec:
         if self.dtype is not None and self.format.kind == "integer" and self.symmetric is not None:
             parts.append("sym" if self.symmetric else "affine")
         if self.granularity not in (None, "per_tensor"):
-            sizes = {"per_group": [self.group_size], "per_block": self.block_size}.get(str(self.granularity)) or ()
+            sizes = {"per_group": [self.group_size], "per_block": self.block_size}.get(
+                str(self.granularity)
+            ) or ()
             parts.append(f"{self.granularity} {'x'.join(map(str, sizes))}".rstrip())
-            parts += [f"axis {self.axis}"] * (self.axis is not None and (self.granularity, self.axis) != ("per_group", -1))
+            parts += [f"axis {self.axis}"] * (
+                self.axis is not None and (self.granularity, self.axis) != ("per_group", -1)
+            )
         parts += [f"{self.scale_type} scales"] * (self.scale_type not in (None, "fp32"))
         parts += [str(self.round_method)] * (self.round_method not in (None, "half_even"))
         parts += [str(self.observer)] * (self.observer not in (None, "minmax"))

@@ -1,4 +1,7 @@
-"""Which elements of a tensor share one scale and one zero point: blocks of one size that cover the tensor without overlap."""
+"""Which elements of a tensor share one scale and one zero point.
+
+Blocks of one size that cover the tensor without overlap.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from nc.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """Made by `per_tensor`, `per_channel`, `per_token`, `per_group`, `per_block`, or from its text by `granularity`.
+    """Made by `per_tensor`, `per_channel`, `per_token`, `per_group`, `per_block`, or from its text by
+    `granularity`.
 
     Attributes:
         name: "per_tensor", "per_channel", "per_token", "per_group" or "per_block".
-        axis: per channel, the axis of the channels (None: the operator's output channels); per group, the axis that groups lie along.
+        axis: per channel, the axis of the channels (None: the operator's output channels); per group, the
+            axis that groups lie along.
         shape: per group, (size,); per block, the block's size in the last dimensions.
     """
 
@@ -28,7 +33,8 @@ class Granularity:
 
         Args:
             shape: of the tensor.
-            channels: axis of the output channels, which `per_channel` without an axis of its own means; None where there is none.
+            channels: axis of the output channels, which `per_channel` without an axis of its own means; None
+                where there is none.
 
         Raises:
             ConfigError: the tensor has no such axis, or the blocks do not cover it; names sizes that do.
@@ -93,7 +99,10 @@ def granularity(text: str) -> Granularity:
         return per_group(int(match[2] or -1), int(match[1]))
     if match := _BLOCK.fullmatch(text):
         return per_block([int(size) for size in match[1].split("x")])
-    msg = f'There is no granularity {text!r}; use {", ".join(map(repr, _PLAIN))}, "per_group SIZE" or "per_block ROWSxCOLUMNS".'
+    msg = (
+        f'There is no granularity {text!r}; use {", ".join(map(repr, _PLAIN))}, "per_group SIZE" or '
+        '"per_block ROWSxCOLUMNS".'
+    )
     raise ConfigError(msg)
 
 
@@ -110,7 +119,10 @@ def _checked(block: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
         raise ConfigError(msg)
     for axis, (part, size) in enumerate(zip(block, shape, strict=True)):
         if size % part:
-            msg = f"Blocks of {part} do not cover axis {axis} of {size} elements; the nearest sizes that do: {_nearest(size, part)}."
+            msg = (
+                f"Blocks of {part} do not cover axis {axis} of {size} elements; the nearest sizes that do: "
+                f"{_nearest(size, part)}."
+            )
             raise ConfigError(msg)
     return block
 

@@ -1,4 +1,7 @@
-"""Why an operator stays fp32, and which rule decided, as values; the text that people read is derived from them."""
+"""Why an operator stays fp32, and which rule decided, as values.
+
+The text that people read is derived from them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,9 @@ class Cause(enum.Enum):
     NO_READER = "no int8 operator reads the sum; it is fused in fp32"
     NOT_FUSABLE = "it stands directly behind no int8 operator that the engine could fuse it with"
     # what calibration saw
-    INACCURATE = "its int8 result has {db} dB against fp32 on the example inputs; keep_inaccurate=True keeps it int8"
+    INACCURATE = (
+        "its int8 result has {db} dB against fp32 on the example inputs; keep_inaccurate=True keeps it int8"
+    )
     NEVER_RAN = "never executed during calibration"
 
     def __call__(self, **arguments: object) -> Reason:
@@ -107,7 +112,8 @@ class Rule:
 
     Attributes:
         level: how specific it is; None where no rule applies.
-        key: the name, pattern or type that it is for; where no rule applies, the name of what decided instead, if anything did.
+        key: the name, pattern or type that it is for; where no rule applies, the name of what decided
+            instead, if anything did.
     """
 
     level: Level | None = None

@@ -28,7 +28,8 @@ KIND_NAMES: dict[str, tuple[str, ...]] = {
     "rnn_cell": ("RNNCell", "rnn_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 }
 _KIND_OF_NAME = {name: kind for kind, names in KIND_NAMES.items() for name in names}
-#: How Neural Compressor names a function in a fused type: "Linear&<built-in method relu of type object at 0x7f…>".
+#: How Neural Compressor names a function in a fused type: "Linear&<built-in method relu of type object at
+#: 0x7f…>".
 _BUILT_IN = re.compile(r"<built-in (?:method|function) (\w+)[^>]*>")
 
 RuleKey = str | type | Callable[..., Any]
@@ -58,7 +59,10 @@ def kind_of(name: str) -> str | None:
 
 
 def fused_names(text: str) -> tuple[str, ...]:
-    """Return the parts of a fused type name: a type, and the names of the operators after it ("Conv2d&add&ReLU" → Conv2d, add, relu)."""
+    """Return the parts of a fused type name.
+
+    A type, and the names of the operators after it ("Conv2d&add&ReLU" → Conv2d, add, relu).
+    """
     first, *rest = _BUILT_IN.sub(r"\1", text).split("&")
     return first, *(name.lower() for name in rest)
 
@@ -91,7 +95,10 @@ def _parse(key: object) -> Key:
     function = getattr(key, "__name__", None)
     if callable(key) and function is not None:
         if kind_of(function) is None:
-            msg = f"Function {function!r} cannot be the key of a rule; these functions can: {', '.join(sorted(_KIND_OF_NAME))}."
+            msg = (
+                f"Function {function!r} cannot be the key of a rule; these functions can: "
+                f"{', '.join(sorted(_KIND_OF_NAME))}."
+            )
             raise ConfigError(msg)
         return Key(function, True)
     msg = f"Expected the key of a rule to be a name, a pattern, a type or a list of those, but got {key!r}."
@@ -103,7 +110,10 @@ def check_pattern(key: str) -> None:
     try:
         re.compile(key)
     except re.error as error:
-        msg = f"Rule {key!r} is not a valid regular expression: {error}. Escape special characters if you mean them literally."
+        msg = (
+            f"Rule {key!r} is not a valid regular expression: {error}. Escape special characters if you mean "
+            "them literally."
+        )
         raise PatternError(msg) from error
 
 

@@ -15,8 +15,8 @@ from nc.formats.granularities import PER_TENSOR, Granularity, granularity
 
 #: How ranges that are found in each call are shared.
 DYNAMIC_GRANULARITIES = ("per_tensor", "per_token")
-#: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight only, as a simulation of any
-#: formats, or not at all.
+#: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight
+#: only, as a simulation of any formats, or not at all.
 Mode = Literal["static", "dynamic", "weight_only", "fake_quant", "float"]
 
 
@@ -27,13 +27,14 @@ class TensorSpec:
     Attributes:
         dtype: of the codes; a name is looked up.
         symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
-        granularity: which elements share a scale; a text is looked up. Activations: per tensor, or per token where `dynamic`.
+        granularity: which elements share a scale; a text is looked up. Activations: per tensor, or per token
+            where `dynamic`.
         algo: how its range is found, see `nc.observers`.
         percentile: how much of the data the range covers, in percent, where `algo` is or tries "percentile".
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
         reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.narrow_sums`.
-        paired: codes of neighbouring input channels of a weight are small enough for their products to be added in 16 bits; see
-            `nc.numerics.int16_pairs`.
+        paired: codes of neighbouring input channels of a weight are small enough for their products to be
+            added in 16 bits; see `nc.numerics.int16_pairs`.
         dynamic: its range is found anew in each call.
     """
 
@@ -48,13 +49,21 @@ class TensorSpec:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        """Look up what was given by name; raises ConfigError for names that do not exist, and for floats with a zero point."""
+        """Look up what was given by name.
+
+        Raises ConfigError for names that do not exist, and for floats with a zero point.
+        """
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", dtype(self.dtype))
         if isinstance(self.granularity, str):
             object.__setattr__(self, "granularity", granularity(self.granularity))
-        if self.dtype.kind == "float" and (not self.symmetric or self.narrow or self.reduce_range or self.paired):
-            msg = f"{self.dtype} is a floating-point format: it is symmetric and uses all codes, so {self} is not possible."
+        if self.dtype.kind == "float" and (
+            not self.symmetric or self.narrow or self.reduce_range or self.paired
+        ):
+            msg = (
+                f"{self.dtype} is a floating-point format: it is symmetric and uses all codes, so {self} is "
+                "not possible."
+            )
             raise ConfigError(msg)
 
     @property
@@ -130,7 +139,8 @@ class OpSpec:
         weight: its constant weight.
         right: the second input of a matmul, where it uses another range than the first.
         smooth: how outliers of its input move into its weight first.
-        bf16: not quantized, but computed in bf16: inputs, weight, bias and result are rounded to it, sums are not.
+        bf16: not quantized, but computed in bf16: inputs, weight, bias and result are rounded to it, sums are
+            not.
         fake: what is simulated, of an operator whose other roles are None.
     """
 
@@ -159,7 +169,10 @@ class OpSpec:
     def activations(self) -> str:
         """Short form of the inputs, for tables; of a simulated operator also of its output."""
         if self.fake is not None:
-            return " → ".join(str(spec or "fp32") for spec in (self.fake.input, self.fake.output)[: 1 + (self.fake.output is not None)])
+            return " → ".join(
+                str(spec or "fp32")
+                for spec in (self.fake.input, self.fake.output)[: 1 + (self.fake.output is not None)]
+            )
         if self.right is not None:
             return f"{self.activation}, {self.right}"
         if self.smooth is not None:
@@ -176,7 +189,11 @@ class OpSpec:
 
     @property
     def precision(self) -> str:
-        """What was asked: "int8", "bf16", "fp32", "int4 per_group 32, weight only", or the formats of all roles of a simulated operator."""
+        """What was asked.
+
+        "int8", "bf16", "fp32", "int4 per_group 32, weight only", or the formats of all roles of a simulated
+        operator.
+        """
         if self.fake is not None:
             return f"simulated: {self.fake}"
         if self.mode == "weight_only" and self.weight is not None:
@@ -190,7 +207,10 @@ class OpSpec:
         return spec
 
     def narrow(self) -> OpSpec:
-        """Return the same for a kernel that adds pairs of products in 16 bits without saturation; see `Capabilities.narrow_sums`."""
+        """Return the same for a kernel that adds pairs of products in 16 bits without saturation.
+
+        See `Capabilities.narrow_sums`.
+        """
         if self.weight is not None:
             return replace(self, weight=replace(self.weight, paired=True))
         return replace(self, right=replace(self.input(1), reduce_range=True))
@@ -205,10 +225,19 @@ class OpSpec:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> OpSpec:
         """Return the inverse of `to_dict`."""
-        tensors = {role: TensorSpec.from_dict(v) for role, v in data.items() if role in ("activation", "weight", "right") and v is not None}
+        tensors = {
+            role: TensorSpec.from_dict(v)
+            for role, v in data.items()
+            if role in ("activation", "weight", "right") and v is not None
+        }
         smooth = data["smooth"]
         fake = FakeSpec.from_dict(data["fake"]) if data.get("fake") is not None else None
-        return cls(**tensors, smooth=None if smooth is None else SmoothSpec(**smooth), bf16=data["bf16"] is True, fake=fake)
+        return cls(
+            **tensors,
+            smooth=None if smooth is None else SmoothSpec(**smooth),
+            bf16=data["bf16"] is True,
+            fake=fake,
+        )
 
     def _tensors(self) -> dict[str, TensorSpec | None]:
         return {"activation": self.activation, "weight": self.weight, "right": self.right}
@@ -246,8 +275,8 @@ class OpSupport:
         fake: formats that it simulates at any role (empty: none).
         symmetric: as static operator it takes symmetric activations only.
         affine_only: as dynamic operator it takes affine activations only.
-        grouped_weights: granularities of weights without an axis of output channels (transposed convolutions in groups), the preferred
-            one first.
+        grouped_weights: granularities of weights without an axis of output channels (transposed convolutions
+            in groups), the preferred one first.
         note: limits in words, for readers of the table.
 
     Raises:
@@ -284,7 +313,8 @@ class OpSupport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicCost:
-    """What a linear costs in fp32, and what it saves and costs as dynamic int8, as it was measured on one kind of CPU.
+    """What a linear costs in fp32, and what it saves and costs as dynamic int8, as it was measured on one
+    kind of CPU.
 
     Attributes:
         macs: fp32 multiply-adds per microsecond.
@@ -308,15 +338,16 @@ class Capabilities:
     Attributes:
         backend: its name.
         ops: one row per operator kind with an integer kernel.
-        narrow_sums: (kind, activation dtype, or granularity of ranges found in each call) of operators whose kernels add pairs of
-            products in 16 bits, with saturation, on this CPU (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are
-            `paired` there, a matmul's second input takes 7 bits.
+        narrow_sums: (kind, activation dtype, or granularity of ranges found in each call) of operators whose
+            kernels add pairs of products in 16 bits, with saturation, on this CPU (without VNNI): 2 x 255 x
+            64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
         why_no_bf16: why what is not int8 can't compute in bf16, on this CPU or at all; "" where it can.
         bf16_isa: CPU features that bf16 relies on.
         fused_add: kinds of operators whose kernels also do an addition behind them.
         dynamic_cost: what `skip_slow` goes by; None: it leaves nothing out.
-        tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is right.
+        tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is
+            right.
     """
 
     backend: str

@@ -26,12 +26,14 @@ SCALE_MODES = ("floor", "ceil", "even", "rceil")
 
 @dataclass(frozen=True, slots=True)
 class DoubleQuant:
-    """Scales that are codes themselves: `scale = code * outer_scale`, as in GGUF's k-quants. All are positive.
+    """Scales that are codes themselves: `scale = code * outer_scale`, as in GGUF's k-quants.
+
+    All are positive.
 
     Attributes:
         bits: of one code, 1 to 8.
-        group_size: at most so many neighbouring scales of a row share one outer scale; -1: all of a row. Where it does not divide their
-            number, outer scales are shared by fewer, as evenly as can be.
+        group_size: at most so many neighbouring scales of a row share one outer scale; -1: all of a row.
+            Where it does not divide their number, outer scales are shared by fewer, as evenly as can be.
         outer_dtype: storage format of the outer scales, "fp32", "fp16" or "bf16".
     """
 
@@ -41,8 +43,13 @@ class DoubleQuant:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for what can't be."""
-        if self.bits not in range(1, 9) or not (self.group_size == -1 or (isinstance(self.group_size, int) and self.group_size > 0)):
-            msg = f"DoubleQuant(bits={self.bits}, group_size={self.group_size}): bits is 1 to 8, group_size at least 1, or -1 for a row."
+        if self.bits not in range(1, 9) or not (
+            self.group_size == -1 or (isinstance(self.group_size, int) and self.group_size > 0)
+        ):
+            msg = (
+                f"DoubleQuant(bits={self.bits}, group_size={self.group_size}): bits is 1 to 8, group_size at "
+                "least 1, or -1 for a row."
+            )
             raise ConfigError(msg)
         if self.outer_dtype not in ("fp32", "fp16", "bf16"):
             msg = f"There is no outer_dtype {self.outer_dtype!r}; there are fp32, fp16, bf16."
@@ -57,8 +64,8 @@ class DoubleQuant:
 class WeightFormat:
     """The format of a weight of shape [N, K] with K input channels in groups.
 
-    An integer weight is `(code - zero) * scale` with codes from 0 to 2^bits - 1. Where `symmetric`, zero is 2^(bits - 1) and is not stored.
-    A weight in a floating-point format is `value(code) * scale`.
+    An integer weight is `(code - zero) * scale` with codes from 0 to 2^bits - 1. Where `symmetric`, zero is
+    2^(bits - 1) and is not stored. A weight in a floating-point format is `value(code) * scale`.
 
     Attributes:
         dtype: of the codes; a name is looked up.
@@ -66,9 +73,11 @@ class WeightFormat:
         symmetric: without zero points.
         scale_dtype: storage format of the scales, a key of `SCALE_DTYPES`.
         double_quant: how scales are quantized themselves, or None.
-        float_zero: instead of an integer zero point each group has a minimum of the scale's format: `code * scale + minimum`.
+        float_zero: instead of an integer zero point each group has a minimum of the scale's format: `code *
+            scale + minimum`.
         tensor_scale: one more fp32 scale for the whole tensor, by which all scales are multiplied (NVFP4).
-        scale_mode: with scale_dtype "e8m0", how range rule "minmax" chooses the power of two: one of `SCALE_MODES`.
+        scale_mode: with scale_dtype "e8m0", how range rule "minmax" chooses the power of two: one of
+            `SCALE_MODES`.
     """
 
     dtype: DType
@@ -94,13 +103,22 @@ class WeightFormat:
             msg = f"There is no scale_mode {self.scale_mode!r}; there are {', '.join(SCALE_MODES)}."
             raise ConfigError(msg)
         if self.float_zero and self.symmetric:
-            msg = "float_zero stores a minimum for each group, a symmetric format stores none; use w_sym=False with it."
+            msg = (
+                "float_zero stores a minimum for each group, a symmetric format stores none; use "
+                "w_sym=False with it."
+            )
             raise ConfigError(msg)
         if self.float_zero and self.scale_dtype in ("e8m0", "e4m3") and self.double_quant is None:
-            msg = f"float_zero stores minima as scales, and {self.scale_dtype} is too coarse for them; use scale_dtype fp32, fp16 or bf16."
+            msg = (
+                f"float_zero stores minima as scales, and {self.scale_dtype} is too coarse for them; use "
+                "scale_dtype fp32, fp16 or bf16."
+            )
             raise ConfigError(msg)
         if self.tensor_scale and (self.double_quant is not None or self.float_zero):
-            msg = "tensor_scale is one more scale for scales that are stored as they are; it goes with neither double_quant nor float_zero."
+            msg = (
+                "tensor_scale is one more scale for scales that are stored as they are; it goes with "
+                "neither double_quant nor float_zero."
+            )
             raise ConfigError(msg)
 
     @property
@@ -132,12 +150,16 @@ class WeightFormat:
         if self.group_size == -1:
             return inputs
         if inputs % self.group_size:
-            msg = f"group_size={self.group_size} does not divide the {inputs} input channels; {nearest_text(inputs, self.group_size)}."
+            msg = (
+                f"group_size={self.group_size} does not divide the {inputs} input channels; "
+                f"{nearest_text(inputs, self.group_size)}."
+            )
             raise ConfigError(msg)
         return self.group_size
 
     def bits_per_weight(self, inputs: int, outputs: int = 0) -> float:
-        """Return the stored bits per weight, scales and zero points included, of a weight with `inputs` input channels.
+        """Return the stored bits per weight, scales and zero points included, of a weight with `inputs` input
+        channels.
 
         Args:
             inputs: K.
@@ -148,7 +170,9 @@ class WeightFormat:
         if self.double_quant is not None:
             outer_bits = SCALE_DTYPES[self.double_quant.outer_dtype].itemsize * 8
             groups = inputs // group
-            scale_bits = 8 + outer_bits * self.double_quant.outer_count(groups) / groups  # a code takes one byte
+            scale_bits = (
+                8 + outer_bits * self.double_quant.outer_count(groups) / groups
+            )  # a code takes one byte
         zero_bits = 0.0 if self.symmetric else scale_bits if self.float_zero else float(self.bits)
         tensor = 32 / (inputs * outputs) if self.tensor_scale and outputs else 0.0
         return self.bits + (scale_bits + zero_bits) / group + tensor
@@ -159,7 +183,9 @@ class WeightFormat:
         if self.dtype.kind == "integer":
             parts.append("sym" if self.symmetric else "float zero" if self.float_zero else "asym")
         parts.append("row" if self.group_size == -1 else f"g{self.group_size}")
-        parts.append(self.scale_dtype if self.double_quant is None else f"{self.double_quant.bits}-bit scales")
+        parts.append(
+            self.scale_dtype if self.double_quant is None else f"{self.double_quant.bits}-bit scales"
+        )
         if self.tensor_scale:
             parts.append("tensor scale")
         return " ".join(parts)
@@ -184,14 +210,21 @@ class WeightFormat:
     def from_dict(cls, data: dict[str, Any]) -> WeightFormat:
         """Return the inverse of `to_dict`."""
         double = data["double_quant"]
-        return cls(**{**data, "dtype": dtype(data["dtype"]), "double_quant": None if double is None else DoubleQuant(**double)})
+        return cls(
+            **{
+                **data,
+                "dtype": dtype(data["dtype"]),
+                "double_quant": None if double is None else DoubleQuant(**double),
+            }
+        )
 
 
 def _microscaling(element: str) -> WeightFormat:
     return WeightFormat(dtype=dtype(element), group_size=32, scale_dtype="e8m0")
 
 
-#: Formats with a name of their own: those of the OCP Microscaling Specification 1.0 (section 5.2), and NVIDIA's NVFP4.
+#: Formats with a name of their own: those of the OCP Microscaling Specification 1.0 (section 5.2), and
+#: NVIDIA's NVFP4.
 PRESETS: dict[str, WeightFormat] = {
     "mxfp8_e4m3": _microscaling("fp8_e4m3"),
     "mxfp8_e5m2": _microscaling("fp8_e5m2"),

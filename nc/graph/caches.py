@@ -1,7 +1,7 @@
 """Key-value caches of transformers as structures of tensors, in which they can be captured and stored.
 
-transformers 4 registers `DynamicCache` as a pytree node when it is imported, transformers 5 does not, and neither registers
-`EncoderDecoderCache`. What is registered here flattens as in transformers 4.
+transformers 4 registers `DynamicCache` as a pytree node when it is imported, transformers 5 does not, and
+neither registers `EncoderDecoderCache`. What is registered here flattens as in transformers 4.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ def class_of(name: str) -> type | None:
     """Return the registered class of that qualified name; None where transformers is not installed."""
     try:
         module = importlib.import_module(_MODULE)
-    except Exception:  # noqa: BLE001 - not installed, or it does not import here
+    except Exception:  # not installed, or it does not import here
         return None
     register()
     return vars(module).get(name.rpartition(".")[2])
 
 
 def build(name: str, members: Iterable[Any], keys: Iterable[str]) -> Any:
-    """Return a cache of that qualified name; windows are not kept: each layer holds the keys and values that it is given."""
+    """Return a cache of that qualified name.
+
+    Windows are not kept: each layer holds the keys and values that it is given.
+    """
     import transformers.cache_utils as caches
 
     parts = dict(zip(keys, members, strict=True))
@@ -64,7 +67,8 @@ def become(cache: Any, members: Sequence[Any]) -> None:
 
     Args:
         cache: changed in place.
-        members: by position in `MEMBERS`: keys and values of each layer; of an `EncoderDecoderCache` its two caches, changed already.
+        members: by position in `MEMBERS`: keys and values of each layer; of an `EncoderDecoderCache` its two
+            caches, changed already.
     """
     if hasattr(cache, "is_updated"):
         cross = members[1]
@@ -79,7 +83,10 @@ def become(cache: Any, members: Sequence[Any]) -> None:
 
 
 def _give(layer: Any, keys: Any, values: Any) -> None:
-    """Give a layer all keys and values; one with a window keeps the last of them, and counts all, as it does in `update`."""
+    """Give a layer all keys and values.
+
+    One with a window keeps the last of them, and counts all, as it does in `update`.
+    """
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += keys.shape[-2] - layer.keys.shape[-2]
         if not getattr(layer, "record_past", False):
@@ -97,12 +104,16 @@ def _register(cls: type, name: str) -> None:
         return [getattr(cache, key) for key in keys], keys
 
     def flatten_with_keys(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
-        return [(pytree.MappingKey(key), member) for key, member in zip(keys, flatten(cache)[0], strict=True)], keys
+        return [
+            (pytree.MappingKey(key), member) for key, member in zip(keys, flatten(cache)[0], strict=True)
+        ], keys
 
     def unflatten(members: Iterable[Any], keys: Any) -> Any:
         return build(name, members, keys)
 
-    pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=name, flatten_with_keys_fn=flatten_with_keys)
+    pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=name, flatten_with_keys_fn=flatten_with_keys
+    )
 
 
 def _layers(cache: Any) -> list[Any]:

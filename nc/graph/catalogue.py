@@ -1,9 +1,10 @@
 """Kinds of ATen operators: the table that capture, rules and q/dq placement read.
 
 Names are those of the operator without namespace and overload: "linear" for `aten.linear.default`.
-The name of a node's operator is written on the node where the node comes from: `name_operators` for a graph that was exported or loaded,
-`nc.graph.fx_utils` for a node that a pass makes or changes. `op_name` reads it. The quantizable kind of a node is decided from it once, by
-`decide_kinds`, when a model is captured or loaded. `kind_of_node` reads it.
+The name of a node's operator is written on the node where the node comes from: `name_operators` for a graph
+that was exported or loaded, `nc.graph.fx_utils` for a node that a pass makes or changes. `op_name` reads it.
+The quantizable kind of a node is decided from it once, by `decide_kinds`, when a model is captured or loaded.
+`kind_of_node` reads it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from nc.graph.schemas import schema_of
 from nc.graph.tensor_meta import TENSORS
 
 #: Kinds with a constant weight. Each has the name of its operator.
-WEIGHTED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+WEIGHTED = frozenset(
+    {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+)
 #: Kinds with two activations.
 BINARY = frozenset({"matmul", "add"})
 #: Kinds that can compute in bf16 where they do not in int8: where the multiply-adds are.
 PRODUCTS = WEIGHTED | {"matmul"}
-#: Recurrent layers, and single steps of them: integer compute with several constant weights, and most have a tuple as result.
+#: Recurrent layers, and single steps of them: integer compute with several constant weights, and most have a
+#: tuple as result.
 RECURRENT = frozenset({"lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell"})
 #: Every quantizable kind.
 KINDS = WEIGHTED | BINARY | RECURRENT
@@ -91,7 +95,8 @@ MOVES = frozenset(
         "upsample_nearest2d",
     }
 )
-#: Operators whose output stays within the range of their input: they keep its scale and zero point, as integer pools do in every engine.
+#: Operators whose output stays within the range of their input: they keep its scale and zero point, as
+#: integer pools do in every engine.
 POOLS = frozenset(
     {
         "max_pool1d",
@@ -130,7 +135,17 @@ LOW_BIT = frozenset({"quant_linear", "quant_embedding"})
 
 #: Operators that do nothing in inference.
 IDENTITIES = frozenset(
-    {"dropout", "feature_dropout", "alpha_dropout", "detach", "detach_", "lift_fresh_copy", "lift_fresh", "alias", "dropout_"}
+    {
+        "dropout",
+        "feature_dropout",
+        "alpha_dropout",
+        "detach",
+        "detach_",
+        "lift_fresh_copy",
+        "lift_fresh",
+        "alias",
+        "dropout_",
+    }
 )
 #: Checks that export puts into the graph; call inputs are checked by `Signature` instead.
 CHECKS = frozenset(
@@ -152,7 +167,9 @@ OF_OPERATOR = frozenset({_NAME, _KIND})
 
 
 def op_name(node: object) -> str:
-    """Return the name of a node's operator ("linear"), see `name_of`; "" for what is not a call, and for arguments that are no node.
+    """Return the name of a node's operator ("linear"), see `name_of`.
+
+    "" for what is not a call, and for arguments that are no node.
 
     Raises:
         LookupError: the node does not carry it.
@@ -161,8 +178,9 @@ def op_name(node: object) -> str:
         return ""
     if _NAME not in node.meta:
         msg = (
-            f"Node {node.name!r} calls {node.target} and does not carry the name of this operator. Make nodes with "
-            "nc.graph.fx_utils.call_function or call_operator, and change what they call with nc.graph.fx_utils.retarget."
+            f"Node {node.name!r} calls {node.target} and does not carry the name of this operator. Make "
+            "nodes with nc.graph.fx_utils.call_function or call_operator, and change what they call with "
+            "nc.graph.fx_utils.retarget."
         )
         raise LookupError(msg)
     name: str = node.meta[_NAME]
@@ -183,10 +201,12 @@ def name_operators(graph: fx.Graph) -> None:
 
 
 def name_of(target: object) -> str:
-    """Return the name of an operator without namespace and overload ("linear"); those of `nc` too ("quantize_per_tensor").
+    """Return the name of an operator without namespace and overload ("linear").
 
-    Other namespaces keep theirs ("torchvision::nms"), and so does arithmetic on sizes ("operator.add"): neither is the ATen operator of
-    that name.
+    Those of `nc` too ("quantize_per_tensor").
+
+    Other namespaces keep theirs ("torchvision::nms"), and so does arithmetic on sizes ("operator.add"):
+    neither is the ATen operator of that name.
     """
     schema = getattr(target, "_schema", None)
     if schema is not None:
@@ -198,7 +218,9 @@ def name_of(target: object) -> str:
 
 
 def decide_kinds(module: fx.GraphModule) -> None:
-    """Write the kind of every quantizable operator on its node, whose operators have names. Only capture and load call this.
+    """Write the kind of every quantizable operator on its node, whose operators have names.
+
+    Only capture and load call this.
 
     A pass that puts another operator in the place of one leaves the kind out, see `fx_utils.take_over`.
     """
@@ -212,7 +234,9 @@ def decide_kinds(module: fx.GraphModule) -> None:
 
 
 def kind_of_node(node: object) -> str | None:
-    """Return the quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it; None for other nodes and values.
+    """Return the quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it.
+
+    None for other nodes and values.
 
     Raises:
         LookupError: the node does not carry the name of its operator, so nobody has asked for its kind.
@@ -227,7 +251,10 @@ def is_float_tensor(node: object) -> TypeGuard[fx.Node]:
 
 
 def first_input(node: fx.Node) -> fx.Node | None:
-    """Return the node that an operator reads first; None where its first argument is a number, a list, or missing."""
+    """Return the node that an operator reads first.
+
+    None where its first argument is a number, a list, or missing.
+    """
     first = _first_argument(node)
     return first if isinstance(first, fx.Node) else None
 
@@ -262,20 +289,29 @@ def may_be_view(node: fx.Node) -> bool:
 
 
 def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
-    """Return the first node that is not `through`, from `node` up along first inputs; also where a first input is no node."""
+    """Return the first node that is not `through`, from `node` up along first inputs.
+
+    Also where a first input is no node.
+    """
     while through(node) and (source := first_input(node)) is not None:
         node = source
     return node
 
 
 def joined_inputs(node: fx.Node) -> Sequence[object]:
-    """Return what an operator of `JOINS` puts together; empty where that is one value, a list of unknown length."""
+    """Return what an operator of `JOINS` puts together.
+
+    Empty where that is one value, a list of unknown length.
+    """
     parts = _first_argument(node)
     return parts if isinstance(parts, (list, tuple)) else ()
 
 
 def schema_arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by their schema name, defaults filled in; none for Python functions, which have no schema."""
+    """All arguments of a call by their schema name, defaults filled in.
+
+    None for Python functions, which have no schema.
+    """
     values: dict[str, Any] = {}
     args, kwargs = node.args, node.kwargs
     for i, argument in enumerate(schema_of(node.target)):
@@ -289,7 +325,10 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def weight_axis(node: fx.Node) -> int | None:
-    """Return the output channel axis of a weighted operator's weight; None when channels of several groups are mixed along it."""
+    """Return the output channel axis of a weighted operator's weight.
+
+    None when channels of several groups are mixed along it.
+    """
     if not is_transposed(node):
         return 0
     return 1 if groups_of(node) == 1 else None

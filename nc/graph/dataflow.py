@@ -7,20 +7,49 @@ from collections.abc import Iterator, Set
 from torch import fx
 
 from nc.formats.reasons import Cause, Reason
-from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, climb, first_input, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import (
+    ACTIVATIONS,
+    JOINS,
+    MOVES,
+    POOLS,
+    climb,
+    first_input,
+    kind_of_node,
+    op_name,
+    schema_arguments,
+)
 from nc.graph.views import Binary
 
 #: Moves that keep only part of their input: a part can have a much smaller range than the whole.
-_PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "getitem", "unsafe_chunk", "index_select"})
+_PARTS = frozenset(
+    {
+        "slice",
+        "select",
+        "narrow",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "getitem",
+        "unsafe_chunk",
+        "index_select",
+    }
+)
 
 
 def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
-    """Return the tensor whose codes `node` carries: up through whole moves, and through `pools`, those that run on codes."""
+    """Return the tensor whose codes `node` carries.
+
+    Up through whole moves, and through `pools`, those that run on codes.
+    """
     return climb(node, lambda n: op_name(n) in MOVES - _PARTS or n in pools)
 
 
 def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
-    """Pools of what an integer operator (one of `asked`) computes, as far as nobody reads that in fp32: then codes would be no saving."""
+    """Pools of what an integer operator (one of `asked`) computes, as far as nobody reads that in fp32.
+
+    Then codes would be no saving.
+    """
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     pools = {n for n in module.graph.nodes if _takes_codes(n)}
     passing = {n for n in module.graph.nodes if n in int8 or n in pools or op_name(n) in MOVES}
@@ -29,7 +58,10 @@ def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
 
 
 def _takes_codes(node: fx.Node) -> bool:
-    """Whether a pool can run on codes: not when it counts zeros outside the tensor, which are no code 0 where the zero point is another."""
+    """Whether a pool can run on codes.
+
+    Not when it counts zeros outside the tensor, which are no code 0 where the zero point is another.
+    """
     if op_name(node) not in POOLS:
         return False
     arguments = schema_arguments(node)
@@ -38,12 +70,18 @@ def _takes_codes(node: fx.Node) -> bool:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """Return the operator that computed a tensor: up through everything that an engine fuses behind it or passes codes through."""
+    """Return the operator that computed a tensor.
+
+    Up through everything that an engine fuses behind it or passes codes through.
+    """
     return climb(node, lambda n: op_name(n) in MOVES | POOLS | ACTIVATIONS)
 
 
 def consumers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the operators that read a tensor, seen through moves, pools, joins and elementwise activations; each once."""
+    """Yield the operators that read a tensor, seen through moves, pools, joins and elementwise activations.
+
+    Each once.
+    """
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:
@@ -72,11 +110,14 @@ def is_fused_side(add: fx.Node, side: object, int8: set[fx.Node], fused_add: fro
     return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and left is not right
 
 
-def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_add: frozenset[str]) -> dict[str, Reason]:
+def useless_adds(
+    module: fx.GraphModule, asked: set[str], keep: set[str], fused_add: frozenset[str]
+) -> dict[str, Reason]:
     """Additions that int8 would not help: operator name → reason.
 
-    An int8 addition pays when an int8 operator produces one side and an int8 operator reads the sum. A residual stream that ends in a
-    normalisation (transformers) or in the model's output does neither: its sum is a fp32 post-operation of what is in front of it.
+    An int8 addition pays when an int8 operator produces one side and an int8 operator reads the sum. A
+    residual stream that ends in a normalisation (transformers) or in the model's output does neither: its sum
+    is a fp32 post-operation of what is in front of it.
     """
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     adds = [n for n in int8 if kind_of_node(n) == "add" and n.meta["operator"] not in keep]

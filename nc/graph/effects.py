@@ -1,7 +1,8 @@
 """What a call of a model changes in its arguments, beside what it returns.
 
-A graph changes nothing: it works on copies, and gives what the model would have put into its arguments as further outputs. Each call then
-writes these into the caller's own tensors, lists, dicts and caches, so engines need to know nothing of it.
+A graph changes nothing: it works on copies, and gives what the model would have put into its arguments as
+further outputs. Each call then writes these into the caller's own tensors, lists, dicts and caches, so
+engines need to know nothing of it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effects:
-    """See the module text. A graph gives the values of all changes behind its own outputs: first entries, then tensors.
+    """See the module text.
+
+    A graph gives the values of all changes behind its own outputs: first entries, then tensors.
 
     Attributes:
         written: the flat inputs whose tensors the model writes.
-        after: structure of the arguments, by name, after a call that replaces entries of containers; None where none does.
+        after: structure of the arguments, by name, after a call that replaces entries of containers; None
+            where none does.
         sources: for each leaf of `after` the flat input that stands there; None: the next value.
-        returned: (flat output, value) where the model returns a value itself; a graph does not give such an output twice.
-        objects: (where in the outputs, where in the arguments) the model returns a container that it was given.
+        returned: (flat output, value) where the model returns a value itself; a graph does not give such an
+            output twice.
+        objects: (where in the outputs, where in the arguments) the model returns a container that it was
+            given.
     """
 
     written: tuple[int, ...] = ()
@@ -74,7 +80,9 @@ class Effects:
         given, rest = dict(self.returned), iter(own)
         return [values[given[i]] if i in given else next(rest) for i in range(len(own) + len(given))]
 
-    def apply(self, arguments: Mapping[str, Any], flat: Sequence[Any], paths: Sequence[str], values: Sequence[Any]) -> list[Any]:
+    def apply(
+        self, arguments: Mapping[str, Any], flat: Sequence[Any], paths: Sequence[str], values: Sequence[Any]
+    ) -> list[Any]:
         """Change the caller's arguments.
 
         Args:
@@ -104,22 +112,31 @@ class Effects:
         """Return the outputs in their structure, with the containers that the model returns itself."""
         if not self.objects:
             return pytree.tree_unflatten(list(flat), spec)
-        return _built(spec, iter(flat), (), {out: container_at(arguments, where) for out, where in self.objects})
+        return _built(
+            spec, iter(flat), (), {out: container_at(arguments, where) for out, where in self.objects}
+        )
 
     def check_memory(self, flat: Sequence[Any], paths: Sequence[str]) -> None:
-        """Raise InputError where a written input shares elements with another one: the model may then read what it wrote."""
+        """Raise InputError where a written input shares elements with another one.
+
+        The model may then read what it wrote.
+        """
         for index in self.written:
             for other, value in enumerate(flat):
                 if other != index and isinstance(value, torch.Tensor) and share_elements(flat[index], value):
                     msg = (
-                        f"Arguments {paths[index]!r} and {paths[other]!r} share memory, and the model writes into {paths[index]!r}. The "
-                        "captured graph takes them as two tensors: give a .clone() of one."
+                        f"Arguments {paths[index]!r} and {paths[other]!r} share memory, and the model writes "
+                        f"into {paths[index]!r}. The captured graph takes them as two tensors: give a "
+                        ".clone() of one."
                     )
                     raise InputError(msg)
 
 
 def containers(arguments: Mapping[str, Any]) -> dict[int, Path]:
-    """By the id of each list, dict, cache or object among arguments where it is: positions in what is around it, from the outside."""
+    """By the id of each list, dict, cache or object among arguments where it is.
+
+    Positions in what is around it, from the outside.
+    """
     found: dict[int, Path] = {}
 
     def visit(value: Any, path: Path) -> None:
@@ -201,7 +218,9 @@ def _members(value: Any) -> list[Any] | None:
 
 
 def _become(value: Any, spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
-    """Give a container the structure and leaves that it has after a call; what stands in its place, which is itself if it can be changed.
+    """Give a container the structure and leaves that it has after a call.
+
+    What stands in its place, which is itself if it can be changed.
 
     Raises:
         InputError: it is of a kind that can't.

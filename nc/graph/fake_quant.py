@@ -1,6 +1,7 @@
 """Simulated operators in a graph: which ranges they need, and the nodes that simulate their formats.
 
-Constants become codes that dequantize nodes read. Activations go through one node that rounds them to values of the format.
+Constants become codes that dequantize nodes read. Activations go through one node that rounds them to values
+of the format.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ def roles_of(node: fx.Node, kind: str) -> dict[str, fx.Node]:
         return {"weight": weight, "output": node} if weight.op == "get_attr" else {}
     view = Weighted.of(node)
     found = {"input": view.input, "output": node}
-    found |= {role: n for role, n in (("weight", view.weight), ("bias", view.bias)) if n is not None and n.op == "get_attr"}
+    found |= {
+        role: n
+        for role, n in (("weight", view.weight), ("bias", view.bias))
+        if n is not None and n.op == "get_attr"
+    }
     return {role: n for role, n in found.items() if is_float_tensor(n)}
 
 
@@ -68,7 +73,9 @@ def static_sites(module: fx.GraphModule, plan: Plan) -> list[Site]:
         tensors = roles_of(node, decision.kind)
         for role, spec in decision.spec.fake.roles.items():
             if role in ("input", "output") and not spec.dynamic:
-                sites.append(Site(decision.operator, role, tensors[role], node if role == "input" else node.next, spec))
+                sites.append(
+                    Site(decision.operator, role, tensors[role], node if role == "input" else node.next, spec)
+                )
     return sites
 
 
@@ -114,7 +121,9 @@ def insert_fake_quant(module: fx.GraphModule, plan: Plan, ranges: Ranges) -> Non
     module.recompile()
 
 
-def constant_codes(value: torch.Tensor, spec: FakeTensorSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def constant_codes(
+    value: torch.Tensor, spec: FakeTensorSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scale and zero point of a constant.
 
     Args:
@@ -122,8 +131,8 @@ def constant_codes(value: torch.Tensor, spec: FakeTensorSpec) -> tuple[torch.Ten
         spec: resolved.
 
     Returns:
-        Codes of the shape of `value`; scale fp32 and zero point int32 (None: 0) of shape [] per tensor, else of the shape of the grid of
-        blocks.
+        Codes of the shape of `value`; scale fp32 and zero point int32 (None: 0) of shape [] per tensor, else
+        of the shape of the grid of blocks.
 
     Raises:
         ConfigError: the blocks do not cover the constant.
@@ -131,7 +140,11 @@ def constant_codes(value: torch.Tensor, spec: FakeTensorSpec) -> tuple[torch.Ten
     form, block = spec.format, spec.blocks.block_size(value.shape)
     value = value.detach().float()
     low, high = affine.block_range(value, block)
-    options = {"symmetric": bool(spec.symmetric), "scale_type": str(spec.scale_type), "tensor_scale": bool(spec.tensor_scale)}
+    options = {
+        "symmetric": bool(spec.symmetric),
+        "scale_type": str(spec.scale_type),
+        "tensor_scale": bool(spec.tensor_scale),
+    }
     method, seed = str(spec.round_method), int(spec.seed or 0)
     if spec.observer == "mse":
         rows, grid = affine.block_rows(value, block)
@@ -150,7 +163,9 @@ def constant_codes(value: torch.Tensor, spec: FakeTensorSpec) -> tuple[torch.Ten
     return codes, scale, zero_point
 
 
-def _constants(module: fx.GraphModule, source: fx.Node, spec: FakeTensorSpec, operator: str) -> tuple[fx.Node, ...]:
+def _constants(
+    module: fx.GraphModule, source: fx.Node, spec: FakeTensorSpec, operator: str
+) -> tuple[fx.Node, ...]:
     """Nodes of the codes, the scale, and the zero point if there is one."""
     try:
         values = constant_codes(constant_of(module, source), spec)
@@ -166,28 +181,42 @@ def _constants(module: fx.GraphModule, source: fx.Node, spec: FakeTensorSpec, op
     )
 
 
-def _dequantize(graph: fx.Graph, reader: fx.Node, source: fx.Node, constants: Sequence[fx.Node], spec: FakeTensorSpec) -> fx.Node:
+def _dequantize(
+    graph: fx.Graph, reader: fx.Node, source: fx.Node, constants: Sequence[fx.Node], spec: FakeTensorSpec
+) -> fx.Node:
     codes, scale, *rest = constants
     with graph.inserting_before(reader):
         if spec.format.kind == "float":
             node = call_operator(graph, dequantize_float, codes, scale, str(spec.dtype))
         else:
-            node = call_operator(graph, dequantize_tensor, codes, scale, rest[0] if rest else None, spec.format.storage)
+            node = call_operator(
+                graph, dequantize_tensor, codes, scale, rest[0] if rest else None, spec.format.storage
+            )
     node.meta["val"] = source.meta["val"]
     return node
 
 
-def _arguments(module: fx.GraphModule, node: fx.Node, spec: FakeTensorSpec, operator: str, role: str, ranges: Ranges) -> tuple[object, ...]:
+def _arguments(
+    module: fx.GraphModule, node: fx.Node, spec: FakeTensorSpec, operator: str, role: str, ranges: Ranges
+) -> tuple[object, ...]:
     """Return what follows the tensor in the call that simulates it."""
     if spec.dynamic:
-        how = str(spec.blocks), bool(spec.symmetric), str(spec.round_method), str(spec.scale_type), bool(spec.tensor_scale)
+        how = (
+            str(spec.blocks),
+            bool(spec.symmetric),
+            str(spec.round_method),
+            str(spec.scale_type),
+            bool(spec.tensor_scale),
+        )
         return str(spec.dtype), *how, int(spec.seed or 0)
     scale, zero_point = ranges[operator, role]
     first = next(iter(module.graph.nodes))
     name = f"{node.name}_{role}"
     scale_node = add_constant(module, first, f"{name}_scale", scale, f"{operator}.{role}.scale")
     zero_node = (
-        None if zero_point is None else add_constant(module, first, f"{name}_zero_point", zero_point, f"{operator}.{role}.zero_point")
+        None
+        if zero_point is None
+        else add_constant(module, first, f"{name}_zero_point", zero_point, f"{operator}.{role}.zero_point")
     )
     return scale_node, zero_node, str(spec.dtype), str(spec.round_method), int(spec.seed or 0)
 

@@ -1,4 +1,7 @@
-"""Modules with weights of a captured graph, an engine or the user's model: what torch would do to weights is refused, not ignored."""
+"""Modules with weights of a captured graph, an engine or the user's model.
+
+What torch would do to weights is refused, not ignored.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,14 @@ class FixedModule(torch.nn.Module):
     what: ClassVar[str]
     saved_by: ClassVar[str]
     cast_by: ClassVar[str] = (
-        "prepare() decides what its operators compute in. For another precision give prepare() a configuration that asks for it"
+        "prepare() decides what its operators compute in. For another precision give prepare() a "
+        "configuration that asks for it"
     )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Return what `to`, `half`, `cuda` and the like call, with a function for each tensor. What would change nothing is no error.
+        """Return what `to`, `half`, `cuda` and the like call, with a function for each tensor.
+
+        What would change nothing is no error.
 
         Raises:
             UnsupportedError: tensors would be on another device, or of another dtype.
@@ -43,7 +49,10 @@ class FixedModule(torch.nn.Module):
                 msg = f"{self.what} computes on the CPU, and can't be moved: {error}"
                 raise UnsupportedError(msg) from error
             if moved.device.type != "cpu":
-                msg = f"{self.what} computes on the CPU, and can't be moved to {moved.device.type!r}. Call .cpu() on its inputs."
+                msg = (
+                    f"{self.what} computes on the CPU, and can't be moved to {moved.device.type!r}. Call "
+                    ".cpu() on its inputs."
+                )
                 raise UnsupportedError(msg)
             if moved.dtype != dtype:
                 msg = f"{self.what} can't be cast to {moved.dtype}: {self.cast_by}."
@@ -57,7 +66,10 @@ class FixedModule(torch.nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode; warns for `train(True)`: there is nothing to train."""
         if mode:
-            msg = f"{self.what} stays in eval mode: it has nothing to train. Train the fp32 model, and call prepare() and convert() again."
+            msg = (
+                f"{self.what} stays in eval mode: it has nothing to train. Train the fp32 model, and call "
+                "prepare() and convert() again."
+            )
             warn(msg)
         self.training = False  # of this module alone: those in it may be the user's
         return self
@@ -69,7 +81,9 @@ class FixedModule(torch.nn.Module):
             StateError: gradients are asked for.
         """
         if requires_grad:
-            msg = f"{self.what} has no gradients. Train the fp32 model, and call prepare() and convert() again."
+            msg = (
+                f"{self.what} has no gradients. Train the fp32 model, and call prepare() and convert() again."
+            )
             raise StateError(msg)
         return self
 
@@ -88,14 +102,20 @@ class FixedModule(torch.nn.Module):
         Raises:
             StateError: always.
         """
-        msg = f"{self.what} takes no state_dict. Load it into the fp32 model, and call prepare() and convert() again; {self.saved_by}."
+        msg = (
+            f"{self.what} takes no state_dict. Load it into the fp32 model, and call prepare() and convert() "
+            f"again; {self.saved_by}."
+        )
         raise StateError(msg)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what torch calls for names that it does not find: submodules, and attributes that only the user's model has.
+        """Return what torch calls for names that it does not find.
+
+        Submodules, and attributes that only the user's model has.
 
         Raises:
-            AttributeError: neither this module nor the user's model has it, or it would run the user's fp32 model.
+            AttributeError: neither this module nor the user's model has it, or it would run the user's fp32
+                model.
         """
         try:
             return super().__getattr__(name)
@@ -108,7 +128,8 @@ class FixedModule(torch.nn.Module):
         """Return an attribute of the user's model, where this module knows one: values such as `config`.
 
         Raises:
-            AttributeError: the model has none of that name; or it computes something, which calibration would not see.
+            AttributeError: the model has none of that name; or it computes something, which calibration would
+                not see.
         """
         model = self._users_model()
         if model is not None and hasattr(model, name):
@@ -116,13 +137,13 @@ class FixedModule(torch.nn.Module):
             if not isinstance(value, (torch.nn.Module, torch.Tensor)) and not callable(value):
                 return value
             msg = (
-                f"{name!r} belongs to the fp32 model, and calibration would not see what it computes: call the prepared model itself with "
-                "the inputs that your model gets there."
+                f"{name!r} belongs to the fp32 model, and calibration would not see what it computes: call "
+                "the prepared model itself with the inputs that your model gets there."
             )
             raise AttributeError(msg, name=name, obj=self) from error
         msg = (
-            f"{self.what} has no attribute {name!r}. It has the signature and the outputs of your model, not its attributes: read "
-            "them from the fp32 model."
+            f"{self.what} has no attribute {name!r}. It has the signature and the outputs of your model, not "
+            "its attributes: read them from the fp32 model."
         )
         raise AttributeError(msg, name=name, obj=self) from error
 

@@ -10,15 +10,27 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from nc.graph.catalogue import OF_OPERATOR, first_input, may_be_view, name_operator, schema_arguments, works_in_place
+from nc.graph.catalogue import (
+    OF_OPERATOR,
+    first_input,
+    may_be_view,
+    name_operator,
+    schema_arguments,
+    works_in_place,
+)
 from nc.graph.views import called_with, set_argument
 from nc.ops import REFERENCE
 
 Hook = Callable[[fx.Node, Any, Mapping[fx.Node, Any]], Any]
 
 
-def copy_module(module: fx.GraphModule, *, lazy: bool = False) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Return a copy whose nodes can be changed, and the copy of each node; constants are shared. `lazy`: see `lazy_module`."""
+def copy_module(
+    module: fx.GraphModule, *, lazy: bool = False
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Return a copy whose nodes can be changed, and the copy of each node; constants are shared.
+
+    `lazy`: see `lazy_module`.
+    """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, mapping))
@@ -26,7 +38,10 @@ def copy_module(module: fx.GraphModule, *, lazy: bool = False) -> tuple[fx.Graph
 
 
 def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return a module whose Python code is written at its first call: that takes 30 ms for BERT-base, and not every module is called."""
+    """Return a module whose Python code is written at its first call.
+
+    That takes 30 ms for BERT-base, and not every module is called.
+    """
     return _LazyGraphModule(root, graph)
 
 
@@ -47,17 +62,26 @@ def retarget(node: fx.Node, target: Callable[..., Any]) -> None:
 
 
 def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: fx.node.Argument) -> fx.Node:
-    """Return a call of an operator, inserted where the graph inserts; the node is named after the operator alone."""
-    node = graph.create_node("call_function", operator, arguments, {}, operator._schema.name.partition("::")[2])
+    """Return a call of an operator, inserted where the graph inserts.
+
+    The node is named after the operator alone.
+    """
+    node = graph.create_node(
+        "call_function", operator, arguments, {}, operator._schema.name.partition("::")[2]
+    )
     return name_operator(node)
 
 
 def take_over(new: fx.Node, old: fx.Node) -> None:
-    """Note on a node what is known of the one that it replaces. Not the operator and its kind: the new node calls another one."""
+    """Note on a node what is known of the one that it replaces.
+
+    Not the operator and its kind: the new node calls another one.
+    """
     new.meta.update({key: value for key, value in old.meta.items() if key not in OF_OPERATOR})
 
 
-#: Names of the nodes of a QDQ graph whose values a node of the lowered graph gives; where several say so of one name, the last one does.
+#: Names of the nodes of a QDQ graph whose values a node of the lowered graph gives; where several say so of
+#: one name, the last one does.
 GIVES = "gives"
 
 
@@ -68,12 +92,18 @@ def note_values(module: fx.GraphModule) -> None:
 
 
 def give_values_of(new: fx.Node, *old: fx.Node) -> None:
-    """Let a node say that it gives the values of others, in their place; of none: that it gives no value of the QDQ graph."""
+    """Let a node say that it gives the values of others, in their place.
+
+    Of none: that it gives no value of the QDQ graph.
+    """
     new.meta[GIVES] = tuple(name for node in old for name in node.meta.get(GIVES, ()))
 
 
 def inline(module: fx.GraphModule, keep: Collection[object] = ()) -> None:
-    """Let nodes of `nc` operators, but for those to `keep`, call the functions that compute them: compilers do not look into operators."""
+    """Let nodes of `nc` operators, but for those to `keep`, call the functions that compute them.
+
+    Compilers do not look into operators.
+    """
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in REFERENCE and node.target not in keep:
             node.args, node.kwargs = called_with(node)  # the functions take some arguments by position only
@@ -81,7 +111,12 @@ def inline(module: fx.GraphModule, keep: Collection[object] = ()) -> None:
 
 
 class _Hooked(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, hook: Hook, before: Callable[[fx.Node, Mapping[fx.Node, Any]], None] | None) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        hook: Hook,
+        before: Callable[[fx.Node, Mapping[fx.Node, Any]], None] | None,
+    ) -> None:
         super().__init__(module)
         self._hook, self._before = hook, before
 
@@ -92,7 +127,10 @@ class _Hooked(fx.Interpreter):
 
 
 def call_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return the outputs of a graph. `module(*inputs)` prints a stack to standard error if it fails, also where that is handled."""
+    """Return the outputs of a graph.
+
+    `module(*inputs)` prints a stack to standard error if it fails, also where that is handled.
+    """
     return torch.nn.Module.__call__(module, *inputs)
 
 
@@ -107,8 +145,10 @@ def run_with(
     Args:
         module: flat graph.
         inputs: flat inputs.
-        hook: called behind each node with the node, its value, and the values of what it reads; returns the value to go on with.
-        before: called in front of each node with the node and the values of what it reads, which the node may change in place.
+        hook: called behind each node with the node, its value, and the values of what it reads; returns the
+            value to go on with.
+        before: called in front of each node with the node and the values of what it reads, which the node may
+            change in place.
 
     Returns:
         The graph's outputs.
@@ -124,7 +164,10 @@ def constant_of(module: torch.nn.Module, node: fx.Node) -> torch.Tensor:
 
 
 def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
-    """Return the value of a node that depends on constants only; None when it depends on inputs, or is changed in place."""
+    """Return the value of a node that depends on constants only.
+
+    None when it depends on inputs, or is changed in place.
+    """
     value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
@@ -157,7 +200,8 @@ def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]
         if node.op == "get_attr":
             memo[node] = constant_of(module, node)
         elif node.all_input_nodes and (function := _function(node.target)) is not None:
-            # the last inputs first: activations come before weights, and one non-constant input ends the search
+            # the last inputs first: activations come before weights, and one non-constant input ends the
+            # search
             values: dict[fx.Node, Any] = {}
             for source in reversed(node.all_input_nodes):
                 values[source] = _evaluate(module, source, memo)
@@ -176,7 +220,9 @@ def free_name(module: torch.nn.Module, name: str) -> str:
     return name
 
 
-def add_constant(module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str) -> fx.Node:
+def add_constant(
+    module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str
+) -> fx.Node:
     """Return a new constant of the graph, inserted in front of `before`."""
     name = free_name(module, name)
     module.register_buffer(name, value.detach().contiguous())

@@ -25,22 +25,34 @@ def multiply_adds(node: fx.Node, shapes: Shapes, *, reads_weights: bool) -> int 
     Args:
         node: a call of a captured graph.
         shapes: of all tensors, as they are in this call.
-        reads_weights: of what reads none, and is not known here, is assumed that it has no products, such as a softmax.
+        reads_weights: of what reads none, and is not known here, is assumed that it has no products, such as
+            a softmax.
     """
     name = op_name(node)
     count = _FORMULAS.get(name) or (_matrix_product if _PRODUCT.search(name) else None)
     if count is not None:
         try:
             return count(node, schema_arguments(node), shapes)
-        except (KeyError, IndexError, ZeroDivisionError):  # an overload with other arguments, or an empty tensor
+        except (
+            KeyError,
+            IndexError,
+            ZeroDivisionError,
+        ):  # an overload with other arguments, or an empty tensor
             return None
     is_known = not reads_weights or is_elementwise(node) or moves(node) or name in LOOK_UPS or is_norm(node)
     return 0 if is_known and "::" not in name else None
 
 
 def _matrix_product(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """`left @ right`, perhaps with a third tensor added: each value of the result is a sum over the last dimension of `left`."""
-    tensors = [shapes[value.name] for value in arguments.values() if isinstance(value, fx.Node) and value.name in shapes]
+    """`left @ right`, perhaps with a third tensor added.
+
+    Each value of the result is a sum over the last dimension of `left`.
+    """
+    tensors = [
+        shapes[value.name]
+        for value in arguments.values()
+        if isinstance(value, fx.Node) and value.name in shapes
+    ]
     is_added = op_name(node) in ("addmm", "baddbmm", "addbmm", "addmv")
     left = tensors[1 if is_added else 0]
     summed = left[0] if op_name(node) == "addbmm" else 1
@@ -48,7 +60,10 @@ def _matrix_product(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes)
 
 
 def _weighted(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """Return a linear or convolution; of a transposed one each value of the input is multiplied, of others each of the result is a sum."""
+    """Return a linear or convolution.
+
+    Of a transposed one each value of the input is multiplied, of others each of the result is a sum.
+    """
     weight = shapes[arguments["weight"].name]
     is_transposed = "transpose" in op_name(node) or arguments.get("transposed") is True
     places = shapes[arguments["input"].name] if is_transposed else shapes[node.name]
@@ -86,7 +101,9 @@ def _einsum(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
     if len(operands) < 2:
         return 0
     sizes: dict[str, int] = {}
-    for term, shape in zip(arguments["equation"].replace(" ", "").partition("->")[0].split(","), operands, strict=True):
+    for term, shape in zip(
+        arguments["equation"].replace(" ", "").partition("->")[0].split(","), operands, strict=True
+    ):
         before, dots, behind = term.partition("...")
         spread = [f"...{i}" for i in range(len(shape) - len(before) - len(behind), 0, -1)] if dots else []
         for letter, size in zip([*before, *spread, *behind], shape, strict=True):
@@ -113,7 +130,12 @@ def _elements(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> in
     return math.prod(shapes[node.name])
 
 
-_WEIGHTED = ("linear", "convolution", "_convolution", *(f"conv{t}{d}d" for t in ("", "_transpose") for d in (1, 2, 3)))
+_WEIGHTED = (
+    "linear",
+    "convolution",
+    "_convolution",
+    *(f"conv{t}{d}d" for t in ("", "_transpose") for d in (1, 2, 3)),
+)
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_dynamic", "gru_dynamic")
 _FORMULAS: dict[str, Callable[[fx.Node, Mapping[str, Any], Shapes], int]] = {
     **dict.fromkeys(_WEIGHTED, _weighted),

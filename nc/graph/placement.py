@@ -1,17 +1,20 @@
 """Where quantize/dequantize pairs are placed. Accuracy and speed both depend on this.
 
-Quantization is asked for by the *inputs* of integer operators, never by outputs: a tensor that no integer operator reads stays fp32.
-Three rules follow from how integer engines fuse:
+Quantization is asked for by the *inputs* of integer operators, never by outputs: a tensor that no integer
+operator reads stays fp32. Three rules follow from how integer engines fuse:
 
-* a pair sits directly in front of the operator that asks, behind activations (relu, gelu) that the engine fuses into the producer;
-* values that are only moved or pooled keep the scale of the tensor that they come from, and pools between two integer operators get a
-  pair in front as well, so that they run on codes, unless somebody else needs their input in fp32 (the gate of a squeeze-and-excitation
-  block): then the pool reads that too;
-* of an addition, one side that a convolution or linear computes only for it stays fp32: engines add the other as a post-operation.
-  An addition that stays fp32 behind a convolution reads its shortcut as codes where these exist.
+* a pair sits directly in front of the operator that asks, behind activations (relu, gelu) that the engine
+  fuses into the producer;
+* values that are only moved or pooled keep the scale of the tensor that they come from, and pools between two
+  integer operators get a pair in front as well, so that they run on codes, unless somebody else needs their
+  input in fp32 (the gate of a squeeze-and-excitation block): then the pool reads that too;
+* of an addition, one side that a convolution or linear computes only for it stays fp32: engines add the other
+  as a post-operation. An addition that stays fp32 behind a convolution reads its shortcut as codes where
+  these exist.
 
-Some engines fuse whole units only, from codes to codes. For them a plan can ask for outputs as well: then what a convolution or addition
-gives becomes codes, whoever reads it, and additions read both sides as codes. Linears and matmuls have kernels that give fp32.
+Some engines fuse whole units only, from codes to codes. For them a plan can ask for outputs as well: then
+what a convolution or addition gives becomes codes, whoever reads it, and additions read both sides as codes.
+Linears and matmuls have kernels that give fp32.
 """
 
 from __future__ import annotations
@@ -60,18 +63,27 @@ def edge_key(edge: Edge) -> tuple[str, TensorSpec]:
 
 
 def works_in_place(module: fx.GraphModule) -> bool:
-    """Whether some operator changes a tensor in place: a value then depends on when it is read, so pairs go directly to each reader."""
-    return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in module.graph.nodes)
+    """Whether some operator changes a tensor in place.
+
+    A value then depends on when it is read, so pairs go directly to each reader.
+    """
+    return any(
+        isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
+        for n in module.graph.nodes
+    )
 
 
 def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools: set[fx.Node]) -> list[Edge]:
-    """All edges that get a pair, in execution order of their readers; inputs of dynamic operators have no ranges, so no edges.
+    """All edges that get a pair, in execution order of their readers.
+
+    Inputs of dynamic operators have no ranges, so no edges.
 
     Args:
         module: the captured graph.
         plan: what is to be int8.
         capabilities: of the backend that it was planned for.
-        pools: those that run on codes, see `dataflow.pools_on_codes`; which tensors have ranges depends on them.
+        pools: those that run on codes, see `dataflow.pools_on_codes`; which tensors have ranges depends on
+            them.
     """
     specs = {d.operator: d.spec for d in plan.quantized if d.spec.mode == "static"}
     fused_add = capabilities.fused_add if plan.placement == INPUTS else frozenset()
@@ -104,7 +116,10 @@ def _edge(node: fx.Node, index: int, pools: set[fx.Node], spec: OpSpec) -> Edge:
 
 
 def _edges_in_place(node: fx.Node, spec: OpSpec) -> Iterator[Edge]:
-    """Yield the edges of an operator in a model that changes tensors in place: each input gets codes of its own."""
+    """Yield the edges of an operator in a model that changes tensors in place.
+
+    Each input gets codes of its own.
+    """
     for index, source in enumerate(_activations(node)):
         yield Edge(node, index, source, source, spec.input(index), node.meta["operator"])
 
@@ -125,15 +140,23 @@ def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -
     return found
 
 
-def _share_codes(edges: dict[tuple[fx.Node, int | None], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> None:
-    """Let a fp32 addition behind a convolution read the shortcut's codes, where an int8 operator needs those anyway.
+def _share_codes(
+    edges: dict[tuple[fx.Node, int | None], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]
+) -> None:
+    """Let a fp32 addition behind a convolution read the shortcut's codes, where an int8 operator needs those
+    anyway.
 
-    So the last block of a network without a head leaves the block before it wholly in int8, instead of asking it for fp32 values too.
+    So the last block of a network without a head leaves the block before it wholly in int8, instead of asking
+    it for fp32 values too.
     """
     sides = Binary.of(add).sides
     for index, other in enumerate(sides):
         side = sides[1 - index]
-        if isinstance(side, fx.Node) and is_fused_side(add, side, int8, fused_add) and (kind_of_node(side) or "").startswith("conv"):
+        if (
+            isinstance(side, fx.Node)
+            and is_fused_side(add, side, int8, fused_add)
+            and (kind_of_node(side) or "").startswith("conv")
+        ):
             shared = next((e for e in edges.values() if e.source is other), None)
             if shared is not None:
                 edges[add, index] = dataclasses.replace(shared, reader=add, index=index)
@@ -145,7 +168,10 @@ def _add_edge(edges: dict[tuple[fx.Node, int | None], Edge], pools: set[fx.Node]
     node = edge.source
     while (op_name(node) in MOVES or node in pools) and (source := first_input(node)) is not None:
         if node in pools:
-            edges.setdefault((node, 0), dataclasses.replace(edge, reader=node, index=0, source=source, origin=origin(source, pools)))
+            edges.setdefault(
+                (node, 0),
+                dataclasses.replace(edge, reader=node, index=0, source=source, origin=origin(source, pools)),
+            )
         node = source
 
 
@@ -154,13 +180,20 @@ def _activations(node: fx.Node) -> tuple[fx.Node, ...]:
     return Binary.of(node).sides if kind_of_node(node) in BINARY else (Weighted.of(node).input,)
 
 
-def _quantized_inputs(node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, int], fused_add: frozenset[str]) -> list[int]:
+def _quantized_inputs(
+    node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, int], fused_add: frozenset[str]
+) -> list[int]:
     """Positions of the activations that an operator reads as codes."""
     inputs = _activations(node)
-    anchors = [i for i, side in enumerate(inputs) if is_fused_side(node, side, int8, fused_add)] if kind_of_node(node) == "add" else []
+    anchors = (
+        [i for i, side in enumerate(inputs) if is_fused_side(node, side, int8, fused_add)]
+        if kind_of_node(node) == "add"
+        else []
+    )
     if not anchors:
         return list(range(len(inputs)))
-    # of two candidates the longer branch: fusers know the residual block whose shortcut, not its main path, is quantized
+    # of two candidates the longer branch: fusers know the residual block whose shortcut, not its main path,
+    # is quantized
     fused = max(anchors, key=lambda i: depth[inputs[i]])
     return [1 - fused]
 

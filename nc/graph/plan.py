@@ -32,8 +32,10 @@ class Decision:
         why: why it stays fp32; None when it is quantized.
         fallback: its precision if the backend has no int8 kernel for it, "fp32" or "bf16".
         unsmoothed: SmoothQuant was asked for, and its input, the result of a matmul, is not smoothed.
-        keep_inaccurate: as dynamic operator it stays int8 however inaccurate its own result is on the example inputs.
-        fields: for each field of its configuration the name, the value as text, and the rule that gives it ("default" if no rule does).
+        keep_inaccurate: as dynamic operator it stays int8 however inaccurate its own result is on the example
+            inputs.
+        fields: for each field of its configuration the name, the value as text, and the rule that gives it
+            ("default" if no rule does).
         weights: names and shapes of the weights that it reads.
         multiply_adds: how many it does on the example inputs; None if that is not known.
     """
@@ -53,7 +55,10 @@ class Decision:
 
     @property
     def rule(self) -> str:
-        """The rule that decided, as text: "global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies."""
+        """The rule that decided, as text.
+
+        "global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies.
+        """
         return str(self.decided)
 
     @property
@@ -71,7 +76,10 @@ class Decision:
 
     @property
     def precision(self) -> str:
-        """What it should compute in: "int8", "bf16", "fp32", "int4 weight", or the formats of a simulated operator."""
+        """What it should compute in.
+
+        "int8", "bf16", "fp32", "int4 weight", or the formats of a simulated operator.
+        """
         return f"{self.argument('dtype')} weight" if self.stays_for(Cause.LOW_BIT) else self.spec.precision
 
     def part(self, form: str) -> Part:
@@ -82,7 +90,9 @@ class Decision:
     @property
     def rules(self) -> str:
         """The rule that decided, and in parentheses the fields that come from another rule."""
-        others = [f"{name}: {rule}" for name, _, rule in self.fields if rule not in (self.rule, "global", "default")]
+        others = [
+            f"{name}: {rule}" for name, _, rule in self.fields if rule not in (self.rule, "global", "default")
+        ]
         return f"{self.rule} ({', '.join(others)})" if others else self.rule
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,7 +168,10 @@ class Plan:
     placement: str = INPUTS
 
     def __getitem__(self, operator: str) -> Decision:
-        """Return the decision for the operator of that name. If there is none, KeyError with the closest names."""
+        """Return the decision for the operator of that name.
+
+        If there is none, KeyError with the closest names.
+        """
         return named(self.decisions, operator)
 
     @property
@@ -195,7 +208,13 @@ class Plan:
         if not all(isinstance(feature, str) for feature in isa):
             msg = f"expected names of CPU features, but got {data['isa']!r}"
             raise TypeError(msg)
-        return cls(decisions=decisions, backend=data["backend"], isa=isa, algorithms=steps, placement=data["placement"])
+        return cls(
+            decisions=decisions,
+            backend=data["backend"],
+            isa=isa,
+            algorithms=steps,
+            placement=data["placement"],
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 of the plan's contents, in hex."""
@@ -203,9 +222,21 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a table of operators, equal blocks once, shares of weights and multiply-adds, algorithms, and where codes are."""
-        outputs = ["", "What int8 convolutions and additions give becomes codes, whoever reads it."] if self.placement == OUTPUTS else []
+        outputs = (
+            ["", "What int8 convolutions and additions give becomes codes, whoever reads it."]
+            if self.placement == OUTPUTS
+            else []
+        )
         shares = self.shares.lines()
-        return "\n".join([self.table(WIDTH, fold=True), *([""] if shares else []), *shares, *algorithm_lines(self.algorithms), *outputs])
+        return "\n".join(
+            [
+                self.table(WIDTH, fold=True),
+                *([""] if shares else []),
+                *shares,
+                *algorithm_lines(self.algorithms),
+                *outputs,
+            ]
+        )
 
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
         """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32.
@@ -215,7 +246,10 @@ class Plan:
             fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(plan)` does.
         """
         rows = [("operator", "type", "activations", "weight", "rule", "why fp32")]
-        rows += [(d.operator, d.kind, d.spec.activations, d.spec.weights, d.rules, d.reason) for d in self.decisions]
+        rows += [
+            (d.operator, d.kind, d.spec.activations, d.spec.weights, d.rules, d.reason)
+            for d in self.decisions
+        ]
         return format_table(folded(rows) if fold else rows, width)
 
     def explain(self, operator: str) -> str:
@@ -247,7 +281,10 @@ D = TypeVar("D", bound=AnyDecision)
 
 
 def named(decisions: Sequence[D], operator: str) -> D:
-    """Return the decision for the operator of that name. If there is none, KeyError with the closest names."""
+    """Return the decision for the operator of that name.
+
+    If there is none, KeyError with the closest names.
+    """
     for decision in decisions:
         if decision.operator == operator:
             return decision
@@ -265,5 +302,7 @@ def explained(decision: AnyDecision, what: str) -> str:
 
 def algorithm_lines(steps: Sequence[Step]) -> list[str]:
     """Return the algorithms of a plan, one line each, below a heading."""
-    lines = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(steps, 1)]
+    lines = [
+        f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(steps, 1)
+    ]
     return ["", "algorithms, in this order:", *lines] if lines else []

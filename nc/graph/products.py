@@ -1,4 +1,7 @@
-"""Weights of operators that nc has no int8 form of, such as products of stacked experts: they stay fp32, and the report must say so."""
+"""Weights of operators that nc has no int8 form of, such as products of stacked experts.
+
+They stay fp32, and the report must say so.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ class UnknownProduct:
 def unknown_products(plan: Plan) -> tuple[UnknownProduct, ...]:
     """All of a plan, each weight once."""
     stuck = [d for d in plan.decisions if any(map(d.stays_for, _CAUSES))]
-    return tuple({name: UnknownProduct(d.kind, name, shape) for d in stuck for name, shape in d.weights}.values())
+    return tuple(
+        {name: UnknownProduct(d.kind, name, shape) for d in stuck for name, shape in d.weights}.values()
+    )
 
 
 def unknown_text(products: Sequence[UnknownProduct]) -> str:
@@ -45,5 +50,6 @@ def unknown_text(products: Sequence[UnknownProduct]) -> str:
     more = f" and {len(products) - 3} more" if len(products) > 3 else ""
     operators = ", ".join(dict.fromkeys(product.operator for product in products))
     return (
-        f"{sum(p.size for p in products) / 1e6:.1f} M weights stay fp32, as nc has no int8 for what reads them ({operators}): {shown}{more}"
+        f"{sum(p.size for p in products) / 1e6:.1f} M weights stay fp32, as nc has no int8 for what reads "
+        f"them ({operators}): {shown}{more}"
     )

@@ -12,7 +12,16 @@ from torch import fx
 
 from nc.formats import PER_TOKEN, OpSpec, QParams, TensorSpec
 from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, op_name, weight_axis
-from nc.graph.fx_utils import add_constant, call_function, call_operator, constant_of, copy_module, drop_unused, retarget, take_over
+from nc.graph.fx_utils import (
+    add_constant,
+    call_function,
+    call_operator,
+    constant_of,
+    copy_module,
+    drop_unused,
+    retarget,
+    take_over,
+)
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.plan import Applied, Plan
 from nc.graph.recurrent import CELLS, is_recurrent, weights_of
@@ -66,13 +75,14 @@ class QDQGraph:
         example: flat example inputs, for warm-up and verification.
         notes: operator name → why calibration changed its decision.
         float_bytes: bytes of the captured fp32 constants.
-        sqnr_vs_fp32_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
+        sqnr_vs_fp32_db: this graph against the fp32 model on the example inputs, in dB (the worst output):
+            what quantization itself costs.
         health: problems that calibration found, the worst of each kind first.
         applied: what each algorithm did, in the order of the plan.
         changes: what `saturation.py` did to this graph, one line each.
         expected: what `module` gives for the example, where that is known already; see `expected_outputs`.
-        intact: raises NCError when the constants are no longer what they were: codes may lie in a file that is mapped. To be called before
-            they are read again after the graph was lowered.
+        intact: raises NCError when the constants are no longer what they were: codes may lie in a file that
+            is mapped. To be called before they are read again after the graph was lowered.
     """
 
     module: fx.GraphModule
@@ -90,9 +100,11 @@ class QDQGraph:
 
 
 def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] | None:
-    """Return outputs for the example as a graph keeps them, so that nobody has to run it again to know what an engine should give.
+    """Return outputs for the example as a graph keeps them, so that nobody has to run it again to know what
+    an engine should give.
 
-    None where that is not worth the memory: where they take more than a quarter of the bytes of the `constants`, and more than a megabyte.
+    None where that is not worth the memory: where they take more than a quarter of the bytes of the
+    `constants`, and more than a megabyte.
     """
     tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > max(constants // 4, 1 << 20):
@@ -109,8 +121,12 @@ def in_memory(graph: QDQGraph) -> QDQGraph:
     return dataclasses.replace(graph, module=module, intact=_nothing)
 
 
-def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:
-    """Return a copy of `module` with pairs on all edges, weights as codes, and bf16 roundings where asked; it shares other constants.
+def insert_qdq(
+    module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan
+) -> fx.GraphModule:
+    """Return a copy of `module` with pairs on all edges, weights as codes, and bf16 roundings where asked.
+
+    It shares other constants.
 
     Args:
         module: captured graph.
@@ -186,7 +202,10 @@ def _quantize_weights(module: fx.GraphModule, plan: Plan) -> None:
 
 
 def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
-    """Let dynamic operators read their inputs through codes; those that read one tensor alike share them, unless it may change between."""
+    """Let dynamic operators read their inputs through codes.
+
+    Those that read one tensor alike share them, unless it may change between.
+    """
     specs = {d.operator: d.spec.input(0) for d in plan.quantized if d.spec.mode == "dynamic"}
     shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
@@ -195,14 +214,23 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
         source, spec = Weighted.of(node).input, specs[node.meta["operator"]]
         if (source, spec) not in shared or in_place:
             with graph.inserting_before(node):
-                options = spec.granularity == PER_TOKEN, spec.quant_min, spec.quant_max, spec.symmetric, _storage(spec)
+                options = (
+                    spec.granularity == PER_TOKEN,
+                    spec.quant_min,
+                    spec.quant_max,
+                    spec.symmetric,
+                    _storage(spec),
+                )
                 shared[source, spec] = call_operator(graph, quantize_dequantize_dynamic, source, *options)
             shared[source, spec].meta["val"] = source.meta.get("val")
         set_argument(node, "input", shared[source, spec])
 
 
 def _insert_bf16(module: fx.GraphModule, plan: Plan, in_place: bool) -> None:
-    """Let operators read and give values rounded to bf16; constants are rounded here, activations once where several read them."""
+    """Let operators read and give values rounded to bf16.
+
+    Constants are rounded here, activations once where several read them.
+    """
     names = {d.operator for d in plan.decisions if d.spec.bf16}
     graph, rounded = module.graph, {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in names]:
@@ -211,7 +239,11 @@ def _insert_bf16(module: fx.GraphModule, plan: Plan, in_place: bool) -> None:
                 if source.op == "get_attr":
                     value = constant_of(module, source).to(torch.bfloat16)
                     low = add_constant(
-                        module, next(iter(graph.nodes)), f"{source.target}_bf16", value, source.meta.get("fqn", source.target)
+                        module,
+                        next(iter(graph.nodes)),
+                        f"{source.target}_bf16",
+                        value,
+                        source.meta.get("fqn", source.target),
                     )
                 else:
                     with graph.inserting_before(node):
@@ -251,9 +283,18 @@ _Weights = dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | Non
 
 
 def _quantized(
-    module: fx.GraphModule, reader: fx.Node, weight: fx.Node, spec: TensorSpec, axis: int | None, done: _Weights, groups: int = 1
+    module: fx.GraphModule,
+    reader: fx.Node,
+    weight: fx.Node,
+    spec: TensorSpec,
+    axis: int | None,
+    done: _Weights,
+    groups: int = 1,
 ) -> fx.Node:
-    """Return the dequantize node that `reader` is to read instead of a weight; codes that are `done` are used again."""
+    """Return the dequantize node that `reader` is to read instead of a weight.
+
+    Codes that are `done` are used again.
+    """
     name = str(weight.target)
     key = (name, spec, axis)
     if key not in done:
@@ -263,28 +304,50 @@ def _quantized(
         codes_node = add_constant(module, first, f"{name}_{spec.dtype}", codes, fqn)
         # operators for integers take one scale as a number
         is_constant = scale.dim() > 0 or spec.dtype.kind == "float"
-        scale_node = add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if is_constant else None
+        scale_node = (
+            add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if is_constant else None
+        )
         done[key] = (codes_node, scale_node, float(scale) if scale_node is None else 0.0)
     codes_node, scale_node, scalar = done[key]
     with module.graph.inserting_before(reader):
         if scale_node is None:
-            dequantized = call_operator(module.graph, dequantize_per_tensor, codes_node, scalar, 0, _storage(spec))
+            dequantized = call_operator(
+                module.graph, dequantize_per_tensor, codes_node, scalar, 0, _storage(spec)
+            )
         elif spec.dtype.kind == "float":
-            dequantized = call_operator(module.graph, dequantize_float, codes_node, scale_node, str(spec.dtype))
+            dequantized = call_operator(
+                module.graph, dequantize_float, codes_node, scale_node, str(spec.dtype)
+            )
         elif spec.granularity.name == "per_group":
             groups_along = (spec.granularity.axis, spec.granularity.shape[0])
-            dequantized = call_operator(module.graph, dequantize_per_group, codes_node, scale_node, None, *groups_along, _storage(spec))
+            dequantized = call_operator(
+                module.graph,
+                dequantize_per_group,
+                codes_node,
+                scale_node,
+                None,
+                *groups_along,
+                _storage(spec),
+            )
         else:
-            dequantized = call_operator(module.graph, dequantize_per_channel, codes_node, scale_node, None, axis, _storage(spec))
+            dequantized = call_operator(
+                module.graph, dequantize_per_channel, codes_node, scale_node, None, axis, _storage(spec)
+            )
     dequantized.meta["val"] = weight.meta["val"]
     return dequantized
 
 
 def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _Weights) -> None:
-    """Give a recurrent layer or cell int8 matrices; biases stay fp32. A cell becomes a layer with one step."""
+    """Give a recurrent layer or cell int8 matrices; biases stay fp32.
+
+    A cell becomes a layer with one step.
+    """
     codes, kind = spec.input(0), kind_of_node(node) or ""
     assert spec.weight is not None
-    params = [_quantized(module, node, w, spec.weight, 0, done) if w.meta["val"].dim() == 2 else w for w in weights_of(node)]
+    params = [
+        _quantized(module, node, w, spec.weight, 0, done) if w.meta["val"].dim() == 2 else w
+        for w in weights_of(node)
+    ]
     rows = codes.granularity == PER_TOKEN
     how: tuple[fx.node.Argument, ...] = (codes.quant_min, codes.quant_max, _storage(codes), rows)
     if kind.startswith("rnn"):
@@ -299,7 +362,9 @@ def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _We
     node.kwargs = {}
 
 
-def _step_as_layer(module: fx.GraphModule, node: fx.Node, params: list[fx.Node], how: tuple[fx.node.Argument, ...]) -> None:
+def _step_as_layer(
+    module: fx.GraphModule, node: fx.Node, params: list[fx.Node], how: tuple[fx.node.Argument, ...]
+) -> None:
     """Put a layer of one step in the place of a cell."""
     cell, kind = RecurrentCell.of(node), (kind_of_node(node) or "").removesuffix("_cell")
 
@@ -312,7 +377,9 @@ def _step_as_layer(module: fx.GraphModule, node: fx.Node, params: list[fx.Node],
     results = list(node.meta["val"]) if kind == "lstm" else [node.meta["val"]]
     last = [value.unsqueeze(0) for value in results]
     with module.graph.inserting_before(node):
-        x, *hx = (call(n.meta["val"].unsqueeze(0), _aten.unsqueeze.default, n, 0) for n in (cell.input, *states))
+        x, *hx = (
+            call(n.meta["val"].unsqueeze(0), _aten.unsqueeze.default, n, 0) for n in (cell.input, *states)
+        )
         arguments = (x, hx if kind == "lstm" else hx[0], params, cell.b_ih is not None, 1, False, False, *how)
         layer = call((last[0], *last), RECURRENT[kind], *arguments)
         value = layer.meta["val"]

@@ -28,7 +28,10 @@ def why_not_recurrent(node: fx.Node) -> Reason | None:
 
 
 def weights_of(node: fx.Node) -> list[fx.Node]:
-    """Matrices and biases: for each layer and direction input, hidden, the biases of both, and a projection if there is one."""
+    """Matrices and biases.
+
+    For each layer and direction input, hidden, the biases of both, and a projection if there is one.
+    """
     if kind_of_node(node) in CELLS:
         cell = RecurrentCell.of(node)
         return [w for w in (cell.w_ih, cell.w_hh, cell.b_ih, cell.b_hh) if w is not None]

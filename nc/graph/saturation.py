@@ -1,12 +1,15 @@
-"""QDQ graph → a graph whose sums fit kernels that add pairs of products in 16 bits. Operators that may not fit are quantized again.
+"""QDQ graph → a graph whose sums fit kernels that add pairs of products in 16 bits.
 
-Such a kernel multiplies unsigned codes x with signed codes w and adds two products before it widens them. With 0 <= x <= h a pair fits
-when h times its weights of one sign, and h times those of the other, fit 16 bits. So of the activation only the highest code counts: how
-low its codes go makes room for nothing, since two weights of different signs never exceed 255 * 128. What the graph proves of h is the
-highest code that its quantize node gives.
+Operators that may not fit are quantized again.
 
-Weights that do not fit are quantized again from their codes, with `nc.numerics.int16_pairs`. The second input of a matmul, which is not a
-constant, gets 7 bits.
+Such a kernel multiplies unsigned codes x with signed codes w and adds two products before it widens them.
+With 0 <= x <= h a pair fits when h times its weights of one sign, and h times those of the other, fit 16
+bits. So of the activation only the highest code counts: how low its codes go makes room for nothing, since
+two weights of different signs never exceed 255 * 128. What the graph proves of h is the highest code that its
+quantize node gives.
+
+Weights that do not fit are quantized again from their codes, with `nc.numerics.int16_pairs`. The second input
+of a matmul, which is not a constant, gets 7 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ from torch import fx
 
 from nc.formats import Capabilities, TensorSpec
 from nc.graph.catalogue import BINARY, WEIGHTED, first_input, groups_of, kind_of_node, weight_axis
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, constant_value, copy_module, drop_unused, fqn_of
+from nc.graph.fx_utils import (
+    add_constant,
+    call_operator,
+    constant_of,
+    constant_value,
+    copy_module,
+    drop_unused,
+    fqn_of,
+)
 from nc.graph.plan import Plan
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import Binary, Dequantize, Quantize, set_argument
@@ -44,7 +55,8 @@ PairsFit = Callable[[torch.Tensor, int | None, int, int], bool]
 
 
 def saturating(graph: QDQGraph, capabilities: Capabilities, fit: PairsFit = pairs_fit) -> tuple[str, ...]:
-    """Names of the operators, in execution order, whose sums are not proven to fit the kernels that would run them.
+    """Names of the operators, in execution order, whose sums are not proven to fit the kernels that would run
+    them.
 
     Args:
         graph: the quantized model.
@@ -57,14 +69,17 @@ def saturating(graph: QDQGraph, capabilities: Capabilities, fit: PairsFit = pair
 
 
 def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple[str, ...]]:
-    """Return the graph for an engine and CPU, and which operators were quantized again for it; the others keep their codes.
+    """Return the graph for an engine and CPU, and which operators were quantized again for it.
+
+    The others keep their codes.
 
     Args:
         graph: shares its other constants with the result; nothing of it changes.
         capabilities: of the engine that will run it, here.
 
     Returns:
-        A graph whose plan, `changes` and codes tell what was done, and the operators' names; with none of them the codes are the same.
+        A graph whose plan, `changes` and codes tell what was done, and the operators' names; with none of
+        them the codes are the same.
     """
     if not capabilities.narrow_sums:
         return graph, ()
@@ -91,13 +106,19 @@ def _fits(module: fx.GraphModule, node: fx.Node, fit: PairsFit) -> bool:
     weights = _weights(node)
     highest = _highest_code(first_input(node))
     if not weights:
-        return kind_of_node(node) not in BINARY or 2 * highest * _largest_size(Binary.of(node).right) <= _LARGEST
-    return all(fit(constant_of(module, Dequantize.of(w).codes), *_layout(node), _LARGEST // highest) for w in weights)
+        return (
+            kind_of_node(node) not in BINARY or 2 * highest * _largest_size(Binary.of(node).right) <= _LARGEST
+        )
+    return all(
+        fit(constant_of(module, Dequantize.of(w).codes), *_layout(node), _LARGEST // highest) for w in weights
+    )
 
 
 def _weights(node: fx.Node) -> list[fx.Node]:
     """Return the dequantize nodes of an operator's constant weights."""
-    return [n for n in node.all_input_nodes if n.target in DEQUANTIZE and Dequantize.of(n).codes.op == "get_attr"]
+    return [
+        n for n in node.all_input_nodes if n.target in DEQUANTIZE and Dequantize.of(n).codes.op == "get_attr"
+    ]
 
 
 def _layout(node: fx.Node) -> tuple[int | None, int]:
@@ -107,7 +128,11 @@ def _layout(node: fx.Node) -> tuple[int | None, int]:
 
 def _quantize_of(value: object) -> fx.Node | None:
     """Return the quantize node whose codes a value has, or None."""
-    codes = Dequantize.of(value).codes if isinstance(value, fx.Node) and value.target is dequantize_per_tensor else None
+    codes = (
+        Dequantize.of(value).codes
+        if isinstance(value, fx.Node) and value.target is dequantize_per_tensor
+        else None
+    )
     return codes if codes is not None and codes.target is quantize_per_tensor else None
 
 
@@ -121,7 +146,10 @@ def _highest_code(value: object) -> int:
 
 
 def _largest_size(value: object) -> int:
-    """Return the largest absolute signed code of a matmul's second input; 0 where it has no codes, and so no integer kernel."""
+    """Return the largest absolute signed code of a matmul's second input.
+
+    0 where it has no codes, and so no integer kernel.
+    """
     quantize = _quantize_of(value)
     if quantize is None:
         return 0
@@ -130,7 +158,9 @@ def _largest_size(value: object) -> int:
     return max(shift - low, high - shift)
 
 
-def _requantize_weight(module: fx.GraphModule, node: fx.Node, old: fx.Node, spec: TensorSpec, done: _Done) -> None:
+def _requantize_weight(
+    module: fx.GraphModule, node: fx.Node, old: fx.Node, spec: TensorSpec, done: _Done
+) -> None:
     """Give an operator codes of its own weight that fit; those that read the same codes alike share them."""
     axis, groups = _layout(node)
     key = (old.args, spec, axis, groups)
@@ -143,7 +173,9 @@ def _requantize_weight(module: fx.GraphModule, node: fx.Node, old: fx.Node, spec
     node.replace_input_with(old, new)
 
 
-def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: int | None, groups: int) -> tuple[Any, tuple[Any, ...]]:
+def _new_weight(
+    module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: int | None, groups: int
+) -> tuple[Any, tuple[Any, ...]]:
     """Return the call that dequantizes a weight's new codes, which become constants of the graph."""
     value, source = constant_value(module, old), Dequantize.of(old).codes
     assert value is not None
@@ -157,14 +189,20 @@ def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: in
 
 
 def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
-    """Give a matmul codes of its second input in 7 bits, for the same range of values; others that read the old codes keep them."""
+    """Give a matmul codes of its second input in 7 bits, for the same range of values.
+
+    Others that read the old codes keep them.
+    """
     right, graph = Binary.of(node).right, node.graph
     old = Dequantize.of(right).codes
     if (old, spec) not in done:
         view = Quantize.of(old)
         assert isinstance(view.zero_point, int)
         assert not isinstance(view.scale, fx.Node)
-        low, high = (torch.tensor((end - view.zero_point) * view.scale, dtype=torch.float32) for end in (view.quant_min, view.quant_max))
+        low, high = (
+            torch.tensor((end - view.zero_point) * view.scale, dtype=torch.float32)
+            for end in (view.quant_min, view.quant_max)
+        )
         limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
         new_scale, new_zero_point = affine.choose_qparams(low, high, symmetric=spec.symmetric, **limits)
         qparams, dtype = (float(new_scale), int(new_zero_point)), spec.dtype.storage
@@ -191,7 +229,9 @@ def _drop_unused(module: fx.GraphModule) -> None:
 
 
 def _narrowed(plan: Plan, names: tuple[str, ...]) -> Plan:
-    decisions = (dataclasses.replace(d, spec=d.spec.narrow()) if d.operator in names else d for d in plan.decisions)
+    decisions = (
+        dataclasses.replace(d, spec=d.spec.narrow()) if d.operator in names else d for d in plan.decisions
+    )
     return dataclasses.replace(plan, decisions=tuple(decisions))
 
 
@@ -201,8 +241,8 @@ def _account(before: QDQGraph, after: QDQGraph, names: tuple[str, ...]) -> str:
         distance = worst_sqnr_db(before.module(*before.example), after.module(*after.example))
     share = f"{len(names)} of {len(after.plan.quantized)} layers"
     return (
-        f"re-quantized from int8 for a CPU that adds products in 16 bits: {share}: {named(names)}; outputs before and after agree to "
-        f"{distance:.1f} dB, the figure against fp32 is from before"
+        f"re-quantized from int8 for a CPU that adds products in 16 bits: {share}: {named(names)}; outputs "
+        f"before and after agree to {distance:.1f} dB, the figure against fp32 is from before"
     )
 
 

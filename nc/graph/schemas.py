@@ -1,4 +1,7 @@
-"""The arguments that operators take, each operator's read once: torch makes new objects of a schema at every look."""
+"""The arguments that operators take, each operator's read once.
+
+Torch makes new objects of a schema at every look.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ def returns_of(target: torch._ops.OpOverload) -> tuple[str, ...]:
 
 @functools.cache
 def writes_into(target: object) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """Return the overload of an operator that writes into memory it is given, and the names of those arguments; None for none.
+    """Return the overload of an operator that writes into memory it is given, and the names of those
+    arguments; None for none.
 
     One that torch generates from the operator itself does not count: it makes new memory and copies.
     """
@@ -70,7 +74,15 @@ def _has_cpu_kernel(overload: torch._ops.OpOverload) -> bool:
 @functools.cache
 def _arguments(target: torch._ops.OpOverload) -> tuple[Argument, ...]:
     return tuple(
-        Argument(a.name, a.kwarg_only, a.has_default_value(), _frozen(a.default_value), str(a.real_type), a.N, _is_written(a))  # type: ignore[attr-defined]
+        Argument(
+            a.name,
+            a.kwarg_only,
+            a.has_default_value(),
+            _frozen(a.default_value),
+            str(a.real_type),
+            a.N,  # type: ignore[attr-defined]
+            _is_written(a),
+        )
         for a in target._schema.arguments
     )
 

@@ -28,7 +28,8 @@ class Shares:
     """Sums over a model.
 
     Attributes:
-        weights: values of weights by form, the largest number first. A weight that is read in two forms counts in both.
+        weights: values of weights by form, the largest number first. A weight that is read in two forms
+            counts in both.
         multiply_adds: multiply-adds on the example inputs by form, the largest number first.
         unknown: operators whose multiply-adds are not known.
     """
@@ -43,7 +44,10 @@ class Shares:
         if self.weights:
             found.append(f"weights: {_percentages(self.weights)} of {_number(sum(self.weights.values()))}")
         if self.multiply_adds:
-            found.append(f"multiply-adds on the example: {_percentages(self.multiply_adds)} of {_number(sum(self.multiply_adds.values()))}")
+            found.append(
+                f"multiply-adds on the example: {_percentages(self.multiply_adds)} of "
+                f"{_number(sum(self.multiply_adds.values()))}"
+            )
         if self.unknown:
             more = f" and {len(self.unknown) - 3} more" if len(self.unknown) > 3 else ""
             found.append(f"multiply-adds of {', '.join(self.unknown[:3])}{more} are not known")

@@ -1,6 +1,9 @@
-"""The call contract of a captured model: how arguments become a flat list of tensors, and flat outputs the user's structure.
+"""The call contract of a captured model.
 
-It is plain data (names, `TreeSpec`s, shapes), so that it can be written to JSON and used where the user's model class does not exist.
+How arguments become a flat list of tensors, and flat outputs the user's structure.
+
+It is plain data (names, `TreeSpec`s, shapes), so that it can be written to JSON and used where the user's
+model class does not exist.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Leaf:
     Attributes:
         path: where it sits in the arguments, e.g. "input_ids" or "inputs[0]".
         dtype: torch dtype of a tensor; None for a plain Python value.
-        dims: per dimension its size if fixed, or the name of a free symbol (equal names must have equal sizes).
+        dims: per dimension its size if fixed, or the name of a free symbol (equal names must have equal
+            sizes).
         value: the plain Python value that the graph was specialised to.
         used: whether the graph reads it.
         held: the dimensions that are fixed without the model being asked whether they can be free.
@@ -86,11 +90,15 @@ class Signature:
         in_spec: structure of the captured arguments, a dict by parameter name.
         leaves: the flat inputs in the order of `in_spec`.
         out_spec: structure of the outputs.
-        reads: what the model's Python code read from tensors; the graph's last outputs are those tensors, in this order.
-        conditions: on the sizes of the flat inputs. For others the model would take another path through its Python code.
-        effects: what the model changes in its arguments. The graph gives it behind its own outputs, and in front of those of `reads`.
-        plain: the number of captured arguments, where each is one value and calls may give them by position; else -1. Calls are bound
-            without looking into structures then, which takes longer than a small model.
+        reads: what the model's Python code read from tensors; the graph's last outputs are those tensors, in
+            this order.
+        conditions: on the sizes of the flat inputs. For others the model would take another path through its
+            Python code.
+        effects: what the model changes in its arguments. The graph gives it behind its own outputs, and in
+            front of those of `reads`.
+        plain: the number of captured arguments, where each is one value and calls may give them by position;
+            else -1. Calls are bound without looking into structures then, which takes longer than a small
+            model.
     """
 
     parameters: tuple[Parameter, ...]
@@ -106,7 +114,9 @@ class Signature:
         """Decide which calls are plain."""
         count = sum(p.captured for p in self.parameters)
         first = self.parameters[:count]
-        is_plain = all(p.captured and p.positional and not p.variadic for p in first) and all(c.is_leaf() for c in children(self.in_spec))
+        is_plain = all(p.captured and p.positional and not p.variadic for p in first) and all(
+            c.is_leaf() for c in children(self.in_spec)
+        )
         object.__setattr__(self, "plain", count if is_plain and len(self.leaves) == count else -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
@@ -122,8 +132,9 @@ class Signature:
         """Return the flat tensors that the graph reads, in its order.
 
         Raises:
-            InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed size than captured, or the
-                model would take another path through its Python code for these sizes than for the example.
+            InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed
+                size than captured, or the model would take another path through its Python code for these
+                sizes than for the example.
         """
         flat = args if self._is_plain(args, kwargs) else self._flat(self._by_name(args, kwargs))
         sizes: dict[str, int] = {}
@@ -131,8 +142,11 @@ class Signature:
         for leaf, value in zip(self.leaves, flat, strict=True):
             check_leaf(leaf, value, sizes)
             if leaf.used:
-                # engines read memory, where a lazy sign or conjugate is not yet; each question gives Python's lock up and takes it back
-                tensors.append(value.resolve_conj().resolve_neg() if value.dtype.is_complex or value.is_neg() else value)
+                # engines read memory, where a lazy sign or conjugate is not yet; each question gives Python's
+                # lock up and takes it back
+                tensors.append(
+                    value.resolve_conj().resolve_neg() if value.dtype.is_complex or value.is_neg() else value
+                )
         if self.conditions:
             self._check_sizes(flat)
         if self.effects:
@@ -144,10 +158,13 @@ class Signature:
         return len(args) == self.plain and not kwargs and all(type(value) is torch.Tensor for value in args)
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """Return the user's output structure around the flat outputs of a graph. What the model writes into its arguments is left out.
+        """Return the user's output structure around the flat outputs of a graph.
+
+        What the model writes into its arguments is left out.
 
         Raises:
-            InputError: the model would take another path through its Python code for these inputs than for the example.
+            InputError: the model would take another path through its Python code for these inputs than for
+                the example.
         """
         own, values = self._parts(outputs)
         if len(own) == 1 and not self.effects and self.out_spec.is_leaf():
@@ -169,7 +186,9 @@ class Signature:
             return self.unflatten(outputs)
         own, values = self._parts(outputs)
         arguments = self._by_name(args, kwargs)
-        values = self.effects.apply(arguments, self._flat(arguments), [leaf.path for leaf in self.leaves], values)
+        values = self.effects.apply(
+            arguments, self._flat(arguments), [leaf.path for leaf in self.leaves], values
+        )
         return self.effects.build(self.effects.spread(own, values), self.out_spec, arguments)
 
     def _flat(self, arguments: dict[str, Any]) -> list[Any]:
@@ -190,28 +209,44 @@ class Signature:
             value = tensor.item()
             if value != read.value:
                 msg = (
-                    f"The model reads a value of its inputs in Python, at {read.where}, and the path that follows depends on it. It was "
-                    f"captured with {read.value} and is {value} for these inputs. Give such inputs in example_inputs to prepare(), or "
-                    "rewrite that place with torch.where."
+                    f"The model reads a value of its inputs in Python, at {read.where}, and the path that "
+                    f"follows depends on it. It was captured with {read.value} and is {value} for these "
+                    "inputs. Give such inputs in example_inputs to prepare(), or rewrite that place with "
+                    "torch.where."
                 )
                 raise InputError(msg)
         return outputs[:own], outputs[own:last]
 
     def without_conditions(self, example: Sequence[torch.Tensor]) -> Signature:
-        """Return the contract of a program that checks no conditions: sizes that could silently be wrong are fixed to those of the example.
+        """Return the contract of a program that checks no conditions.
+
+        Sizes that could silently be wrong are fixed to those of the example.
 
         Args:
             example: the flat inputs that are used.
         """
         tensors = iter(example)
         shapes = [tuple(next(tensors).shape) if leaf.used else None for leaf in self.leaves]
-        names = [NAME.fullmatch(name) for condition in self.conditions if condition.silent for name in condition.names()]
-        symbols = {symbol for match in names if match for symbol in _symbols(self.leaves[int(match[1])].dims[int(match[2])])}
+        names = [
+            NAME.fullmatch(name)
+            for condition in self.conditions
+            if condition.silent
+            for name in condition.names()
+        ]
+        symbols = {
+            symbol
+            for match in names
+            if match
+            for symbol in _symbols(self.leaves[int(match[1])].dims[int(match[2])])
+        }
 
         def fixed(leaf: Leaf, shape: tuple[int, ...] | None) -> Leaf:
             if shape is None:
                 return leaf
-            return dataclasses.replace(leaf, dims=tuple(s if _symbols(d) & symbols else d for d, s in zip(leaf.dims, shape, strict=True)))
+            return dataclasses.replace(
+                leaf,
+                dims=tuple(s if _symbols(d) & symbols else d for d, s in zip(leaf.dims, shape, strict=True)),
+            )
 
         leaves = tuple(fixed(leaf, shape) for leaf, shape in zip(self.leaves, shapes, strict=True))
         return dataclasses.replace(self, leaves=leaves, conditions=())
@@ -223,13 +258,19 @@ class Signature:
         if broken is None:
             return
         paths = [leaf.path for leaf in self.leaves]
-        given = " and ".join(f"{SizeCondition(name, '').described(paths)} is {sizes[name]}" for name in broken.names())
+        given = " and ".join(
+            f"{SizeCondition(name, '').described(paths)} is {sizes[name]}" for name in broken.names()
+        )
         what = (
-            f"The model asks for sizes in Python, at {broken.where}, and the path that follows depends on the answer. It was captured with"
+            f"The model asks for sizes in Python, at {broken.where}, and the path that follows depends on "
+            "the answer. It was captured with"
             if broken.where
             else "The captured operators do not fit inputs of these sizes: expected"
         )
-        msg = f"{what} {broken.described(paths)}, but {given}. Give inputs of such sizes in example_inputs to prepare()."
+        msg = (
+            f"{what} {broken.described(paths)}, but {given}. Give inputs of such sizes in example_inputs to "
+            "prepare()."
+        )
         raise InputError(msg)
 
     def _by_name(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +281,9 @@ class Signature:
                 msg = f"Got argument {name!r} twice, by position and by keyword."
                 raise InputError(msg)
             if name not in known and value is not None:
-                msg = f"The model has no argument {name!r}; it was captured with {', '.join(self._captured())}."
+                msg = (
+                    f"The model has no argument {name!r}; it was captured with {', '.join(self._captured())}."
+                )
                 raise InputError(msg)
             given[name] = value
         captured = self._captured()
@@ -248,14 +291,16 @@ class Signature:
             value = given.pop(name)
             if value is not None and not (isinstance(value, tuple) and not value):
                 msg = (
-                    f"Argument {name!r} was not in example_inputs, so the captured graph has no input for it. Captured: "
-                    f"{', '.join(captured)}. Give it in example_inputs to prepare()."
+                    f"Argument {name!r} was not in example_inputs, so the captured graph has no input for "
+                    f"it. Captured: {', '.join(captured)}. Give it in example_inputs to prepare()."
                 )
                 raise InputError(msg)
         for name in captured:
             if name not in given:
                 hint = _hint_of_stars(name, next(iter(args), None))
-                msg = f"Argument {name!r} is missing; the model was captured with {', '.join(captured)}.{hint}"
+                msg = (
+                    f"Argument {name!r} is missing; the model was captured with {', '.join(captured)}.{hint}"
+                )
                 raise InputError(msg)
         return {name: given[name] for name in captured}
 
@@ -288,7 +333,10 @@ class Signature:
         for name, value in values.items():
             got = pytree.tree_structure(value)
             if got != expected[name]:
-                msg = f"Argument {name!r}: expected {_shape_of(expected[name])}, as in example_inputs, but got {_shape_of(got)}."
+                msg = (
+                    f"Argument {name!r}: expected {_shape_of(expected[name])}, as in example_inputs, but got "
+                    f"{_shape_of(got)}."
+                )
                 raise InputError(msg)
 
 
@@ -322,9 +370,13 @@ def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ..
             continue
         positional = p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD, kinds.VAR_POSITIONAL)
         keyword = p.kind not in (kinds.POSITIONAL_ONLY, kinds.VAR_POSITIONAL)
-        parameters.append(Parameter(p.name, positional, p.name in captured, p.kind is kinds.VAR_POSITIONAL, keyword))
+        parameters.append(
+            Parameter(p.name, positional, p.name in captured, p.kind is kinds.VAR_POSITIONAL, keyword)
+        )
         names.add(p.name)
-    parameters += [Parameter(name, False, True) for name in captured if name not in names]  # went into **kwargs
+    parameters += [
+        Parameter(name, False, True) for name in captured if name not in names
+    ]  # went into **kwargs
     order = {name: i for i, name in enumerate(captured)}
     # bind() relies on the captured parameters standing in the order of in_spec
     assert [p.name for p in parameters if p.captured] == sorted(order, key=order.__getitem__)
@@ -343,7 +395,8 @@ def _symbols(dim: Dim) -> set[str]:
 def _fitted(value: Any, spec: pytree.TreeSpec) -> Any:
     """Return a value in the captured structure, as far as it fits.
 
-    The order of a dict's keys does not matter. An artefact knows a named tuple as a tuple, and a dataclass by the names of its members.
+    The order of a dict's keys does not matter. An artefact knows a named tuple as a tuple, and a dataclass by
+    the names of its members.
     """
     if spec.is_leaf():
         return value
@@ -373,7 +426,11 @@ def _items(value: Any, spec: pytree.TreeSpec) -> list[Any] | None:
 
 def _is_object(spec: pytree.TreeSpec) -> bool:
     """Whether it is what an artefact has for an object: a mapping by the names of its members."""
-    return isinstance(spec.type, type) and issubclass(spec.type, Mapping) and all(isinstance(name, str) for name in spec.context)
+    return (
+        isinstance(spec.type, type)
+        and issubclass(spec.type, Mapping)
+        and all(isinstance(name, str) for name in spec.context)
+    )
 
 
 def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
@@ -387,8 +444,8 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
     if leaf.dtype is None:
         if not _equal(value, leaf.value):
             msg = (
-                f"Argument {leaf.path!r} was captured as the constant {leaf.value!r} and can't be {_describe(value)}; give that value "
-                "in example_inputs to prepare()."
+                f"Argument {leaf.path!r} was captured as the constant {leaf.value!r} and can't be "
+                f"{_describe(value)}; give that value in example_inputs to prepare()."
             )
             raise InputError(msg)
         return
@@ -399,24 +456,43 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
         msg = f"Argument {leaf.path!r} is on device {value.device}; expected the CPU. Call .cpu() on it."
         raise InputError(msg)
     if value.is_nested or value.layout is not torch.strided:
-        kind, call = ("nested", ".to_padded_tensor(padding)") if value.is_nested else (f"of layout {value.layout}", ".to_dense()")
+        kind, call = (
+            ("nested", ".to_padded_tensor(padding)")
+            if value.is_nested
+            else (f"of layout {value.layout}", ".to_dense()")
+        )
         msg = f"Argument {leaf.path!r} is {kind}; expected a dense tensor. Call {call} on it."
         raise InputError(msg)
     if value.dtype != leaf.dtype:
-        msg = f"Argument {leaf.path!r}: expected dtype {leaf.dtype}, but got {value.dtype}. Call .to({leaf.dtype})."
+        msg = (
+            f"Argument {leaf.path!r}: expected dtype {leaf.dtype}, but got {value.dtype}. Call "
+            f".to({leaf.dtype})."
+        )
         raise InputError(msg)
     if value.dim() != len(leaf.dims):
-        msg = f"Argument {leaf.path!r}: expected {len(leaf.dims)} dimensions, but got shape {tuple(value.shape)}."
+        msg = (
+            f"Argument {leaf.path!r}: expected {len(leaf.dims)} dimensions, but got shape "
+            f"{tuple(value.shape)}."
+        )
         raise InputError(msg)
     for axis, (dim, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
         expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
         if size != expected:
-            why, advice = "the size it was captured with", " The model fixes it: call prepare() for each size."
+            why, advice = (
+                "the size it was captured with",
+                " The model fixes it: call prepare() for each size.",
+            )
             if isinstance(dim, str):
                 why, advice = "as another input has", ""
             elif axis in leaf.held:
-                advice = " torch.export.Dim.AUTO for it, in dynamic_shapes= of prepare(), asks the model whether it can be free."
-            msg = f"Argument {leaf.path!r}: expected size {expected} in dimension {axis}, {why}, but got {tuple(value.shape)}.{advice}"
+                advice = (
+                    " torch.export.Dim.AUTO for it, in dynamic_shapes= of prepare(), asks the model whether "
+                    "it can be free."
+                )
+            msg = (
+                f"Argument {leaf.path!r}: expected size {expected} in dimension {axis}, {why}, but got "
+                f"{tuple(value.shape)}.{advice}"
+            )
             raise InputError(msg)
 
 
@@ -429,9 +505,16 @@ def _equal(value: Any, constant: Any) -> bool:
 
 
 def call_error(
-    error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor], *, engine: bool = False, instead: str = ""
+    error: Exception,
+    who: str,
+    tensors: Sequence[torch.Tensor],
+    example: Sequence[torch.Tensor],
+    *,
+    engine: bool = False,
+    instead: str = "",
 ) -> NCError:
-    """Return what to raise for an error that came up inside a captured graph, or inside the engine that runs it.
+    """Return what to raise for an error that came up inside a captured graph, or inside the engine that runs
+    it.
 
     Args:
         error: what was raised.
@@ -442,16 +525,22 @@ def call_error(
         instead: what a user can do who wants to trace or export the model, as a sentence; for an engine.
 
     Returns:
-        UnsupportedError where torch gives an engine tensors without memory; BackendError where an engine fails on inputs of the example's
-        sizes, except for values out of range; else InputError.
+        UnsupportedError where torch gives an engine tensors without memory; BackendError where an engine
+        fails on inputs of the example's sizes, except for values out of range; else InputError.
     """
     if engine and (why := _without_memory(tensors, instead)):
         return UnsupportedError(f"{who} reads the memory of its inputs, {why}")
     text = f"{who} fails on these inputs: {type(error).__name__}: {str(error).strip() or '-'}"
     given, captured = ([tuple(t.shape) for t in each] for each in (tensors, example))
     if given != captured:
-        sizes = f"Their shapes are {', '.join(map(str, given))}; the model was captured with {', '.join(map(str, captured))}"
-        return InputError(f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to prepare().")
+        sizes = (
+            f"Their shapes are {', '.join(map(str, given))}; the model was captured with "
+            f"{', '.join(map(str, captured))}"
+        )
+        return InputError(
+            f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to "
+            "prepare()."
+        )
     return BackendError(text) if engine and not is_of_index(error) else InputError(text)
 
 
@@ -462,7 +551,10 @@ def _without_memory(tensors: Sequence[torch.Tensor], instead: str) -> str:
     if are_fake(tensors):
         return f"and torch.export.export(), or FakeTensorMode, gives it tensors that have none: {instead}"
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        return "and torch.func gives it tensors that have none: instead of vmap() give it a larger batch; it has no derivatives."
+        return (
+            "and torch.func gives it tensors that have none: instead of vmap() give it a larger batch; it "
+            "has no derivatives."
+        )
     return ""
 
 
@@ -476,23 +568,32 @@ def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def at_least_two(inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | str]]) -> Iterator[torch.Tensor]:
+def at_least_two(
+    inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | str]]
+) -> Iterator[torch.Tensor]:
     """Yield the inputs, contiguous, with each free dimension of size 1 doubled: strides say nothing there.
 
     Args:
         inputs: flat inputs.
-        dims: for each, its fixed sizes and the names of its free ones; a name that others are computed from (`4*s0`) keeps its size.
+        dims: for each, its fixed sizes and the names of its free ones; a name that others are computed from
+            (`4*s0`) keeps its size.
     """
     names = {dim for leaf in dims for dim in leaf if isinstance(dim, str)}
     computed = [name for name in names if not name.isidentifier()]
     bound = {name for name in names if any(name in expression for expression in computed)}
     for tensor, sizes in zip(inputs, dims, strict=True):
-        single = [isinstance(dim, str) and dim not in bound and size == 1 for dim, size in zip(sizes, tensor.shape, strict=True)]
+        single = [
+            isinstance(dim, str) and dim not in bound and size == 1
+            for dim, size in zip(sizes, tensor.shape, strict=True)
+        ]
         yield tensor.repeat([2 if one else 1 for one in single]) if any(single) else tensor.contiguous()
 
 
 def _hint_of_stars(name: str, first: object) -> str:
-    """Return what to say where all arguments may have been given as one value, the first; "" if it does not look so."""
+    """Return what to say where all arguments may have been given as one value, the first.
+
+    "" if it does not look so.
+    """
     if isinstance(first, dict) and name in first:
         stars = "**"
     elif isinstance(first, (tuple, list)):

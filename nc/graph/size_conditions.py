@@ -1,9 +1,10 @@
 """Conditions on the sizes of inputs, as text.
 
-Where the model's Python code asks for sizes, the captured graph holds the path of the example, and fits the sizes that take it.
+Where the model's Python code asks for sizes, the captured graph holds the path of the example, and fits the
+sizes that take it.
 
-The text is a small part of Python over names `in<i>_<d>`: dimension d of flat input i. It is interpreted here, not given to `eval`, because
-it also comes from artefacts.
+The text is a small part of Python over names `in<i>_<d>`: dimension d of flat input i. It is interpreted
+here, not given to `eval`, because it also comes from artefacts.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class SizeCondition:
 
     Attributes:
         text: see the module text, e.g. "in0_2 % 2 == 0".
-        where: file, line and function of the model that ask; "" for what inputs or operators need to fit each other.
+        where: file, line and function of the model that ask; "" for what inputs or operators need to fit each
+            other.
         silent: for other sizes the graph runs, and gives something else than the model.
     """
 
@@ -65,7 +67,10 @@ class SizeCondition:
     silent: bool = False
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it is fulfilled; `sizes` by name. Sizes for which it can't be computed, such as a division by 0, do not fulfil it."""
+        """Whether it is fulfilled; `sizes` by name.
+
+        Sizes for which it can't be computed, such as a division by 0, do not fulfil it.
+        """
         try:
             return bool(parsed(self.text)(sizes))
         except ZeroDivisionError:
@@ -106,7 +111,9 @@ def _compiled(node: ast.AST) -> _Run:
             return _called(_OPERATORS[type(op)], [left, right])
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             return _called(_OPERATORS[type(op)], [left, right])
-        case ast.Call(func=function, args=[_, *_] as args, keywords=[]) if ast.unparse(function) in _FUNCTIONS:
+        case ast.Call(func=function, args=[_, *_] as args, keywords=[]) if (
+            ast.unparse(function) in _FUNCTIONS
+        ):
             return _called(_FUNCTIONS[ast.unparse(function)], args)
         case ast.BoolOp(op=op, values=values):
             parts = [_compiled(value) for value in values]

@@ -1,6 +1,7 @@
 """Shapes and dtypes that the nodes of a loaded graph had when it was traced.
 
-After capture that is torch's fake tensors, with symbols as free sizes. They need a second of imports, so a loaded graph has these instead.
+After capture that is torch's fake tensors, with symbols as free sizes. They need a second of imports, so a
+loaded graph has these instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 
 
 class Size(str):
-    """A free size: its name, and the size that it had when the model was traced; None where it depends on data."""
+    """A free size: its name, and the size that it had when the model was traced.
+
+    None where it depends on data.
+    """
 
     __slots__ = ("hint",)
     hint: int | None
@@ -46,7 +50,10 @@ TENSORS = (torch.Tensor, Traced)
 
 
 def dim_of(size: int | torch.SymInt) -> int | str:
-    """Return a size that the model fixed, or the name of a free one. Export keeps the fixed sizes apart from the shape."""
+    """Return a size that the model fixed, or the name of a free one.
+
+    Export keeps the fixed sizes apart from the shape.
+    """
     if isinstance(size, int):
         return size
     expression = size.node.shape_env.replace(size.node.expr)
@@ -78,5 +85,7 @@ def strided(val: torch.Tensor | Traced, dim: int, stride: int) -> torch.Tensor |
     size = val.shape[dim]
     known = hint_of(size)
     hint = None if known is None else math.ceil(known / stride)
-    left: int | Size = math.ceil(size / stride) if isinstance(size, int) else Size(f"ceil({size}/{stride})", hint)
+    left: int | Size = (
+        math.ceil(size / stride) if isinstance(size, int) else Size(f"ceil({size}/{stride})", hint)
+    )
     return Traced(val.dtype, (*val.shape[:dim], left, *val.shape[dim + 1 :]))

@@ -1,4 +1,7 @@
-"""Nodes by what their arguments mean: `Linear.of(node).weight`, read by the argument names of the operator's schema."""
+"""Nodes by what their arguments mean.
+
+`Linear.of(node).weight`, read by the argument names of the operator's schema.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +55,29 @@ def _places(view: type, target: object) -> tuple[tuple[str, tuple[tuple[int, Arg
     found = []
     for field in dataclasses.fields(view):
         names = field.name, *_ALSO.get(field.name, ())
-        found.append((field.name, tuple(arguments[name] for name in names if name in arguments), field.default is dataclasses.MISSING))
+        found.append(
+            (
+                field.name,
+                tuple(arguments[name] for name in names if name in arguments),
+                field.default is dataclasses.MISSING,
+            )
+        )
     return tuple(found)
 
 
 def options(node: fx.Node) -> tuple[Any, ...]:
-    """All arguments of a call but the first, in the order of its schema: two calls that agree in them treat their inputs alike."""
+    """All arguments of a call but the first, in the order of its schema.
+
+    Two calls that agree in them treat their inputs alike.
+    """
     return tuple(schema_arguments(node).values())[1:]
 
 
 def called_with(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position and by name, as `fx.Node` has them; by position also those that the graph gives by name where it could."""
+    """Arguments by position and by name, as `fx.Node` has them.
+
+    By position also those that the graph gives by name where it could.
+    """
     args, kwargs = list(node.args), dict(node.kwargs)
     for argument in schema_of(node.target)[len(args) :]:
         if argument.kwarg_only or argument.name not in kwargs:
@@ -80,7 +95,9 @@ def returned(module: fx.GraphModule) -> tuple[Any, ...]:
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
     """Give an operator another argument, by its name in a view or in the operator's schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    index, argument = next((i, a) for i, a in enumerate(schema_of(node.target)) if a.name in (name, *_ALSO.get(name, ())))
+    index, argument = next(
+        (i, a) for i, a in enumerate(schema_of(node.target)) if a.name in (name, *_ALSO.get(name, ()))
+    )
     if index < len(node.args):
         node.update_arg(index, value)
     elif index == len(node.args) and not argument.kwarg_only and argument.name not in node.kwargs:
@@ -113,7 +130,9 @@ class Conv(_View):
 
     def sizes(self, dims: int) -> tuple[list[int], list[int], list[int]]:
         """Stride, padding and dilation, each for every one of `dims` dimensions."""
-        stride, padding, dilation = ([*v] * (dims if len(v) == 1 else 1) for v in (self.stride, self.padding, self.dilation))
+        stride, padding, dilation = (
+            [*v] * (dims if len(v) == 1 else 1) for v in (self.stride, self.padding, self.dilation)
+        )
         return stride, padding, dilation
 
 
@@ -171,7 +190,10 @@ class _Affine(_View):
 
     @property
     def qparams(self) -> tuple[float | fx.Node, int | fx.Node | None]:
-        """Scale and zero point: equal where a dequantize node reads the codes of a quantize node as they are meant."""
+        """Scale and zero point.
+
+        Equal where a dequantize node reads the codes of a quantize node as they are meant.
+        """
         return self.scale, self.zero_point
 
     @property

@@ -14,7 +14,18 @@ from nc.graph.catalogue import JOINS, LOW_BIT, MOVES, is_float_tensor, op_name, 
 from nc.graph.tensor_meta import TENSORS
 
 #: Operators that pick rows or points of a table.
-LOOK_UPS = frozenset({"embedding", "embedding_bag", "index", "index_select", "gather", "take", "take_along_dim", "grid_sampler"})
+LOOK_UPS = frozenset(
+    {
+        "embedding",
+        "embedding_bag",
+        "index",
+        "index_select",
+        "gather",
+        "take",
+        "take_along_dim",
+        "grid_sampler",
+    }
+)
 #: Further elementwise operators, which torch does not tag as such.
 _ELEMENTWISE = frozenset({"prelu", "rsub", "clamp", "type_as", "to"})
 #: Of a batch norm, "layer_norm" and the like.
@@ -43,17 +54,22 @@ def varying(module: fx.GraphModule) -> set[fx.Node]:
     """Nodes that depend on the values of an input, not on constants and sizes alone."""
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
-        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes if op_name(n) != "sym_size"):
+        if node.op == "placeholder" or any(
+            n in found for n in node.all_input_nodes if op_name(n) != "sym_size"
+        ):
             found.add(node)
     return found
 
 
 def weights_read(module: fx.GraphModule, parameters: Collection[str]) -> dict[fx.Node, tuple[Weight, ...]]:
-    """For each operator that depends on an input, the weights that it reads; operators that read none are left out.
+    """For each operator that depends on an input, the weights that it reads.
 
-    A weight has two or more dimensions, and is a parameter, or a buffer that a product reads. What reads a view of it, or what is computed
-    from it and other constants, reads it. Operators that work element by element, or move values, read a weight only where two of its
-    dimensions are larger than 1: others are vectors, such as scales of channels.
+    Operators that read none are left out.
+
+    A weight has two or more dimensions, and is a parameter, or a buffer that a product reads. What reads a
+    view of it, or what is computed from it and other constants, reads it. Operators that work element by
+    element, or move values, read a weight only where two of its dimensions are larger than 1: others are
+    vectors, such as scales of channels.
 
     Args:
         module: captured graph.
@@ -67,7 +83,9 @@ def weights_read(module: fx.GraphModule, parameters: Collection[str]) -> dict[fx
             is_table = is_float_tensor(node) and node.meta["val"].dim() > 1
             constants[node] = (node,) if is_table else ()
             continue
-        read = tuple(dict.fromkeys(c for n in node.all_input_nodes if n not in changing for c in constants.get(n, ())))
+        read = tuple(
+            dict.fromkeys(c for n in node.all_input_nodes if n not in changing for c in constants.get(n, ()))
+        )
         if node not in changing:
             constants[node] = read if _holds_tensors(node) else ()
         elif op_name(node) in LOW_BIT:
@@ -100,18 +118,25 @@ def _low_bit(node: fx.Node) -> Weight:
     arguments = schema_arguments(node)
     codes = arguments["codes"]
     features = arguments["in_features"] if "in_features" in arguments else arguments["features"]
-    return Weight(str(codes.meta.get("fqn") or codes.target).removesuffix(".codes"), (codes.meta["val"].shape[0], features))
+    return Weight(
+        str(codes.meta.get("fqn") or codes.target).removesuffix(".codes"),
+        (codes.meta["val"].shape[0], features),
+    )
 
 
 def is_elementwise(node: fx.Node) -> bool:
     """Whether an operator computes each value of its result from the values at the same place."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or op_name(node).rstrip("_") in _ELEMENTWISE
+    return (
+        torch.Tag.pointwise in getattr(node.target, "tags", ()) or op_name(node).rstrip("_") in _ELEMENTWISE
+    )
 
 
 def moves(node: fx.Node) -> bool:
     """Whether an operator only moves values, or puts them together."""
     name = op_name(node).rstrip("_")
-    return name not in LOOK_UPS and (name in MOVES or name in JOINS or name in ("copy", "index_put", "slice_scatter", "select_scatter"))
+    return name not in LOOK_UPS and (
+        name in MOVES or name in JOINS or name in ("copy", "index_put", "slice_scatter", "select_scatter")
+    )
 
 
 def is_norm(node: fx.Node) -> bool:

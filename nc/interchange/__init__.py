@@ -1,6 +1,7 @@
 """Low-bit weights in files of other tools: `export_weights`, `import_weights`, `read_weights`.
 
-One file per format: its layout, its writer and its reader. The table `FORMATS` is all that this module knows of them.
+One file per format: its layout, its writer and its reader. The table `FORMATS` is all that this module knows
+of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from typing import Any
 
 import torch
 
-from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactSchemaError, ConfigError, NCError, StateError, UnsupportedError
+from nc.errors import (
+    ArtefactCorruptError,
+    ArtefactError,
+    ArtefactSchemaError,
+    ConfigError,
+    NCError,
+    StateError,
+    UnsupportedError,
+)
 from nc.interchange import awq, compressed_tensors, folder, gguf, gptq, quark
 from nc.interchange.gguf_writer import write as write_gguf
 from nc.interchange.layer import INT8, Layer
@@ -51,25 +60,29 @@ class ForeignWeights:
 def export_weights(
     model: torch.nn.Module | Mapping[str, PackedWeight],
     path: str | os.PathLike[str],
-    format: str = "compressed-tensors",  # noqa: A002
+    format: str = "compressed-tensors",
 ) -> None:
-    """Write a model with low-bit weights, or single weights, for other tools. Every weight keeps its value bit for bit, or is refused.
+    """Write a model with low-bit weights, or single weights, for other tools.
 
-    Scales are stored as they are, so for a tool that computes in fp16 quantize with scale_dtype="fp16". A negative scale is turned with its
-    codes and zero point where a format's readers expect positive ones.
+    Every weight keeps its value bit for bit, or is refused.
+
+    Scales are stored as they are, so for a tool that computes in fp16 quantize with scale_dtype="fp16". A
+    negative scale is turned with its codes and zero point where a format's readers expect positive ones.
 
     Args:
         model: a module that holds `nc.nn.QuantLinear`, or packed weights by the names of their layers.
-        path: a folder; created with its parents. It gets `model.safetensors` and `config.json` (of a transformers model: its own, and
-            `generation_config.json`), or for "gguf" `model.gguf`, whose tensors have the names that they have in the model. For "gguf" it
-            may also be a file that ends in ".gguf".
-        format: "compressed-tensors" (read by vLLM and transformers), "gptq" (version 2 where a zero point is 0, with an `NCWarning`), "awq"
-            (version GEMM), "quark", or "gguf" (Q4_0, Q4_1, Q8_0).
+        path: a folder; created with its parents. It gets `model.safetensors` and `config.json` (of a
+            transformers model: its own, and `generation_config.json`), or for "gguf" `model.gguf`, whose
+            tensors have the names that they have in the model. For "gguf" it may also be a file that ends in
+            ".gguf".
+        format: "compressed-tensors" (read by vLLM and transformers), "gptq" (version 2 where a zero point is
+            0, with an `NCWarning`), "awq" (version GEMM), "quark", or "gguf" (Q4_0, Q4_1, Q8_0).
 
     Raises:
         ConfigError: no such format; the message has the names.
         StateError: the model holds no low-bit weight.
-        UnsupportedError: the format cannot hold a layer; the message has its name, the reason and the way out.
+        UnsupportedError: the format cannot hold a layer; the message has its name, the reason and the way
+            out.
         ArtefactError: the folder holds other weights.
     """
     if format not in (*FORMATS, GGUF):
@@ -77,12 +90,18 @@ def export_weights(
         raise ConfigError(msg)
     layers, floats, tensors = contents_of(model)
     if not layers:
-        msg = "export_weights() expects a model with low-bit weights; make one with quantize(model, WeightOnlyConfig())."
+        msg = (
+            "export_weights() expects a model with low-bit weights; make one with quantize(model, "
+            "WeightOnlyConfig())."
+        )
         raise StateError(msg)
     if format == GGUF:
         dropped = next((name for name, layer in layers.items() if layer.act_dtype in INT8), None)
         if dropped is not None:
-            msg = f'Layer {dropped!r}: GGUF says nothing about activations, and this layer\'s are int8. Use format="compressed-tensors".'
+            msg = (
+                f"Layer {dropped!r}: GGUF says nothing about activations, and this layer's are int8. Use "
+                'format="compressed-tensors".'
+            )
             raise UnsupportedError(msg)
         where = Path(path)
         is_file = where.suffix == f".{GGUF}" and not where.is_dir()
@@ -97,16 +116,20 @@ def export_weights(
 
 
 def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
-    """Read low-bit weights that another tool wrote, or `export_weights`, as they are stored. Nothing is unpickled or executed.
+    """Read low-bit weights that another tool wrote, or `export_weights`, as they are stored.
+
+    Nothing is unpickled or executed.
 
     Args:
-        path: a folder of safetensors with `config.json`, a GGUF file, or a folder with one GGUF file and no safetensors.
+        path: a folder of safetensors with `config.json`, a GGUF file, or a folder with one GGUF file and no
+            safetensors.
 
     Raises:
         ArtefactMissingError: nothing to read is there.
         ArtefactCorruptError: a file is truncated or altered, or contradicts itself.
         ArtefactSchemaError: it is of no known format.
-        UnsupportedError: it holds what no weight of nc is, e.g. groups of input channels that are not neighbours.
+        UnsupportedError: it holds what no weight of nc is, e.g. groups of input channels that are not
+            neighbours.
     """
     where = Path(path)
     file = _gguf_in(where)
@@ -119,7 +142,10 @@ def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
     except (NCError, Warning):
         raise
     except Exception as error:  # a value of another type than the format has there
-        msg = f"{str(where)!r}: quantization_config is not what {name} writes ({type(error).__name__}: {error})."
+        msg = (
+            f"{str(where)!r}: quantization_config is not what {name} writes ({type(error).__name__}: "
+            f"{error})."
+        )
         raise ArtefactCorruptError(msg) from error
     return ForeignWeights(name, layers, tensors)
 
@@ -127,8 +153,8 @@ def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
 def import_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> torch.nn.Module:
     """Put low-bit weights that another tool wrote into a model of the same architecture.
 
-    Linears (also transformers' `Conv1D`) become `nc.nn.QuantLinear`, embeddings `nc.nn.QuantEmbedding`; all other parameters are read from
-    the files too. Every check is made before the model changes.
+    Linears (also transformers' `Conv1D`) become `nc.nn.QuantLinear`, embeddings `nc.nn.QuantEmbedding`; all
+    other parameters are read from the files too. Every check is made before the model changes.
 
     Args:
         path: as for `read_weights`.
@@ -151,9 +177,15 @@ def import_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> torc
 def _format_of(config: Mapping[str, Any], where: Path) -> str:
     method = str(config.get("quant_method", "")).lower()
     if method == "auto-round":  # its own name for the layouts of others
-        method = next((part for part in ("gptq", "awq") if part in str(config.get("packing_format", "auto_gptq"))), method)
+        method = next(
+            (part for part in ("gptq", "awq") if part in str(config.get("packing_format", "auto_gptq"))),
+            method,
+        )
     if method not in FORMATS:
-        msg = f"{str(where)!r} is of quant_method {method!r}, which nc does not read; it reads {', '.join((*FORMATS, GGUF))}."
+        msg = (
+            f"{str(where)!r} is of quant_method {method!r}, which nc does not read; it reads "
+            f"{', '.join((*FORMATS, GGUF))}."
+        )
         raise ArtefactSchemaError(msg)
     return method
 

@@ -1,7 +1,8 @@
 """AWQ files, version GEMM, as AutoAWQ writes them.
 
-Per linear of shape [N, K] with G groups: `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` fp16 [G, N]. Nibble i of word c
-holds output 8 c + [0, 2, 4, 6, 1, 3, 5, 7][i]. Four bits only; a symmetric weight has the zero point 8.
+Per linear of shape [N, K] with G groups: `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` fp16
+[G, N]. Nibble i of word c holds output 8 c + [0, 2, 4, 6, 1, 3, 5, 7][i]. Four bits only; a symmetric weight
+has the zero point 8.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def write(
+    layers: Mapping[str, Layer], floats: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`."""
     found = {name: codes_of(layer, name, NAME) for name, layer in layers.items()}
     one_format(found, NAME)
@@ -63,11 +66,23 @@ def _check(name: str, layer: Layer, codes: Codes) -> None:
     if outputs % 8:
         refuse(name, NAME, f"N = {outputs} outputs are no multiple of 8", "Leave this layer out (exclude)")
     if inputs % 32:
-        refuse(name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)")
+        refuse(
+            name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)"
+        )
     if codes.group not in GROUPS and codes.scale.shape[1] != 1:
-        refuse(name, NAME, f"its readers have no groups of {codes.group}", f"Quantize with group_size one of {(-1, *GROUPS)}")
+        refuse(
+            name,
+            NAME,
+            f"its readers have no groups of {codes.group}",
+            f"Quantize with group_size one of {(-1, *GROUPS)}",
+        )
     if layer.act_dtype in INT8:
-        refuse(name, NAME, "it says nothing about activations, and this layer's are int8", 'Use format="compressed-tensors"')
+        refuse(
+            name,
+            NAME,
+            "it says nothing about activations, and this layer's are int8",
+            'Use format="compressed-tensors"',
+        )
 
 
 def packed(codes: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:
@@ -85,7 +100,9 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
     version, width = str(config.get("version", "gemm")).lower(), config.get("bits", 4)
     if version != "gemm" or width != 4:
-        msg = f"AWQ of version {version!r} with {width} bits is not read; nc reads version 'gemm' with 4 bits."
+        msg = (
+            f"AWQ of version {version!r} with {width} bits is not read; nc reads version 'gemm' with 4 bits."
+        )
         raise UnsupportedError(msg)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     return {name: _layer(tensors, name, int(config.get("group_size", -1))) for name in names}

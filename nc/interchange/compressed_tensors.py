@@ -1,10 +1,14 @@
-"""compressed-tensors files, as llm-compressor writes them and vLLM and transformers read them: "pack-quantized" and "int-quantized".
+"""compressed-tensors files, as llm-compressor writes them and vLLM and transformers read them.
+
+"pack-quantized" and "int-quantized".
 
 Per linear of shape [N, K] with G groups:
 
-* pack-quantized: `weight_packed` int32 [N, ceil(K b / 32)], codes from the lowest bits; `weight_scale` [N, G] in the dtype of the scales;
-  `weight_zero_point` int32 [ceil(N b / 32), G], packed along N, where the weight is asymmetric; `weight_shape` int64 [2].
-* int-quantized: `weight` int8 [N, K], `weight_scale` [N, G], `weight_zero_point` int8 [N, G]; codes are signed.
+* pack-quantized: `weight_packed` int32 [N, ceil(K b / 32)], codes from the lowest bits; `weight_scale` [N, G]
+  in the dtype of the scales; `weight_zero_point` int32 [ceil(N b / 32), G], packed along N, where the weight
+  is asymmetric; `weight_shape` int64 [2].
+* int-quantized: `weight` int8 [N, K], `weight_scale` [N, G], `weight_zero_point` int8 [N, G]; codes are
+  signed.
 
 A `config_groups` entry says which modules have which bits and groups.
 """
@@ -18,7 +22,19 @@ from typing import Any
 import torch
 
 from nc.errors import ArtefactCorruptError, UnsupportedError
-from nc.interchange.layer import Codes, Layer, codes_in, codes_of, groups_in, layer_of, ordered_groups, refuse, stored_scale, taken, words
+from nc.interchange.layer import (
+    Codes,
+    Layer,
+    codes_in,
+    codes_of,
+    groups_in,
+    layer_of,
+    ordered_groups,
+    refuse,
+    stored_scale,
+    taken,
+    words,
+)
 
 NAME = "compressed-tensors"
 BITS = (2, 4, 8)
@@ -27,7 +43,9 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def write(
+    layers: Mapping[str, Layer], floats: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`.
 
     Layers of 8 bits whose activations are int8 are int-quantized, all others pack-quantized.
@@ -40,9 +58,16 @@ def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str,
             reason = f"its versions pack {codes.bits} bits in different ways"
             refuse(name, NAME, reason, f"Quantize with one of {BITS} bits")
         if layer.act_dtype == "int8_block32":
-            refuse(name, NAME, "it has no activations in int8 blocks, as this layer's are", 'Quantize with act_dtype="int8"')
+            refuse(
+                name,
+                NAME,
+                "it has no activations in int8 blocks, as this layer's are",
+                'Quantize with act_dtype="int8"',
+            )
         scheme = _scheme(layer, codes)
-        alike = next((known for known in schemes if {**known, "targets": 0} == {**scheme, "targets": 0}), None)
+        alike = next(
+            (known for known in schemes if {**known, "targets": 0} == {**scheme, "targets": 0}), None
+        )
         if alike is None:
             schemes.append(alike := scheme)
         alike["targets"].append(name)
@@ -92,7 +117,10 @@ def _scheme(layer: Layer, codes: Codes) -> dict[str, Any]:
 
 
 def _packed(codes: Codes) -> dict[str, torch.Tensor]:
-    parts = {"weight_packed": words(codes.codes, codes.bits), "weight_shape": torch.tensor(codes.codes.shape, dtype=torch.int64)}
+    parts = {
+        "weight_packed": words(codes.codes, codes.bits),
+        "weight_shape": torch.tensor(codes.codes.shape, dtype=torch.int64),
+    }
     if codes.zero is not None:
         parts["weight_zero_point"] = words(codes.zero.T, codes.bits).T.contiguous()
     return parts
@@ -137,7 +165,10 @@ def _check_known(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any
 
 
 def _scheme_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of `config_groups` of a module: one that has its name has priority over one that has its class."""
+    """Return the entry of `config_groups` of a module.
+
+    One that has its name has priority over one that has its class.
+    """
     groups = list(config.get("config_groups", {}).values())
     for scheme in groups:
         for target in scheme.get("targets", []):
@@ -167,7 +198,9 @@ def _ordered(tensors: dict[str, torch.Tensor], name: str, inputs: int, codes: Co
     if bool((g_idx == -1).all()):  # a placeholder
         return codes
     order = ordered_groups(g_idx, codes.scale.shape[1], name)
-    return Codes(codes.bits, codes.codes, codes.scale[:, order], None if codes.zero is None else codes.zero[:, order])
+    return Codes(
+        codes.bits, codes.codes, codes.scale[:, order], None if codes.zero is None else codes.zero[:, order]
+    )
 
 
 def _read_packed(tensors: dict[str, torch.Tensor], name: str, width: int) -> tuple[Codes, torch.dtype]:
@@ -177,9 +210,13 @@ def _read_packed(tensors: dict[str, torch.Tensor], name: str, width: int) -> tup
     scale = _scales(tensors, name, outputs, inputs)
     zero = None
     if f"{name}.weight_zero_point" in tensors:
-        stored = taken(tensors, f"{name}.weight_zero_point", (torch.int32,), (-(-outputs * width // 32), scale.shape[1]))
+        stored = taken(
+            tensors, f"{name}.weight_zero_point", (torch.int32,), (-(-outputs * width // 32), scale.shape[1])
+        )
         zero = codes_in(stored.T, width, outputs).T
-    return _ordered(tensors, name, inputs, Codes(width, codes_in(packed, width, inputs), scale.float(), zero)), scale.dtype
+    return _ordered(
+        tensors, name, inputs, Codes(width, codes_in(packed, width, inputs), scale.float(), zero)
+    ), scale.dtype
 
 
 def _read_integers(tensors: dict[str, torch.Tensor], name: str, width: int) -> tuple[Codes, torch.dtype]:

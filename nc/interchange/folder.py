@@ -28,7 +28,11 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], files: Mapping[str,
     """
     alone(folder, WEIGHTS, *files)
     with replaced(folder / WEIGHTS) as staged:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, staged, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+            staged,
+            metadata={"format": "pt"},
+        )
     for name in sorted(files, key=CONFIG.__eq__):
         with replaced(folder / name) as staged:
             staged.write_text(json.dumps(files[name], indent=2) + "\n", encoding="utf-8")
@@ -45,7 +49,9 @@ def alone(folder: Path, *names: str) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(Tensors of all safetensors files, quantization_config of config.json or quantize_config.json). Nothing is unpickled.
+    """(Tensors of all safetensors files, quantization_config of config.json or quantize_config.json).
+
+    Nothing is unpickled.
 
     Raises:
         ArtefactMissingError: there is no such folder, or no safetensors file in it.
@@ -55,7 +61,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
     folder = Path(path)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        msg = f"There are no safetensors files in {str(folder)!r}. Other files of weights (.bin, .pt) are not read: they can run code."
+        msg = (
+            f"There are no safetensors files in {str(folder)!r}. Other files of weights (.bin, .pt) are not "
+            "read: they can run code."
+        )
         raise ArtefactMissingError(msg)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
@@ -66,7 +75,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
             raise ArtefactCorruptError(msg) from error
         twice = found.keys() & tensors.keys()
         if twice:
-            msg = f"{str(file)!r} has tensor {min(twice)!r} a second time. Two models are mixed in this folder."
+            msg = (
+                f"{str(file)!r} has tensor {min(twice)!r} a second time. Two models are mixed in this folder."
+            )
             raise ArtefactCorruptError(msg)
         tensors |= found
     _complete(folder, tensors)
@@ -81,7 +92,10 @@ def _complete(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     listed = json_object(index).get("weight_map")
     missing = sorted(set(listed if isinstance(listed, dict) else ()) - tensors.keys())
     if missing:
-        msg = f"{str(index)!r} lists tensor {missing[0]!r}, which no file has. The files are incomplete; get them again."
+        msg = (
+            f"{str(index)!r} lists tensor {missing[0]!r}, which no file has. The files are incomplete; get "
+            "them again."
+        )
         raise ArtefactCorruptError(msg)
 
 

@@ -1,8 +1,8 @@
 """GGUF files, as llama.cpp and its relatives write them, read tensor by tensor.
 
-The layout is that of the GGUF specification, version 3 (ggml, docs/gguf.md), little-endian: a header, key/values, descriptions of tensors,
-and the data of the tensors at multiples of the alignment. Nothing is executed and nothing is allocated by a count that the file could not
-hold. Blocks of 32 elements are stored as
+The layout is that of the GGUF specification, version 3 (ggml, docs/gguf.md), little-endian: a header,
+key/values, descriptions of tensors, and the data of the tensors at multiples of the alignment. Nothing is
+executed and nothing is allocated by a count that the file could not hold. Blocks of 32 elements are stored as
 
 * Q4_0: fp16 d, 16 bytes: `(code - 8) * d`
 * Q4_1: fp16 d, fp16 m, 16 bytes: `code * d + m`
@@ -23,7 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError, UnsupportedError
+from nc.errors import (
+    ArtefactCorruptError,
+    ArtefactError,
+    ArtefactMissingError,
+    ArtefactSchemaError,
+    UnsupportedError,
+)
 from nc.formats import dtype
 from nc.formats.weight_format import WeightFormat
 from nc.numerics import bits
@@ -61,7 +67,14 @@ TYPES = {
     "F16": _Type(1, 1, 2),
     "BF16": _Type(30, 1, 2),
     "Q4_0": _Type(2, GROUP, 18, WeightFormat(dtype=dtype("int4"), group_size=GROUP, scale_dtype="fp16")),
-    "Q4_1": _Type(3, GROUP, 20, WeightFormat(dtype=dtype("uint4"), group_size=GROUP, symmetric=False, float_zero=True, scale_dtype="fp16")),
+    "Q4_1": _Type(
+        3,
+        GROUP,
+        20,
+        WeightFormat(
+            dtype=dtype("uint4"), group_size=GROUP, symmetric=False, float_zero=True, scale_dtype="fp16"
+        ),
+    ),
     "Q8_0": _Type(8, GROUP, 34, WeightFormat(dtype=dtype("int8"), group_size=GROUP, scale_dtype="fp16")),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -109,9 +122,17 @@ class GGUFFile:
         info = self._info(name)
         form = TYPES[info.type].form
         if form is None or len(info.shape) != 2:
-            msg = f"Tensor {name!r} of {str(self.path)!r} is no quantized matrix: {info.type} {list(info.shape)}. Read it with `float`."
+            msg = (
+                f"Tensor {name!r} of {str(self.path)!r} is no quantized matrix: {info.type} "
+                f"{list(info.shape)}. Read it with `float`."
+            )
             raise UnsupportedError(msg)
-        return _packed(self._raw(name), info.type, (info.shape[0], info.shape[1]), f"Tensor {name!r} of {str(self.path)!r}")
+        return _packed(
+            self._raw(name),
+            info.type,
+            (info.shape[0], info.shape[1]),
+            f"Tensor {name!r} of {str(self.path)!r}",
+        )
 
     def float(self, name: str) -> torch.Tensor:
         """Return a tensor of any type that is read here as fp32.
@@ -124,7 +145,11 @@ class GGUFFile:
         if info.type in FLOATS:
             return torch.from_numpy(raw.copy()).view(FLOATS[info.type]).float().reshape(info.shape)
         rows = (int(np.prod(info.shape[:-1])), info.shape[-1])
-        return _packed(raw, info.type, rows, f"Tensor {name!r} of {str(self.path)!r}").dequantize().reshape(info.shape)
+        return (
+            _packed(raw, info.type, rows, f"Tensor {name!r} of {str(self.path)!r}")
+            .dequantize()
+            .reshape(info.shape)
+        )
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -132,7 +157,10 @@ class GGUFFile:
             raise ArtefactError(msg)
         info = self.tensors[name]
         if info.type not in TYPES:
-            msg = f"Tensor {name!r} of {str(self.path)!r} is stored as {info.type}; nc reads {', '.join(TYPES)}."
+            msg = (
+                f"Tensor {name!r} of {str(self.path)!r} is stored as {info.type}; nc reads "
+                f"{', '.join(TYPES)}."
+            )
             raise UnsupportedError(msg)
         return info
 
@@ -269,7 +297,9 @@ def _described(reader: _Reader) -> tuple[str, str, tuple[int, ...], int]:
     return name, _NAMES.get(code, f"type {code}"), shape, reader.number("Q")
 
 
-def _placed(reader: _Reader, found: list[tuple[str, str, tuple[int, ...], int]], base: int, alignment: int) -> dict[str, TensorInfo]:
+def _placed(
+    reader: _Reader, found: list[tuple[str, str, tuple[int, ...], int]], base: int, alignment: int
+) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name, kind, shape, offset in found:
         if name in tensors:

@@ -34,11 +34,17 @@ def type_of(weight: PackedWeight, where: str) -> str:
             found.form.symmetric,
             found.form.float_zero,
         ):
-            if group == GROUP and form.scale_dtype == "fp16" and form.double_quant is None and form.dtype.kind == "integer":
+            if (
+                group == GROUP
+                and form.scale_dtype == "fp16"
+                and form.double_quant is None
+                and form.dtype.kind == "integer"
+            ):
                 return name
             break
     msg = (
-        f"{where}: GGUF cannot hold {form}. It has blocks of {GROUP} with fp16 scales: int4 symmetric (Q4_0), uint4 with float zeros "
+        f"{where}: GGUF cannot hold {form}. It has blocks of {GROUP} with fp16 scales: int4 symmetric "
+        "(Q4_0), uint4 with float zeros "
         '(Q4_1) or int8 symmetric (Q8_0). Quantize with group_size=32, scale_dtype="fp16".'
     )
     raise UnsupportedError(msg)
@@ -53,19 +59,26 @@ def encode(weight: PackedWeight, where: str = "the weight") -> tuple[str, Bytes]
     name = type_of(weight, where)
     codes = weight.unpacked().reshape(-1, GROUP)
     stored = codes[:, :16] | codes[:, 16:] << 4 if weight.form.bits == 4 else codes ^ 128
-    heads = [np.frombuffer(part.numpy().tobytes(), np.uint8).reshape(-1, 2) for part in (weight.scale, weight.minimum) if part is not None]
+    heads = [
+        np.frombuffer(part.numpy().tobytes(), np.uint8).reshape(-1, 2)
+        for part in (weight.scale, weight.minimum)
+        if part is not None
+    ]
     return name, np.concatenate([*heads, stored.numpy()], 1).reshape(-1)
 
 
 def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, PackedWeight | torch.Tensor], values: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, PackedWeight | torch.Tensor],
+    values: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a GGUF file of version 3.
 
     Args:
         path: the file; created with its parents, replaced as a whole.
         tensors: packed weights, and float tensors (fp32, fp16, bf16).
-        values: key/values: str, bool, int, float, and lists of one of them. Integers are stored in 32 bits where they fit.
+        values: key/values: str, bool, int, float, and lists of one of them. Integers are stored in 32 bits
+            where they fit.
 
     Raises:
         UnsupportedError: a weight, tensor or value that GGUF cannot hold; the message names it.
@@ -79,7 +92,11 @@ def write(
     offset = 0
     for name, (kind_name, shape, body) in bodies.items():
         lengths = shape[::-1]
-        head += [_text(name), struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths), struct.pack("<IQ", TYPES[kind_name].code, offset)]
+        head += [
+            _text(name),
+            struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths),
+            struct.pack("<IQ", TYPES[kind_name].code, offset),
+        ]
         offset += len(body) + -len(body) % ALIGNMENT
     start = b"".join(head)
     with replaced(path) as staged, staged.open("wb") as file:
@@ -95,8 +112,15 @@ def _body(tensor: PackedWeight | torch.Tensor, name: str) -> tuple[str, tuple[in
         return kind, tensor.shape, body
     for kind, stored in FLOATS.items():
         if tensor.dtype == stored and 1 <= tensor.dim() <= 4:
-            return kind, tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    msg = f"Tensor {name!r}: GGUF cannot hold {tensor.dtype} of {tensor.dim()} dimensions; it takes 1 to 4 of {', '.join(FLOATS)}."
+            return (
+                kind,
+                tuple(tensor.shape),
+                tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(),
+            )
+    msg = (
+        f"Tensor {name!r}: GGUF cannot hold {tensor.dtype} of {tensor.dim()} dimensions; it takes 1 to 4 of "
+        f"{', '.join(FLOATS)}."
+    )
     raise UnsupportedError(msg)
 
 
@@ -126,4 +150,6 @@ def _value(value: Any, kind: int, key: str) -> bytes:
         msg = f"Key {key!r}: GGUF holds lists of values of one type."
         raise UnsupportedError(msg)
     item_kind = kinds.pop() if kinds else 4
-    return struct.pack("<IQ", item_kind, len(value)) + b"".join(_value(item, item_kind, key) for item in value)
+    return struct.pack("<IQ", item_kind, len(value)) + b"".join(
+        _value(item, item_kind, key) for item in value
+    )

@@ -1,9 +1,10 @@
 """GPTQ files, version 1 and 2, as AutoGPTQ and GPTQModel write and read them.
 
-Per linear of shape [N, K] with G groups: `qweight` int32 [K b / 32, N], input channels packed from the lowest bits; `qzeros` int32
-[G, N b / 32], outputs packed likewise; `scales` fp16 [G, N]; `g_idx` int32 [K], the group of each input channel. Version 1
-(`checkpoint_format` "gptq") stores zero - 1 and so has no zero point 0: readers add 1 to each field of a word, and from the highest code
-1 would be carried into the next field. Version 2 ("gptq_v2") stores the zero point.
+Per linear of shape [N, K] with G groups: `qweight` int32 [K b / 32, N], input channels packed from the lowest
+bits; `qzeros` int32 [G, N b / 32], outputs packed likewise; `scales` fp16 [G, N]; `g_idx` int32 [K], the
+group of each input channel. Version 1 (`checkpoint_format` "gptq") stores zero - 1 and so has no zero point
+0: readers add 1 to each field of a word, and from the highest code 1 would be carried into the next field.
+Version 2 ("gptq_v2") stores the zero point.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def write(
+    layers: Mapping[str, Layer], floats: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file.
 
     Args:
@@ -54,10 +57,19 @@ def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str,
         _check(name, layers[name], codes)
     version_1 = all(codes.zero is None or bool((codes.zero >= 1).all()) for codes in found.values())
     if not version_1:
-        name = next(name for name, codes in found.items() if codes.zero is not None and bool((codes.zero == 0).any()))
-        msg = f"Layer {name!r} has groups whose zero point is 0, which version 1 of GPTQ files cannot hold: this is version 2 (gptq_v2)."
+        name = next(
+            name for name, codes in found.items() if codes.zero is not None and bool((codes.zero == 0).any())
+        )
+        msg = (
+            f"Layer {name!r} has groups whose zero point is 0, which version 1 of GPTQ files cannot hold: "
+            "this is version 2 (gptq_v2)."
+        )
         warn(msg)
-    tensors = {f"{name}.{part}": t for name, codes in found.items() for part, t in _tensors(name, codes, version_1).items()}
+    tensors = {
+        f"{name}.{part}": t
+        for name, codes in found.items()
+        for part, t in _tensors(name, codes, version_1).items()
+    }
     config = {
         "quant_method": "gptq",
         "bits": first.bits,
@@ -68,7 +80,8 @@ def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str,
         "checkpoint_format": "gptq" if version_1 else "gptq_v2",
         "pack_dtype": "int32",
         "true_sequential": True,
-        "dynamic": {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in floats if name != "lm_head"} or None,
+        "dynamic": {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in floats if name != "lm_head"}
+        or None,
     }
     return tensors, config
 
@@ -76,15 +89,37 @@ def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str,
 def _check(name: str, layer: Layer, codes: Codes) -> None:
     (outputs, inputs), fields = codes.codes.shape, 32 // codes.bits
     if codes.bits not in BITS:
-        refuse(name, NAME, f"{codes.bits} bits are packed in different ways by its readers", f"Quantize with one of {BITS} bits")
+        refuse(
+            name,
+            NAME,
+            f"{codes.bits} bits are packed in different ways by its readers",
+            f"Quantize with one of {BITS} bits",
+        )
     if inputs % 32:
-        refuse(name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)")
+        refuse(
+            name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)"
+        )
     if outputs % max(fields, 8):
-        refuse(name, NAME, f"N = {outputs} outputs are no multiple of {max(fields, 8)}", "Leave this layer out (exclude)")
+        refuse(
+            name,
+            NAME,
+            f"N = {outputs} outputs are no multiple of {max(fields, 8)}",
+            "Leave this layer out (exclude)",
+        )
     if codes.group not in GROUPS and codes.scale.shape[1] != 1:
-        refuse(name, NAME, f"its readers have no groups of {codes.group}", f"Quantize with group_size one of {(-1, *GROUPS)}")
+        refuse(
+            name,
+            NAME,
+            f"its readers have no groups of {codes.group}",
+            f"Quantize with group_size one of {(-1, *GROUPS)}",
+        )
     if layer.act_dtype in INT8:
-        refuse(name, NAME, "it says nothing about activations, and this layer's are int8", 'Use format="compressed-tensors"')
+        refuse(
+            name,
+            NAME,
+            "it says nothing about activations, and this layer's are int8",
+            'Use format="compressed-tensors"',
+        )
 
 
 def _tensors(name: str, codes: Codes, version_1: bool) -> dict[str, torch.Tensor]:
@@ -100,7 +135,8 @@ def _tensors(name: str, codes: Codes, version_1: bool) -> dict[str, torch.Tensor
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
     """Return the low-bit linears of a file; their tensors are taken out of `tensors`.
 
-    Bits and groups of a layer are read from the sizes of its tensors where `g_idx` tells the number of input channels.
+    Bits and groups of a layer are read from the sizes of its tensors where `g_idx` tells the number of input
+    channels.
 
     Raises:
         UnsupportedError: other bits, or groups whose channels are not neighbours.
@@ -117,14 +153,23 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
 
 def _layer(tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any], version_1: bool) -> Layer:
     qweight = taken(tensors, f"{name}.qweight", (torch.int32,), (None, None))
-    g_idx = taken(tensors, f"{name}.g_idx", (torch.int32, torch.int64), (None,)) if f"{name}.g_idx" in tensors else None
-    width = config.get("bits") if g_idx is None or not g_idx.numel() else qweight.shape[0] * 32 // g_idx.numel()
+    g_idx = (
+        taken(tensors, f"{name}.g_idx", (torch.int32, torch.int64), (None,))
+        if f"{name}.g_idx" in tensors
+        else None
+    )
+    width = (
+        config.get("bits") if g_idx is None or not g_idx.numel() else qweight.shape[0] * 32 // g_idx.numel()
+    )
     if width not in BITS:
         msg = f"Layer {name!r}: GPTQ with {width} bits is not read; nc reads {BITS} bits."
         raise UnsupportedError(msg)
     inputs, outputs = qweight.shape[0] * 32 // width, qweight.shape[1]
     if g_idx is not None and g_idx.numel() not in (0, inputs):
-        msg = f"Layer {name!r}: g_idx has {g_idx.numel()} entries for {inputs} input channels. The files contradict themselves."
+        msg = (
+            f"Layer {name!r}: g_idx has {g_idx.numel()} entries for {inputs} input channels. The files "
+            "contradict themselves."
+        )
         raise ArtefactCorruptError(msg)
     scales = taken(tensors, f"{name}.scales", _FLOATS, (None, outputs))
     count = scales.shape[0]
@@ -134,8 +179,9 @@ def _layer(tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any
     if version_1:
         if bool((zeros == 2**width - 1).any()):
             msg = (
-                f"Layer {name!r}: a zero point of 0 in a GPTQ file of version 1, which cannot hold it. It is read as 0, but the writer "
-                "may have damaged its neighbours; compare the results with those of the float model."
+                f"Layer {name!r}: a zero point of 0 in a GPTQ file of version 1, which cannot hold it. It is "
+                "read as 0, but the writer may have damaged its neighbours; compare the results with those "
+                "of the float model."
             )
             warn(msg)
         zeros = (zeros + 1) & (2**width - 1)
@@ -143,4 +189,6 @@ def _layer(tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any
     if g_idx is not None and g_idx.numel():
         order = ordered_groups(g_idx, count, name)
         scale, zero = scale[:, order], zero[:, order]
-    return layer_of(Codes(width, codes_in(qweight.T, width, inputs), scale, zero), scales.dtype, f"Layer {name!r}")
+    return layer_of(
+        Codes(width, codes_in(qweight.T, width, inputs), scale, zero), scales.dtype, f"Layer {name!r}"
+    )

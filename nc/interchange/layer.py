@@ -1,4 +1,7 @@
-"""Low-bit linears as the formats of other tools have them: integer codes, positive scales, integer zero points."""
+"""Low-bit linears as the formats of other tools have them.
+
+Integer codes, positive scales, integer zero points.
+"""
 
 from __future__ import annotations
 
@@ -62,28 +65,52 @@ class Codes:
     @property
     def zeros(self) -> torch.Tensor:
         """The zero points, also where all are 2^(bits - 1)."""
-        return torch.full(self.scale.shape, 2 ** (self.bits - 1), dtype=torch.uint8) if self.zero is None else self.zero
+        return (
+            torch.full(self.scale.shape, 2 ** (self.bits - 1), dtype=torch.uint8)
+            if self.zero is None
+            else self.zero
+        )
 
 
 def codes_of(layer: Layer, name: str, format_name: str) -> Codes:
     """Return what a file of integer codes holds of a layer.
 
-    A group with a negative scale is written with the opposite one, which changes no weight: code' = 2^b - 1 - code, zero' = 2^b - 1 - zero.
+    A group with a negative scale is written with the opposite one, which changes no weight: code' = 2^b - 1 -
+    code, zero' = 2^b - 1 - zero.
 
     Raises:
-        UnsupportedError: the layer is an embedding, or its weight has no integer codes with one scale and one integer zero point per group.
+        UnsupportedError: the layer is an embedding, or its weight has no integer codes with one scale and one
+            integer zero point per group.
     """
     weight, form = layer.weight, layer.weight.form
     if layer.embedding:
-        refuse(name, format_name, "it holds linears only, and this is an embedding", "Quantize with embedding=None")
+        refuse(
+            name,
+            format_name,
+            "it holds linears only, and this is an embedding",
+            "Quantize with embedding=None",
+        )
     if form.dtype.kind != "integer":
-        refuse(name, format_name, f"it holds integers, and the weight is {form.dtype}", 'Quantize with w_dtype="int4"')
+        refuse(
+            name,
+            format_name,
+            f"it holds integers, and the weight is {form.dtype}",
+            'Quantize with w_dtype="int4"',
+        )
     if form.float_zero:
         refuse(
-            name, format_name, "its zero points are integers, and the weight has a minimum per group (a float zero point)", _INTEGER_ZERO
+            name,
+            format_name,
+            "its zero points are integers, and the weight has a minimum per group (a float zero point)",
+            _INTEGER_ZERO,
         )
     if form.double_quant is not None or form.tensor_scale:
-        refuse(name, format_name, "it has one level of scales, and the weight has two", "Quantize with double_quant=None")
+        refuse(
+            name,
+            format_name,
+            "it has one level of scales, and the weight has two",
+            "Quantize with double_quant=None",
+        )
     params, codes = weight.params, weight.unpacked()
     scale, zero = params.scale, None if params.zero is None else params.zero.to(torch.uint8)
     negative = scale < 0
@@ -101,11 +128,16 @@ _INTEGER_ZERO = "Quantize with integer zero points (w_sym=False without a float 
 
 def refuse(name: str, format_name: str, reason: str, way_out: str) -> NoReturn:
     """Raise the UnsupportedError of a layer that a format cannot hold."""
-    msg = f"Layer {name!r}: {format_name} cannot hold this weight: {reason}. {way_out}, or choose another format."
+    msg = (
+        f"Layer {name!r}: {format_name} cannot hold this weight: {reason}. {way_out}, or choose another "
+        "format."
+    )
     raise UnsupportedError(msg)
 
 
-def stored_scale(scale: torch.Tensor, dtypes: tuple[torch.dtype, ...], name: str, format_name: str) -> torch.Tensor:
+def stored_scale(
+    scale: torch.Tensor, dtypes: tuple[torch.dtype, ...], name: str, format_name: str
+) -> torch.Tensor:
     """Scales in the first of some dtypes that holds them exactly.
 
     Raises:
@@ -117,7 +149,10 @@ def stored_scale(scale: torch.Tensor, dtypes: tuple[torch.dtype, ...], name: str
             return stored
     names = " or ".join(_SCALE_NAMES[d] for d in dtypes)
     refuse(
-        name, format_name, f"it stores scales in {names}, which would change them", f'Quantize with scale_dtype="{_SCALE_NAMES[dtypes[0]]}"'
+        name,
+        format_name,
+        f"it stores scales in {names}, which would change them",
+        f'Quantize with scale_dtype="{_SCALE_NAMES[dtypes[0]]}"',
     )
 
 
@@ -163,7 +198,12 @@ def codes_in(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
     return bits.unpack(stored, width, count)[:, :count].contiguous()
 
 
-def taken(tensors: dict[str, torch.Tensor], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> torch.Tensor:
+def taken(
+    tensors: dict[str, torch.Tensor],
+    name: str,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+) -> torch.Tensor:
     """Take a tensor out of those of a file and check it.
 
     Args:
@@ -179,10 +219,17 @@ def taken(tensors: dict[str, torch.Tensor], name: str, dtypes: tuple[torch.dtype
         msg = f"Tensor {name!r} is missing. The files are incomplete; get them again."
         raise ArtefactCorruptError(msg)
     found = tensors.pop(name)
-    if found.dtype not in dtypes or found.dim() != len(shape) or any(b not in (None, a) for a, b in zip(found.shape, shape, strict=True)):
+    if (
+        found.dtype not in dtypes
+        or found.dim() != len(shape)
+        or any(b not in (None, a) for a, b in zip(found.shape, shape, strict=True))
+    ):
         expected = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         sizes = ", ".join("any" if length is None else str(length) for length in shape)
-        msg = f"Tensor {name!r} is {str(found.dtype).removeprefix('torch.')} {list(found.shape)}, but {expected} [{sizes}] was expected."
+        msg = (
+            f"Tensor {name!r} is {str(found.dtype).removeprefix('torch.')} {list(found.shape)}, but "
+            f"{expected} [{sizes}] was expected."
+        )
         raise ArtefactCorruptError(msg)
     return found
 
@@ -194,7 +241,10 @@ def groups_in(scale_groups: int, inputs: int, name: str, size: int = -1) -> None
         ArtefactCorruptError: they do not.
     """
     if scale_groups < 1 or inputs < 1 or inputs % scale_groups or size not in (-1, inputs // scale_groups):
-        msg = f"Layer {name!r}: {scale_groups} groups do not fit {inputs} input channels. The files contradict themselves."
+        msg = (
+            f"Layer {name!r}: {scale_groups} groups do not fit {inputs} input channels. The files contradict "
+            "themselves."
+        )
         raise ArtefactCorruptError(msg)
 
 
@@ -212,15 +262,18 @@ def one_format(found: Mapping[str, Codes], format_name: str) -> Codes:
         same_group = codes.group == first.group or codes.scale.shape[1] == first.scale.shape[1] == 1
         if codes.bits != first.bits or not same_group:
             reason = (
-                f"all layers of a file have one bit width and group size; this one has {codes.bits} bits in groups of {codes.group}, "
-                f"{first_name!r} has {first.bits} in groups of {first.group}"
+                f"all layers of a file have one bit width and group size; this one has {codes.bits} bits in "
+                f"groups of {codes.group}, {first_name!r} has {first.bits} in groups of {first.group}"
             )
             refuse(name, format_name, reason, 'Quantize all alike, or use format="compressed-tensors"')
     return first
 
 
 def size_of_groups(found: Mapping[str, Codes]) -> int:
-    """Return the group size of layers that are alike: -1 where each row is one group and rows have different lengths."""
+    """Return the group size of layers that are alike.
+
+    -1 where each row is one group and rows have different lengths.
+    """
     sizes = {codes.group for codes in found.values()}
     return sizes.pop() if len(sizes) == 1 else -1
 
@@ -244,8 +297,9 @@ def ordered_groups(g_idx: torch.Tensor, scale_groups: int, name: str) -> torch.T
     blocks = g_idx.reshape(scale_groups, -1)
     if bool((blocks != blocks[:, :1]).any()):
         msg = (
-            f"Layer {name!r}: its groups are not made of neighbouring input channels (activation order, g_idx), which nc does not hold. "
-            "Quantize again with desc_act=False, static groups or group-aware order."
+            f"Layer {name!r}: its groups are not made of neighbouring input channels (activation order, "
+            "g_idx), which nc does not hold. Quantize again with desc_act=False, static groups or "
+            "group-aware order."
         )
         raise UnsupportedError(msg)
     return blocks[:, 0].long()

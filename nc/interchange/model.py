@@ -29,8 +29,9 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
     stack = next((name for name, module in model.named_modules() if isinstance(module, Experts)), None)
     if stack is not None:
         msg = (
-            f"{stack!r} holds experts that transformers keeps in one tensor, with a weight of its own for each. Tools look for these under "
-            "names that differ from model to model, so this one can't be exported; nc.save stores it."
+            f"{stack!r} holds experts that transformers keeps in one tensor, with a weight of its own for "
+            "each. Tools look for these under names that differ from model to model, so this one can't be "
+            "exported; nc.save stores it."
         )
         raise UnsupportedError(msg)
     _refuse_new_biases(model)
@@ -67,23 +68,40 @@ def _other_tensors(model: torch.nn.Module, own: Collection[str]) -> dict[str, to
 
 
 def _refuse_new_biases(model: torch.nn.Module) -> None:
-    """Raise UnsupportedError if a rotation gave linears biases: tools build the model from its configuration, and pass over these."""
+    """Raise UnsupportedError if a rotation gave linears biases.
+
+    Tools build the model from its configuration, and pass over these.
+    """
     rotated = any(applied.algorithm == Rotation.name for applied in history_of(model).applied)
     described = pretrained_class.description(model) if rotated else None
     if described is None:
         return
-    plain = {name for name, _ in pretrained_class.build(described, len(model.state_dict())).named_parameters(remove_duplicate=False)}
-    new = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias" and name not in plain]
+    plain = {
+        name
+        for name, _ in pretrained_class.build(described, len(model.state_dict())).named_parameters(
+            remove_duplicate=False
+        )
+    }
+    new = [
+        name
+        for name, _ in model.named_parameters()
+        if name.rpartition(".")[2] == "bias" and name not in plain
+    ]
     if new:
         msg = (
-            f"Rotation() moved the bias of a norm to {new[0]!r}, which a {type(model).__name__} has not: other tools would leave it out. "
-            "Quantize without Rotation(), or store the model with nc.save."
+            f"Rotation() moved the bias of a norm to {new[0]!r}, which a {type(model).__name__} has not: "
+            "other tools would leave it out. Quantize without Rotation(), or store the model with nc.save."
         )
         raise UnsupportedError(msg)
 
 
-def settings_of(model: torch.nn.Module | Mapping[str, PackedWeight], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the JSON files of a folder, by name: transformers' of a model that has them, with the `quantization_config`."""
+def settings_of(
+    model: torch.nn.Module | Mapping[str, PackedWeight], config: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the JSON files of a folder, by name.
+
+    Transformers' of a model that has them, with the `quantization_config`.
+    """
     files: dict[str, dict[str, Any]] = {CONFIG: {}}
     for attribute, name in (("config", CONFIG), ("generation_config", "generation_config.json")):
         as_text = getattr(getattr(model, attribute, None), "to_json_string", None)
@@ -92,7 +110,9 @@ def settings_of(model: torch.nn.Module | Mapping[str, PackedWeight], config: Map
     if files[CONFIG]:
         files[CONFIG]["architectures"] = [type(model).__name__]
         if isinstance(_head(model), QuantLinear):
-            files[CONFIG]["tie_word_embeddings"] = False  # or readers would put the embedding in the head's place
+            files[CONFIG]["tie_word_embeddings"] = (
+                False  # or readers would put the embedding in the head's place
+            )
     files[CONFIG][KEY] = dict(config)
     return files
 
@@ -102,10 +122,15 @@ def _head(model: Any) -> Any:
     return get() if callable(get) else None
 
 
-def put(model: torch.nn.Module, layers: Mapping[str, Layer], tensors: Mapping[str, torch.Tensor], path: str) -> torch.nn.Module:
+def put(
+    model: torch.nn.Module, layers: Mapping[str, Layer], tensors: Mapping[str, torch.Tensor], path: str
+) -> torch.nn.Module:
     """Replace the layers of a model and load its other tensors; see `nc.interchange.import_weights`."""
     rest = dict(tensors)
-    found = {name: _module(model, name, layer, rest.pop(f"{name}.bias", None), path) for name, layer in layers.items()}
+    found = {
+        name: _module(model, name, layer, rest.pop(f"{name}.bias", None), path)
+        for name, layer in layers.items()
+    }
     names = {name: several for several in names_of(model).values() for name in several}
     made = {name: module for first, module in found.items() for name in names[first]}
     _check_rest(model, made, rest, path)
@@ -115,7 +140,9 @@ def put(model: torch.nn.Module, layers: Mapping[str, Layer], tensors: Mapping[st
     return model.eval()
 
 
-def _module(model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor | None, path: str) -> torch.nn.Module:
+def _module(
+    model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor | None, path: str
+) -> torch.nn.Module:
     """Return the module that takes the place of the model's."""
     try:
         old = model.get_submodule(name)
@@ -126,10 +153,16 @@ def _module(model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor 
     if isinstance(old, (QuantLinear, QuantEmbedding)):
         kind, shape = "linear" if isinstance(old, QuantLinear) else "embedding", old.packed.shape
     if not kind:
-        msg = f"{path!r} holds a low-bit weight of {name!r}, and the model has no linear or embedding of this name."
+        msg = (
+            f"{path!r} holds a low-bit weight of {name!r}, and the model has no linear or embedding of this "
+            "name."
+        )
         raise ArtefactError(msg)
     if shape != layer.weight.shape:
-        msg = f"{path!r}: the weight of {name!r} has shape {list(layer.weight.shape)}, in the model {list(shape)}."
+        msg = (
+            f"{path!r}: the weight of {name!r} has shape {list(layer.weight.shape)}, in the model "
+            f"{list(shape)}."
+        )
         raise ArtefactError(msg)
     if kind == "embedding":
         kept = old.result_dtype if isinstance(old, QuantEmbedding) else old.weight.dtype
@@ -145,7 +178,9 @@ def _module(model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor 
     return QuantLinear(layer.weight, bias, layer.act_dtype, result_dtype=kept)  # type: ignore[arg-type]
 
 
-def _check_rest(model: torch.nn.Module, made: Mapping[str, torch.nn.Module], rest: Mapping[str, torch.Tensor], path: str) -> None:
+def _check_rest(
+    model: torch.nn.Module, made: Mapping[str, torch.nn.Module], rest: Mapping[str, torch.Tensor], path: str
+) -> None:
     """All other tensors must be those of the model; of tied ones one is enough.
 
     Raises:
@@ -154,10 +189,18 @@ def _check_rest(model: torch.nn.Module, made: Mapping[str, torch.nn.Module], res
     inside = tuple(f"{name}." for name in made)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
     there = {state[name].data_ptr() for name in rest if name in state}
-    missing = [name for name, tensor in state.items() if name not in rest and not (tensor.numel() and tensor.data_ptr() in there)]
+    missing = [
+        name
+        for name, tensor in state.items()
+        if name not in rest and not (tensor.numel() and tensor.data_ptr() in there)
+    ]
     extra = [name for name in rest if name not in state]
     wrong = [name for name, tensor in rest.items() if name in state and state[name].shape != tensor.shape]
-    for names, what in ((missing, "is missing in the files"), (extra, "is not in the model"), (wrong, "has another shape in the model")):
+    for names, what in (
+        (missing, "is missing in the files"),
+        (extra, "is not in the model"),
+        (wrong, "has another shape in the model"),
+    ):
         if names:
             msg = f"{path!r} does not fit this model: tensor {names[0]!r} {what} ({len(names)} in all)."
             raise ArtefactError(msg)
@@ -171,7 +214,8 @@ def _check_ties(state: Mapping[str, torch.Tensor], rest: Mapping[str, torch.Tens
         other = first.setdefault(memory_of(state[name]) if tensor.numel() else name, name)
         if other != name and not torch.equal(rest[other], tensor):
             msg = (
-                f"{path!r} does not fit this model: {other!r} and {name!r} are one tensor in the model and two in the files. "
-                "Build the model with weights of their own for both (of transformers: tie_word_embeddings=False)."
+                f"{path!r} does not fit this model: {other!r} and {name!r} are one tensor in the model and "
+                "two in the files. Build the model with weights of their own for both (of transformers: "
+                "tie_word_embeddings=False)."
             )
             raise ArtefactError(msg)

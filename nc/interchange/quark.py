@@ -1,8 +1,9 @@
 """Quark's files for transformers ("quark" mode), with weights of 4 and 8 bits per group.
 
-Per linear of shape [N, K] with G groups: `weight_scale` [G, N]; 4 bits: `weight` int32 [K, N / 8] and `weight_zero_point` int32 [G, N / 8],
-nibbles in AWQ's order (`pack_method` "reorder") or from the lowest bits ("order"); 8 bits: int8 or uint8, [K, N] and [G, N]. int4 and int8
-are two's complement and symmetric; uint4 and uint8 have zero points.
+Per linear of shape [N, K] with G groups: `weight_scale` [G, N]; 4 bits: `weight` int32 [K, N / 8] and
+`weight_zero_point` int32 [G, N / 8], nibbles in AWQ's order (`pack_method` "reorder") or from the lowest bits
+("order"); 8 bits: int8 or uint8, [K, N] and [G, N]. int4 and int8 are two's complement and symmetric; uint4
+and uint8 have zero points.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ ORDERS = {"reorder": awq.ORDER, "order": tuple(range(8))}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def write(
+    layers: Mapping[str, Layer], floats: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`."""
     found = {name: codes_of(layer, name, NAME) for name, layer in layers.items()}
     first = one_format(found, NAME)
@@ -53,16 +56,33 @@ def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str,
 
 def _check(name: str, layer: Layer, codes: Codes, group: int) -> None:
     if codes.bits not in BITS:
-        refuse(name, NAME, f"nc writes {BITS} bits, and the weight has {codes.bits}", f"Quantize with one of {BITS} bits")
+        refuse(
+            name,
+            NAME,
+            f"nc writes {BITS} bits, and the weight has {codes.bits}",
+            f"Quantize with one of {BITS} bits",
+        )
     if codes.bits == 4 and codes.codes.shape[0] % 8:
-        refuse(name, NAME, f"N = {codes.codes.shape[0]} outputs are no multiple of 8", "Leave this layer out (exclude)")
+        refuse(
+            name,
+            NAME,
+            f"N = {codes.codes.shape[0]} outputs are no multiple of 8",
+            "Leave this layer out (exclude)",
+        )
     if group == -1:
-        refuse(name, NAME, "its rows are one group each and of different lengths", "Quantize with a group_size")
+        refuse(
+            name, NAME, "its rows are one group each and of different lengths", "Quantize with a group_size"
+        )
     if layer.act_dtype in INT8:
-        refuse(name, NAME, "nc writes weights only, and this layer's activations are int8", 'Use format="compressed-tensors"')
+        refuse(
+            name,
+            NAME,
+            "nc writes weights only, and this layer's activations are int8",
+            'Use format="compressed-tensors"',
+        )
 
 
-def _stored(codes: torch.Tensor, width: int, symmetric: bool) -> torch.Tensor:  # noqa: FBT001
+def _stored(codes: torch.Tensor, width: int, symmetric: bool) -> torch.Tensor:
     """Codes or zero points, [N, n] → as they are stored. Signed ones differ in the highest bit."""
     turned = (codes ^ 2 ** (width - 1) if symmetric else codes).T
     if width == 4:
@@ -70,7 +90,7 @@ def _stored(codes: torch.Tensor, width: int, symmetric: bool) -> torch.Tensor:  
     return turned.contiguous().view(torch.int8) if symmetric else turned.contiguous()
 
 
-def _config(dtype: str, group: int, symmetric: bool, floats: Sequence[str]) -> dict[str, Any]:  # noqa: FBT001
+def _config(dtype: str, group: int, symmetric: bool, floats: Sequence[str]) -> dict[str, Any]:
     weight = {
         "dtype": dtype,
         "is_dynamic": False,
@@ -85,7 +105,13 @@ def _config(dtype: str, group: int, symmetric: bool, floats: Sequence[str]) -> d
     return {
         "quant_method": "quark",
         "quant_mode": "eager_mode",
-        "global_quant_config": {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None, "target_device": None},
+        "global_quant_config": {
+            "weight": weight,
+            "input_tensors": None,
+            "output_tensors": None,
+            "bias": None,
+            "target_device": None,
+        },
         "layer_quant_config": {},
         "layer_type_quant_config": {},
         "kv_cache_quant_config": {},
@@ -108,8 +134,8 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     order = ORDERS.get(str(export.get("pack_method", "reorder")))
     if order is None or not (_is_known(weight) and _is_uniform(config, export)):
         msg = (
-            f"These Quark files are not read: {weight}, {export}. nc reads real quantized int4, uint4, int8 and uint8 weights per group "
-            "along the input channels, one format for all layers."
+            f"These Quark files are not read: {weight}, {export}. nc reads real quantized int4, uint4, int8 "
+            "and uint8 weights per group along the input channels, one format for all layers."
         )
         raise UnsupportedError(msg)
     if any(schemes.get(part) for part in ("input_tensors", "output_tensors", "bias")):
@@ -131,7 +157,9 @@ def _is_uniform(config: Mapping[str, Any], export: Mapping[str, Any]) -> bool:
     return is_real and not config.get("layer_quant_config") and not config.get("layer_type_quant_config")
 
 
-def _layer(tensors: dict[str, torch.Tensor], name: str, spec: Mapping[str, Any], order: Sequence[int]) -> Layer:
+def _layer(
+    tensors: dict[str, torch.Tensor], name: str, spec: Mapping[str, Any], order: Sequence[int]
+) -> Layer:
     kind = str(spec["dtype"])
     width, signed = int(kind[-1]), kind.startswith("int")
     storage = torch.int32 if width == 4 else torch.int8 if signed else torch.uint8
@@ -147,7 +175,7 @@ def _layer(tensors: dict[str, torch.Tensor], name: str, spec: Mapping[str, Any],
     return layer_of(codes, scale.dtype, f"Layer {name!r}")
 
 
-def _codes(stored: torch.Tensor, width: int, signed: bool, order: Sequence[int]) -> torch.Tensor:  # noqa: FBT001
+def _codes(stored: torch.Tensor, width: int, signed: bool, order: Sequence[int]) -> torch.Tensor:
     """Return the inverse of `_stored`."""
     codes = (awq.unpacked(stored, order) if width == 4 else stored.view(torch.uint8)).T
     return codes ^ 2 ** (width - 1) if signed else codes

@@ -1,7 +1,10 @@
-"""Low-bit linears under `torch.compile`: an operator that calls a layer, so that its engine computes it and nothing is compiled in it.
+"""Low-bit linears under `torch.compile`.
 
-Arguments of operators are tensors and numbers, but kernels need what was packed for them. So each layer has a number, valid in its process.
-Programs that leave the process (`torch.export`) hold `nc::quant_linear`, which needs stored tensors only.
+An operator that calls a layer, so that its engine computes it and nothing is compiled in it.
+
+Arguments of operators are tensors and numbers, but kernels need what was packed for them. So each layer has a
+number, valid in its process. Programs that leave the process (`torch.export`) hold `nc::quant_linear`, which
+needs stored tensors only.
 """
 
 from __future__ import annotations
@@ -25,16 +28,18 @@ def number(layer: torch.nn.Module) -> int:
     return found
 
 
-def _call(x: torch.Tensor, layer: int, outputs: int) -> torch.Tensor:  # noqa: ARG001 - `_like` reads it
+def _call(x: torch.Tensor, layer: int, outputs: int) -> torch.Tensor:  # `_like` reads it
     found = _LAYERS.get(layer)
     if found is None:
-        msg = "A compiled program calls a low-bit layer that does not exist any more. Compile the model again."
+        msg = (
+            "A compiled program calls a low-bit layer that does not exist any more. Compile the model again."
+        )
         raise StateError(msg)
     result: torch.Tensor = found.forward(x)
     return result
 
 
-def _like(x: torch.Tensor, layer: int, outputs: int) -> torch.Tensor:  # noqa: ARG001 - the names of the schema
+def _like(x: torch.Tensor, layer: int, outputs: int) -> torch.Tensor:  # the names of the schema
     return x.new_empty((*x.shape[:-1], outputs))
 
 

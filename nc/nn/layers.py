@@ -1,4 +1,7 @@
-"""Modules with low-bit weights. They stand in the place of the user's linears and embeddings, in the user's own model."""
+"""Modules with low-bit weights.
+
+They stand in the place of the user's linears and embeddings, in the user's own model.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,8 @@ class _Packed(torch.nn.Module):
     Attributes:
         form: the format of the weight.
         result: how the codes were found; None if that is not known.
-        result_dtype: the dtype that `weight` shows: that of the weight before it was quantized, or of the last `.to(dtype)`.
+        result_dtype: the dtype that `weight` shows: that of the weight before it was quantized, or of the
+            last `.to(dtype)`.
         origin: the run that quantized it; None if that is not known.
     """
 
@@ -83,8 +87,9 @@ class _Packed(torch.nn.Module):
         """As for all modules; but the weight can't be set."""
         if name == "weight":
             msg = (
-                f"The weight of a {type(self).__name__} holds packed codes and can't be set. Put a float module in its place (its weight: "
-                "module.weight.dequantize()) and quantize again, or load stored tensors with load_state_dict()."
+                f"The weight of a {type(self).__name__} holds packed codes and can't be set. Put a float "
+                "module in its place (its weight: module.weight.dequantize()) and quantize again, or load "
+                "stored tensors with load_state_dict()."
             )
             raise StateError(msg)
         super().__setattr__(name, value)
@@ -100,21 +105,36 @@ class _Packed(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", {})  # torch's, which comes along without a key of its own
+        metadata = getattr(
+            destination, "_metadata", {}
+        )  # torch's, which comes along without a key of its own
         metadata[prefix[:-1]] = {**metadata.get(prefix[:-1], {}), _FORM: str(self.form)}
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str]
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        """Codes of another format may have the same shapes, and would be other weights; float weights need to be quantized."""
+        """Codes of another format may have the same shapes, and would be other weights.
+
+        Float weights need to be quantized.
+        """
         found = local_metadata.get(_FORM, str(self.form))
         if found != str(self.form):
-            errors.append(f"{prefix[:-1] or 'The layer'} holds a weight of format {self.form}, but got one of format {found}.")
+            errors.append(
+                f"{prefix[:-1] or 'The layer'} holds a weight of format {self.form}, but got one of format "
+                f"{found}."
+            )
             return
         if f"{prefix}weight" in state_dict and f"{prefix}codes" not in state_dict:
             errors.append(
-                f"{prefix[:-1] or 'The layer'} holds a weight of format {self.form}, but got a float one: load float weights into the "
-                "float model, and call prepare() and convert() again."
+                f"{prefix[:-1] or 'The layer'} holds a weight of format {self.form}, but got a float one: "
+                "load float weights into the float model, and call prepare() and convert() again."
             )
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -126,7 +146,8 @@ class _Packed(torch.nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        self.result_dtype = fn(torch.empty(0, dtype=self.result_dtype, device=self._buffers["codes"].device)).dtype  # type: ignore[union-attr]
+        device = self._buffers["codes"].device  # type: ignore[union-attr]
+        self.result_dtype = fn(torch.empty(0, dtype=self.result_dtype, device=device)).dtype
         return super()._apply(kept, recurse)  # type: ignore[no-untyped-call] # torch annotates it in part only
 
 
@@ -139,8 +160,10 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         in_features: K.
         out_features: N.
         bias: shape [N], or None.
-        engine: computes it; None: the operator, which is the reference. `nc.backends.low_bit.engine.set_backend` sets it.
-        act_dtype: what its input is rounded to first: "fp32" (nothing), "bf16", "int8" per token, or "int8_block32".
+        engine: computes it; None: the operator, which is the reference.
+            `nc.backends.low_bit.engine.set_backend` sets it.
+        act_dtype: what its input is rounded to first: "fp32" (nothing), "bf16", "int8" per token, or
+            "int8_block32".
     """
 
     engine: LinearEngine | None = None
@@ -158,17 +181,22 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         torch.nn.Module.__init__(self)  # a Linear's own would make a weight
         self.out_features, self.in_features = weight.shape
         self.act_dtype, self.result_dtype = act_dtype, result_dtype
-        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False))
+        self.register_parameter(
+            "bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
+        )
         self._hold(weight, result)
         self._number = layer_calls.number(self)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """`input` of shape [..., K] → [..., N]. While a graph is captured, it is one operator: in `torch.compile` one that calls the layer.
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
+        """`input` of shape [..., K] → [..., N].
+
+        While a graph is captured, it is one operator: in `torch.compile` one that calls the layer.
 
         Torch 2.8 takes `is_exporting()` for true in `torch.compile` too, and so compiles the reference.
 
         Raises:
-            UnsupportedError: it gets a tensor of forward-mode differentiation, whose derivative would be lost.
+            UnsupportedError: it gets a tensor of forward-mode differentiation, whose derivative would be
+                lost.
         """
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None:  # type: ignore[no-untyped-call]
             msg = "nc's low-bit layers have no forward-mode derivatives (jvp, dual tensors); backward() has."
@@ -178,10 +206,14 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
                 found = self.engine.linear(self, input)
                 if found is not None:
                     return found
-            elif not torch.compiler.is_exporting() and not (torch.is_grad_enabled() and (input.requires_grad or self._bias_trains())):
+            elif not torch.compiler.is_exporting() and not (
+                torch.is_grad_enabled() and (input.requires_grad or self._bias_trains())
+            ):
                 called: torch.Tensor = layer_calls.call_layer(input, self._number, self.out_features)
                 return called
-        result: torch.Tensor = ops.quant_linear(input, *self._parts(), self.bias, self.form.dtype.name, self.in_features, self.act_dtype)
+        result: torch.Tensor = ops.quant_linear(
+            input, *self._parts(), self.bias, self.form.dtype.name, self.in_features, self.act_dtype
+        )
         return result
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -194,7 +226,11 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what `pickle` and `copy.deepcopy` take."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("packed_for_engine", "_number")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("packed_for_engine", "_number")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a copy a layer of its own."""
@@ -211,7 +247,9 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
 
 
 class QuantEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[misc] # likewise
-    """An embedding whose table of shape [rows, features] is packed; only the rows that are read are dequantized.
+    """An embedding whose table of shape [rows, features] is packed.
+
+    Only the rows that are read are dequantized.
 
     Attributes:
         num_embeddings: rows.
@@ -232,9 +270,11 @@ class QuantEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[misc] # likew
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self._hold(weight, result)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """Integers of any shape → [*shape, features]."""
-        result: torch.Tensor = ops.quant_embedding(input, *self._parts(), self.form.dtype.name, self.embedding_dim, self.result_dtype)
+        result: torch.Tensor = ops.quant_embedding(
+            input, *self._parts(), self.form.dtype.name, self.embedding_dim, self.result_dtype
+        )
         return result
 
     def extra_repr(self) -> str:

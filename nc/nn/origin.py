@@ -13,11 +13,14 @@ class Run:
     """One quantization of a model.
 
     Attributes:
-        plan: the decisions on all layers, as plain values (`WeightPlan.to_dict`); None where they are not known.
+        plan: the decisions on all layers, as plain values (`WeightPlan.to_dict`); None where they are not
+            known.
         applied: what each transform did.
         config: the configuration, as plain values.
-        sqnr_db: of the outputs against the float model's in a call; None if they were not compared. It is not saved.
-        verdict: the speed relative to float layers, see `nc.api.weight_verdict`; None if it was not measured. It is not saved.
+        sqnr_db: of the outputs against the float model's in a call; None if they were not compared. It is not
+            saved.
+        verdict: the speed relative to float layers, see `nc.api.weight_verdict`; None if it was not measured.
+            It is not saved.
     """
 
     plan: dict[str, Any] | None = None

@@ -13,8 +13,9 @@ class LayerResult:
     Attributes:
         solver: the solver whose codes were kept.
         asked: the solver that the configuration asks for.
-        loss: `tr((W - W^) H (W - W^)^T) / tr(W H W^T)` of the codes, H the mean of x x^T; without data H is the identity.
-            Of two-sided solvers the error against the float model's output, see `statistics.weighted_loss`; it may be below 0.
+        loss: `tr((W - W^) H (W - W^)^T) / tr(W H W^T)` of the codes, H the mean of x x^T; without data H is
+            the identity. Of two-sided solvers the error against the float model's output, see
+            `statistics.weighted_loss`; it may be below 0.
         rtn_loss: the same for round to nearest.
         tokens: rows of calibration data that reached the layer; 0: none did, or no data was needed.
         note: what a reader must know, e.g. that calibration never reached the layer; "" if nothing.

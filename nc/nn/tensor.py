@@ -1,7 +1,7 @@
 """A low-bit weight as a tensor: for code that wants a tensor where the model has a module.
 
-Known operators work on the packed codes. All others get the dequantized values, so their results are right. Operators that would change
-the tensor raise, because the change would be lost.
+Known operators work on the packed codes. All others get the dequantized values, so their results are right.
+Operators that would change the tensor raise, because the change would be lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _METADATA = "nc.quantized_tensors"
 
 
 class QuantizedTensor(torch.Tensor):
-    """A tensor of shape [N, K], or [K, N] where it was transposed, over a packed weight. It never needs gradients.
+    """A tensor of shape [N, K], or [K, N] where it was transposed, over a packed weight.
+
+    It never needs gradients.
 
     Attributes:
         packed: the stored weight.
@@ -39,14 +41,22 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[QuantizedTensor], packed: PackedWeight, dtype: torch.dtype = torch.float32, *, transposed: bool = False
+        cls: type[QuantizedTensor],
+        packed: PackedWeight,
+        dtype: torch.dtype = torch.float32,
+        *,
+        transposed: bool = False,
     ) -> QuantizedTensor:
         """Return a tensor that looks as if it had `dtype`, that of its dequantized values."""
         shape = packed.shape[::-1] if transposed else packed.shape
-        result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.codes.device)
+        result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=packed.codes.device
+        )
         return result
 
-    def __init__(self, packed: PackedWeight, dtype: torch.dtype = torch.float32, *, transposed: bool = False) -> None:  # noqa: ARG002 - of __new__
+    def __init__(
+        self, packed: PackedWeight, dtype: torch.dtype = torch.float32, *, transposed: bool = False
+    ) -> None:  # of __new__
         self.packed, self.transposed = packed, transposed
         for name, tensor in packed.tensors().items():
             setattr(self, name, tensor)  # where compilers look for what a tensor consists of
@@ -79,7 +89,7 @@ class QuantizedTensor(torch.Tensor):
         """Whether what is stored is in shared memory."""
         return all(tensor.is_shared() for tensor in self.packed.tensors().values())  # type: ignore[no-untyped-call] # likewise
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ARG002 - torch's
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and format."""
         return f"QuantizedTensor({tuple(self.shape)}, {self.packed.form}, dtype={self.dtype})"
 
@@ -90,15 +100,26 @@ class QuantizedTensor(torch.Tensor):
         return list(self.packed.tensors()), (self.packed.form, self.packed.shape, self.dtype, self.transposed)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
         """Return the inverse of `__tensor_flatten__`."""
         form, shape, dtype, transposed = context
         return QuantizedTensor(PackedWeight(form=form, shape=shape, **inner), dtype, transposed=transposed)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as its stored tensors and plain values; `SAFE_GLOBALS` has what torch.load needs with weights_only=True."""
+        """Pickled as its stored tensors and plain values.
+
+        `SAFE_GLOBALS` has what torch.load needs with weights_only=True.
+        """
         packed = self.packed
-        return rebuild, (dict(packed.tensors()), packed.form.to_dict(), tuple(packed.shape), self.dtype, self.transposed)
+        return rebuild, (
+            dict(packed.tensors()),
+            packed.form.to_dict(),
+            tuple(packed.shape),
+            self.dtype,
+            self.transposed,
+        )
 
     def __deepcopy__(self, memo: Any) -> QuantizedTensor:
         """Return a copy of what is stored."""
@@ -110,7 +131,10 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Linears and look-ups use the packed codes also where torch would decompose them; writes are refused."""
+        """Linears and look-ups use the packed codes also where torch would decompose them.
+
+        Writes are refused.
+        """
         kwargs = kwargs or {}
         if func is torch.nn.functional.linear:
             return _linear(*args, **kwargs)
@@ -128,7 +152,9 @@ class QuantizedTensor(torch.Tensor):
         if result is not NotImplemented:
             return result
         _check_writes(func, args, kwargs)
-        plain_args, plain_kwargs = pytree.tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
+        plain_args, plain_kwargs = pytree.tree_map_only(
+            QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs)
+        )
         return func(*plain_args, **plain_kwargs)
 
 
@@ -136,28 +162,42 @@ _WRITES = (torch.Tensor.__setitem__, torch.Tensor.data.__set__, torch.Tensor.set
 
 
 def rebuild(
-    tensors: Mapping[str, torch.Tensor], form: dict[str, Any], shape: Sequence[int], dtype: torch.dtype, transposed: bool
+    tensors: Mapping[str, torch.Tensor],
+    form: dict[str, Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    transposed: bool,
 ) -> QuantizedTensor:
     """Return a tensor from plain values.
 
     Raises:
-        ConfigError: they are not those of a `QuantizedTensor`, e.g. because parts have other shapes or dtypes than the format says.
+        ConfigError: they are not those of a `QuantizedTensor`, e.g. because parts have other shapes or dtypes
+            than the format says.
     """
     try:
         rows, columns = (operator.index(size) for size in shape)
         read = WeightFormat.from_dict(form)
-        packed = PackedWeight(form=read, shape=(rows, columns), **{n: t for n, t in tensors.items() if n in PARTS})
+        packed = PackedWeight(
+            form=read, shape=(rows, columns), **{n: t for n, t in tensors.items() if n in PARTS}
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        msg = f"These are not the parts of a QuantizedTensor ({type(error).__name__}: {error}); give those that were stored for it."
+        msg = (
+            f"These are not the parts of a QuantizedTensor ({type(error).__name__}: {error}); give those "
+            "that were stored for it."
+        )
         raise ConfigError(msg) from error
     check_parts(packed)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        msg = f"Expected the dtype of a QuantizedTensor to be a floating-point dtype of torch, but got {dtype!r}."
+        msg = (
+            "Expected the dtype of a QuantizedTensor to be a floating-point dtype of torch, but got "
+            f"{dtype!r}."
+        )
         raise ConfigError(msg)
     return QuantizedTensor(packed, dtype, transposed=transposed)
 
 
-#: For `torch.serialization.add_safe_globals`: what `torch.load(…, weights_only=True)` calls for a `QuantizedTensor`.
+#: For `torch.serialization.add_safe_globals`: what `torch.load(…, weights_only=True)` calls for a
+#: `QuantizedTensor`.
 SAFE_GLOBALS = (rebuild,)
 
 
@@ -179,11 +219,18 @@ def flatten(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
         packed = tensor.packed
         tensors |= {f"{name}.{part}": value for part, value in packed.tensors().items()}
         dtype = str(tensor.dtype).removeprefix("torch.")
-        quantized[name] = {"form": packed.form.to_dict(), "shape": list(packed.shape), "dtype": dtype, "transposed": tensor.transposed}
+        quantized[name] = {
+            "form": packed.form.to_dict(),
+            "shape": list(packed.shape),
+            "dtype": dtype,
+            "transposed": tensor.transposed,
+        }
     return tensors, {_METADATA: json.dumps(quantized)}
 
 
-def unflatten(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> dict[str, torch.Tensor]:
+def unflatten(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> dict[str, torch.Tensor]:
     """Return the inverse of `flatten`.
 
     Raises:
@@ -197,18 +244,28 @@ def unflatten(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
             dtype = getattr(torch, entry["dtype"])
             result[name] = rebuild(parts, entry["form"], entry["shape"], dtype, entry["transposed"] is True)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        msg = f"This is not what flatten() gave ({type(error).__name__}: {error}); give unflatten() the tensors and metadata of one file."
+        msg = (
+            f"This is not what flatten() gave ({type(error).__name__}: {error}); give unflatten() the "
+            "tensors and metadata of one file."
+        )
         raise ConfigError(msg) from error
     return {**rest, **result}
 
 
-# ---- the known operators: (func, args, kwargs) → result, or NotImplemented to go on with dequantized values ----
+# ---- the known operators: (func, args, kwargs) → result, or NotImplemented to go on with dequantized values
+# ----
 
 
-def _map(tensor: QuantizedTensor, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+def _map(
+    tensor: QuantizedTensor, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+) -> QuantizedTensor:
     packed = tensor.packed
     parts: dict[str, Any] = {name: change(part) for name, part in packed.tensors().items()}
-    return QuantizedTensor(PackedWeight(form=packed.form, shape=packed.shape, **parts), dtype or tensor.dtype, transposed=tensor.transposed)
+    return QuantizedTensor(
+        PackedWeight(form=packed.form, shape=packed.shape, **parts),
+        dtype or tensor.dtype,
+        transposed=tensor.transposed,
+    )
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -218,7 +275,12 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *dims = args
     order = tuple(d % 2 for d in (dims[0] if func is _aten.permute.default else dims))
-    if func is _aten.permute.default and order == (0, 1) or func is _aten.transpose.int and order[0] == order[1]:
+    if (
+        func is _aten.permute.default
+        and order == (0, 1)
+        or func is _aten.transpose.int
+        and order[0] == order[1]
+    ):
         return _view(func, args, kwargs)
     return QuantizedTensor(tensor.packed, tensor.dtype, transposed=not tensor.transposed)
 
@@ -252,7 +314,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's name
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:  # torch's name
     """`F.linear`; also where the input or the bias is the quantized one."""
     plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (input, bias)]
     if not isinstance(weight, QuantizedTensor) or weight.transposed:
@@ -289,7 +351,9 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(table, QuantizedTensor) or table.transposed or isinstance(ids, QuantizedTensor):
         return NotImplemented
     packed = table.packed
-    return ops.quant_embedding(ids, *(getattr(packed, name) for name in PARTS), packed.form.dtype.name, packed.shape[1], table.dtype)
+    return ops.quant_embedding(
+        ids, *(getattr(packed, name) for name in PARTS), packed.form.dtype.name, packed.shape[1], table.dtype
+    )
 
 
 _KNOWN: dict[Any, Callable[[Any, Any, Any], Any]] = {
@@ -311,13 +375,15 @@ def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
     given = {**{a.name: value for a, value in zip(arguments, args, strict=False)}, **kwargs}
     for argument in arguments:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and any(isinstance(leaf, QuantizedTensor) for leaf in pytree.tree_leaves(given.get(argument.name))):
+        if is_written and any(
+            isinstance(leaf, QuantizedTensor) for leaf in pytree.tree_leaves(given.get(argument.name))
+        ):
             _refuse(func._schema.name)
 
 
 def _refuse(what: str) -> None:
     msg = (
-        f"{what} would change a QuantizedTensor, which holds packed codes. Work on a copy, tensor.dequantize(), and quantize the "
-        "result again."
+        f"{what} would change a QuantizedTensor, which holds packed codes. Work on a copy, "
+        "tensor.dequantize(), and quantize the result again."
     )
     raise UnsupportedError(msg)

@@ -1,7 +1,10 @@
-"""Affine quantization: `q = clamp(round(x / s) + z, a, b)`, `x^ = (q - z) * s` (Jacob et al., arXiv 1712.05877, eq. 1).
+"""Affine quantization.
 
-Rounding is half to even, the division a true fp32 division, and z is added after rounding: the family of ONNX QuantizeLinear and of
-torch's fake quantization. `torch.quantize_per_tensor` adds z before it rounds; the two differ by one code at exact ties when z is odd.
+`q = clamp(round(x / s) + z, a, b)`, `x^ = (q - z) * s` (Jacob et al., arXiv 1712.05877, eq. 1).
+
+Rounding is half to even, the division a true fp32 division, and z is added after rounding: the family of ONNX
+QuantizeLinear and of torch's fake quantization. `torch.quantize_per_tensor` adds z before it rounds; the two
+differ by one code at exact ties when z is odd.
 
 Every granularity is a block size: blocks of one size cover the tensor, and each has its own s and z.
 """
@@ -44,7 +47,9 @@ def choose_qparams(
         scale = (high - low) / (quant_max - quant_min)
         scale = torch.where(amax < TINY_AMAX, torch.ones_like(scale), scale)
         zero_point = (quant_min - torch.round(low / scale)).clamp(quant_min, quant_max)
-        zero_point = torch.where(amax < TINY_AMAX, torch.zeros_like(zero_point).clamp(quant_min, quant_max), zero_point)
+        zero_point = torch.where(
+            amax < TINY_AMAX, torch.zeros_like(zero_point).clamp(quant_min, quant_max), zero_point
+        )
     scale = torch.where(amax < TINY_AMAX, torch.ones_like(scale), scale)
     return scale.float(), zero_point.to(torch.int64)
 
@@ -85,13 +90,14 @@ def quantize(
 
     Args:
         x: any float tensor; computed in fp32.
-        scale: a number, or a tensor with one number per block, in the order of the blocks. Codes are right for the scale given here: one
-            that is stored in fewer bits is rounded before.
+        scale: a number, or a tensor with one number per block, in the order of the blocks. Codes are right
+            for the scale given here: one that is stored in fewer bits is rounded before.
         zero_point: the code of 0, likewise.
         quant_min: lowest code.
         quant_max: highest code.
         dtype: of the codes.
-        block_size: size of a block in each dimension of `x`, which it divides; see `nc.formats.Granularity.block_size`. None: one block.
+        block_size: size of a block in each dimension of `x`, which it divides; see
+            `nc.formats.Granularity.block_size`. None: one block.
 
     Returns:
         Codes of the shape of `x`.
@@ -102,7 +108,10 @@ def quantize(
 
 
 def dequantize(
-    q: torch.Tensor, scale: torch.Tensor | float, zero_point: torch.Tensor | int, block_size: Sequence[int] | None = None
+    q: torch.Tensor,
+    scale: torch.Tensor | float,
+    zero_point: torch.Tensor | int,
+    block_size: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Real fp32 values of codes `q`; arguments as in `quantize`."""
     values, scales, zero_points = in_blocks(q.to(torch.float32), scale, zero_point, block_size)
@@ -128,7 +137,9 @@ def in_blocks(
 
 def _split(x: torch.Tensor, block_size: Sequence[int]) -> torch.Tensor:
     """Each dimension as two: which block, and where in it."""
-    return x.reshape([n for size, part in zip(x.shape, block_size, strict=True) for n in (size // part, part)])
+    return x.reshape(
+        [n for size, part in zip(x.shape, block_size, strict=True) for n in (size // part, part)]
+    )
 
 
 def _shaped(value: _Number, shape: Sequence[int]) -> _Number:

@@ -1,4 +1,6 @@
-"""Codes of 1 to 8 bits, packed without gaps: each row is a stream of bits, the lowest bit of the first code first.
+"""Codes of 1 to 8 bits, packed without gaps.
+
+Each row is a stream of bits, the lowest bit of the first code first.
 
 So two 4-bit codes make a byte, the first one in its low half; three bytes hold eight 3-bit codes.
 """
@@ -10,7 +12,8 @@ import sys
 
 import torch
 
-#: Bits that divide 8 → the dtype that holds the codes of one byte side by side, one per byte, on a machine with the low byte first.
+#: Bits that divide 8 → the dtype that holds the codes of one byte side by side, one per byte, on a machine
+#: with the low byte first.
 _WIDE = {4: torch.int16, 2: torch.int32, 1: torch.int64} if sys.byteorder == "little" else {}
 
 
@@ -35,11 +38,16 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if not codes.numel():  # torch calls it contiguous whatever its strides are, and takes no wider view of it
         return codes.new_empty(rows, packed_size(count, bits))
     period = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
-    padded = torch.nn.functional.pad(codes, (0, -count % period)).contiguous() if count % period else codes.contiguous()
+    padded = (
+        torch.nn.functional.pad(codes, (0, -count % period)).contiguous()
+        if count % period
+        else codes.contiguous()
+    )
     wide = _WIDE.get(bits)
     if wide is not None:
         # code i of a byte stands in bits 8 i of a wide number, and goes to bits `bits * i`
-        # flat, because a contiguous tensor may have any stride along a dimension of length 1, which `view` refuses
+        # flat, because a contiguous tensor may have any stride along a dimension of length 1, which `view`
+        # refuses
         together = padded.reshape(-1).view(wide).reshape(rows, padded.shape[1] // period)
         packed = together.clone()
         for i in range(1, period):
@@ -71,7 +79,12 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         for i in range(1, period):
             spread |= together << ((8 - bits) * i)
         spread &= sum(mask << (8 * i) for i in range(period))
-        return spread.reshape(-1).view(torch.uint8).reshape(rows, packed.shape[1] * period)[:, :count].contiguous()
+        return (
+            spread.reshape(-1)
+            .view(torch.uint8)
+            .reshape(rows, packed.shape[1] * period)[:, :count]
+            .contiguous()
+        )
     size = period * bits // 8
     groups = -(-count // period)
     padded = torch.nn.functional.pad(packed, (0, groups * size - packed.shape[1])).reshape(rows, groups, size)

@@ -7,7 +7,9 @@ import torch
 from nc.numerics.affine import choose_qparams
 
 
-def quantize_dequantize_dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:
+def quantize_dequantize_dynamic(
+    x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool
+) -> torch.Tensor:
     """fp32 values of the codes of `x`; a new tensor.
 
     Args:
@@ -20,6 +22,8 @@ def quantize_dequantize_dynamic(x: torch.Tensor, per_token: bool, quant_min: int
     if not x.numel():
         return x.clone()
     low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if per_token else torch.aminmax(x)
-    scale, zero_point = choose_qparams(low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric)
+    scale, zero_point = choose_qparams(
+        low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric
+    )
     codes = (torch.round(x / scale) + zero_point).clamp_(quant_min, quant_max)
     return codes.sub_(zero_point).mul_(scale)

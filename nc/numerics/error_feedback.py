@@ -1,9 +1,11 @@
-"""Rounding column by column, where the columns that are not rounded yet take over the error of those that are.
+"""Rounding column by column, where the columns that are not rounded yet take over the error of those that
+are.
 
-It minimises `tr((Q - W) H (Q - W)^T)` over the codes of Q greedily. GPTQ (arXiv 2210.17323, algorithm 1) does this with the Cholesky
-factor of the inverse of H. Here it is written with the factor of H itself: `H = (A + I) D (A + I)^T`, A strictly upper triangular, D
-diagonal; column k is rounded from `w_k + sum_{j<k} (w_j - q_j) A_jk`. Both give the same codes (arXiv 2307.13304, theorem 6), and this one
-needs one factorisation and no inverse.
+It minimises `tr((Q - W) H (Q - W)^T)` over the codes of Q greedily. GPTQ (arXiv 2210.17323, algorithm 1) does
+this with the Cholesky factor of the inverse of H. Here it is written with the factor of H itself: `H = (A +
+I) D (A + I)^T`, A strictly upper triangular, D diagonal; column k is rounded from `w_k + sum_{j<k} (w_j -
+q_j) A_jk`. Both give the same codes (arXiv 2307.13304, theorem 6), and this one needs one factorisation and
+no inverse.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _LEAST_PIVOT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A, fp32: how much of the error of column j goes to column k, at [j, k]. Only what is above the diagonal has a meaning.
+    """A, fp32: how much of the error of column j goes to column k, at [j, k].
+
+    Only what is above the diagonal has a meaning.
 
     It is the largest matrix beside the factor that a solver makes, so what is below the diagonal is not held.
 
@@ -38,7 +42,9 @@ class Feed:
         """Return a view of some rows, all in one piece, and columns of it."""
         piece, first = divmod(rows.start, self.step)
         before = piece * self.step
-        found: torch.Tensor = self.pieces[piece][first : rows.stop - before, columns.start - before : columns.stop - before]
+        found: torch.Tensor = self.pieces[piece][
+            first : rows.stop - before, columns.start - before : columns.stop - before
+        ]
         return found
 
 
@@ -47,7 +53,8 @@ class Factor:
     """`(A + I) D (A + I)^T` of a damped Hessian.
 
     Attributes:
-        lower: R = (A + I) sqrt(D) with its rows and columns in reversed order, lower triangular, float64, shape [K, K].
+        lower: R = (A + I) sqrt(D) with its rows and columns in reversed order, lower triangular, float64,
+            shape [K, K].
         first: of the damped Hessian, at [0, 0].
     """
 
@@ -68,7 +75,10 @@ class Factor:
             piece = torch.empty(min(step, size - start), size - start, dtype=torch.float32)
             for rows in chunks(*piece.shape):
                 last = size - start - rows.start
-                piece[rows] = (self.lower[last - (rows.stop - rows.start) : last, : size - start].flip(0, 1) / diagonal[start:]).float()
+                piece[rows] = (
+                    self.lower[last - (rows.stop - rows.start) : last, : size - start].flip(0, 1)
+                    / diagonal[start:]
+                ).float()
             pieces.append(piece)
         return Feed(pieces, step)
 
@@ -80,11 +90,16 @@ class Factor:
         return solution
 
 
-def factor(sums: torch.Tensor, damp: float, order: torch.Tensor | None = None, tokens: int = 1) -> Factor | None:
-    """Return the factor of `H + damp * mean(diag(H)) * I`, H being `sums / tokens`; None if that is not positive definite.
+def factor(
+    sums: torch.Tensor, damp: float, order: torch.Tensor | None = None, tokens: int = 1
+) -> Factor | None:
+    """Return the factor of `H + damp * mean(diag(H)) * I`, H being `sums / tokens`.
+
+    None if that is not positive definite.
 
     Args:
-        sums: sums of x x^T, float64, shape [K, K]. A channel that is always zero gets the mean of the others on its diagonal.
+        sums: sums of x x^T, float64, shape [K, K]. A channel that is always zero gets the mean of the others
+            on its diagonal.
         damp: at least 0.
         order: a permutation of the rows and columns of H; None: as they stand.
         tokens: how many x were added.
@@ -128,11 +143,13 @@ def round_columns(
         form: the format.
         feed: A, made for the same `block` and `group`.
         params: k → params of column k, shape [N, 1].
-        block: after how many columns all that follow take over errors. But for rounding errors the codes do not depend on it.
+        block: after how many columns all that follow take over errors. But for rounding errors the codes do
+            not depend on it.
         group: columns that share params.
-        begin: called with k and the weights of the columns k to k + group, shape [N, group], when a group begins. The weights are those
-            that fit best to all columns that are rounded.
-        value_feed: B, fp32, [K, K]: `v_j B_jk` is added to column k too, v_j being the values that column j was rounded from.
+        begin: called with k and the weights of the columns k to k + group, shape [N, group], when a group
+            begins. The weights are those that fit best to all columns that are rounded.
+        value_feed: B, fp32, [K, K]: `v_j B_jk` is added to column k too, v_j being the values that column j
+            was rounded from.
         first: the values to round the first column from, shape [N].
 
     Returns:
@@ -162,14 +179,20 @@ def round_columns(
 
 
 def _blocks(inputs: int, block: int, group: int) -> list[tuple[int, int]]:
-    """Where blocks begin and end; a group never begins in one block and ends in another that holds other groups too.
+    """Where blocks begin and end.
+
+    A group never begins in one block and ends in another that holds other groups too.
 
     So a group begins after all columns in front of it gave their errors to all of its columns.
     """
     if group <= block:
         size = _step(block, group)
         return [(start, min(start + size, inputs)) for start in range(0, inputs, size)]
-    return [(start, min(start + block, end)) for end in range(group, inputs + 1, group) for start in range(end - group, end, block)]
+    return [
+        (start, min(start + block, end))
+        for end in range(group, inputs + 1, group)
+        for start in range(end - group, end, block)
+    ]
 
 
 def _step(block: int, group: int) -> int:
@@ -178,10 +201,14 @@ def _step(block: int, group: int) -> int:
 
 
 def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: Feed, part: slice) -> torch.Tensor:
-    """Return the columns of a group, as rows, that have the least loss beside columns that are rounded, if nothing more is.
+    """Return the columns of a group, as rows, that have the least loss beside columns that are rounded, if
+    nothing more is.
 
-    The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A that part of the matrix.
+    The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A
+    that part of the matrix.
     """
     inside = feed.part(part, part).T
-    change: torch.Tensor = torch.linalg.solve_triangular(inside, current[part] - original[part], upper=False, unitriangular=True)
+    change: torch.Tensor = torch.linalg.solve_triangular(
+        inside, current[part] - original[part], upper=False, unitriangular=True
+    )
     return original[part] + change

@@ -1,7 +1,8 @@
 """Any number format at any tensor: codes, and the fp32 values that they stand for.
 
-Every granularity is a block size, as in `nc.numerics.affine`. Scales are rounded to their type first; codes are then chosen for the rounded
-scale. Divisions are fp32; what is between two values of a format is decided exactly, in float64.
+Every granularity is a block size, as in `nc.numerics.affine`. Scales are rounded to their type first; codes
+are then chosen for the rounded scale. Divisions are fp32; what is between two values of a format is decided
+exactly, in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ _E4M3_LARGEST = 448.0
 
 
 def choose(
-    low: torch.Tensor, high: torch.Tensor, dtype: DType, *, symmetric: bool, scale_type: str, tensor_scale: bool = False
+    low: torch.Tensor,
+    high: torch.Tensor,
+    dtype: DType,
+    *,
+    symmetric: bool,
+    scale_type: str,
+    tensor_scale: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point of each block.
 
@@ -31,11 +38,13 @@ def choose(
         dtype: the format; floating-point formats are symmetric.
         symmetric: without a zero point, or with the code in the middle.
         scale_type: one of `nc.formats.fake_spec.SCALE_TYPES`.
-        tensor_scale: scales of type "e4m3" are relative to the largest of them, which is stored as 448 times an fp32 scale.
+        tensor_scale: scales of type "e4m3" are relative to the largest of them, which is stored as 448 times
+            an fp32 scale.
 
     Returns:
-        Scale, fp32, and zero point, int32, of the shape of `low`; the zero point is None where it is 0 everywhere. An all-zero block has
-        scale 1 before it is rounded. A scale that is too small for its type is the least one of the type.
+        Scale, fp32, and zero point, int32, of the shape of `low`; the zero point is None where it is 0
+        everywhere. An all-zero block has scale 1 before it is rounded. A scale that is too small for its type
+        is the least one of the type.
     """
     amax = torch.maximum(-low.double(), high.double()).clamp(min=0.0)
     if dtype.kind == "float":
@@ -53,11 +62,14 @@ def choose(
 
 
 def shared_scale(amax: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Return the E8M0 scale of each block, 2^(floor(log2 amax) - emax), fp32: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+    """Return the E8M0 scale of each block, 2^(floor(log2 amax) - emax), fp32.
+
+    OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 
     Args:
         amax: largest magnitudes, any shape.
-        dtype: of the elements; values above its largest are clipped. Unsigned codes with a zero point in the middle count as signed ones.
+        dtype: of the elements; values above its largest are clipped. Unsigned codes with a zero point in the
+            middle count as signed ones.
     """
     signed = named(f"int{dtype.bits}") if dtype.kind == "integer" else dtype
     return mx.scales(mx.shared_codes(amax, signed))
@@ -86,7 +98,9 @@ def codes_of(
     Returns:
         Codes of the shape of `x` and the dtype `dtype.storage`.
     """
-    values, scales, zeros = affine.in_blocks(x.float(), scale, 0 if zero_point is None else zero_point, block_size)
+    values, scales, zeros = affine.in_blocks(
+        x.float(), scale, 0 if zero_point is None else zero_point, block_size
+    )
     exact = (values / scales).double()
     if dtype.kind == "integer":
         codes = (_whole(exact, round_method, seed) + zeros).clamp_(dtype.quant_min, dtype.quant_max)
@@ -97,7 +111,11 @@ def codes_of(
 
 
 def values_of(
-    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, dtype: DType, block_size: Sequence[int] | None = None
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    dtype: DType,
+    block_size: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """fp32 values of codes; arguments as in `codes_of`."""
     if dtype.kind == "float":
@@ -106,7 +124,12 @@ def values_of(
 
 
 def fake_quantize(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, dtype: str, round_method: str, seed: int
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    dtype: str,
+    round_method: str,
+    seed: int,
 ) -> torch.Tensor:
     """fp32 values of the codes of `x` for given scales; NaN stays NaN.
 
@@ -120,12 +143,23 @@ def fake_quantize(
     """
     if not x.numel():
         return torch.empty_like(x, dtype=torch.float32)
-    block = tuple(size // count for size, count in zip(x.shape, scale.shape, strict=True)) if scale.dim() else None
+    block = (
+        tuple(size // count for size, count in zip(x.shape, scale.shape, strict=True))
+        if scale.dim()
+        else None
+    )
     return _simulated(x, scale, zero_point, named(dtype), round_method, seed, block)
 
 
 def fake_quantize_dynamic(
-    x: torch.Tensor, dtype: str, blocks: str, symmetric: bool, round_method: str, scale_type: str, tensor_scale: bool, seed: int
+    x: torch.Tensor,
+    dtype: str,
+    blocks: str,
+    symmetric: bool,
+    round_method: str,
+    scale_type: str,
+    tensor_scale: bool,
+    seed: int,
 ) -> torch.Tensor:
     """fp32 values of the codes of `x`, with the range of each of its blocks; NaN stays NaN.
 
@@ -146,7 +180,9 @@ def fake_quantize_dynamic(
         return torch.empty_like(x, dtype=torch.float32)
     form, block = named(dtype), granularity(blocks).block_size(x.shape)
     low, high = affine.block_range(torch.nan_to_num(x.float(), nan=0.0), block)
-    scale, zero_point = choose(low, high, form, symmetric=symmetric, scale_type=scale_type, tensor_scale=tensor_scale)
+    scale, zero_point = choose(
+        low, high, form, symmetric=symmetric, scale_type=scale_type, tensor_scale=tensor_scale
+    )
     return _simulated(x, scale, zero_point, form, round_method, seed, block)
 
 
@@ -218,4 +254,6 @@ def _table(name: str) -> tuple[torch.Tensor, torch.Tensor]:
         if math.isfinite(value):
             codes.setdefault(value, code)
     order = sorted(codes)
-    return torch.tensor(order, dtype=torch.float64), torch.tensor([codes[v] for v in order], dtype=torch.uint8)
+    return torch.tensor(order, dtype=torch.float64), torch.tensor(
+        [codes[v] for v in order], dtype=torch.uint8
+    )

@@ -1,6 +1,9 @@
-"""Codes of floating-point formats with at most 8 bits: `x^ = value(q) * s`, where a format is the table of its values.
+"""Codes of floating-point formats with at most 8 bits.
 
-There is no zero point. Scales are chosen so that the largest value of a block is the largest finite value of the format.
+`x^ = value(q) * s`, where a format is the table of its values.
+
+There is no zero point. Scales are chosen so that the largest value of a block is the largest finite value of
+the format.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ def choose_scale(low: torch.Tensor, high: torch.Tensor, dtype: DType) -> torch.T
 def nearest_codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Return the code of the value nearest to each element; of two that are equally near, the even code.
 
-    The even code is the one with the even mantissa, as IEEE 754 rounds. What is beyond the largest finite value gets that value's code.
+    The even code is the one with the even mantissa, as IEEE 754 rounds. What is beyond the largest finite
+    value gets that value's code.
 
     Args:
         x: floats without NaN, any shape; the comparison is exact.
@@ -40,7 +44,9 @@ def nearest_codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
     Returns:
         Codes of the shape of `x`, uint8; never those of -0, NaN or infinities.
     """
-    if dtype.storage.is_floating_point and x.dtype == torch.float32:  # torch has the format; its cast does not saturate
+    if (
+        dtype.storage.is_floating_point and x.dtype == torch.float32
+    ):  # torch has the format; its cast does not saturate
         codes = x.clamp(-dtype.largest, dtype.largest).to(dtype.storage).view(torch.uint8)
         return codes.masked_fill_(codes == 128, 0)
     numbers = x if x.dtype == torch.float64 else x.float()
@@ -61,11 +67,16 @@ def nearest_values(x: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def values(dtype: DType) -> torch.Tensor:
-    """Return the value of each code, fp32. Not kept: torch.compile would keep a tensor of its own, which nothing else can read."""
+    """Return the value of each code, fp32.
+
+    Not kept: torch.compile would keep a tensor of its own, which nothing else can read.
+    """
     return torch.tensor(dtype.values, dtype=torch.float32, device="cpu")
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_size: Sequence[int] | None = None) -> torch.Tensor:
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_size: Sequence[int] | None = None
+) -> torch.Tensor:
     """Codes of `x / scale`.
 
     Args:
@@ -81,7 +92,9 @@ def quantize(x: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_s
     return nearest_codes(divided / scales, dtype).reshape(x.shape).view(dtype.storage)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_size: Sequence[int] | None = None) -> torch.Tensor:
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_size: Sequence[int] | None = None
+) -> torch.Tensor:
     """Real fp32 values of codes; arguments as in `quantize`."""
     return affine.dequantize(values(dtype)[codes.view(torch.uint8).int()], scale, 0, block_size)
 
@@ -98,7 +111,11 @@ def _sorted_codes(dtype: DType, kind: torch.dtype) -> tuple[torch.Tensor, torch.
     for below, above in itertools.pairwise(order):
         middle = (below + above) / 2
         start = torch.tensor(middle, dtype=kind, device="cpu")
-        if float(start) < middle or (float(start) == middle and codes[above] % 2):  # a tie belongs to the even code
+        if float(start) < middle or (
+            float(start) == middle and codes[above] % 2
+        ):  # a tie belongs to the even code
             start = torch.nextafter(start, torch.tensor(math.inf, dtype=kind, device="cpu"))
         starts.append(start)
-    return torch.tensor([codes[value] for value in order], dtype=torch.uint8, device="cpu"), torch.stack(starts)
+    return torch.tensor([codes[value] for value in order], dtype=torch.uint8, device="cpu"), torch.stack(
+        starts
+    )

@@ -2,16 +2,18 @@
 
 All three return scales that are rounded to their storage format (`nc.numerics.stored_scales`).
 
-* minmax: the range of the group. Symmetric integers use `amax / (2^(b-1) - 1)`. Powers of two are chosen as `WeightFormat.scale_mode`
-  says.
-* mse: of the ranges `(1 - i / 100) * minmax`, i = 0..79, the one with the least sum of |w - w^|^2.4 (the grid and the norm of GPTQ's
-  reference code, arXiv 2210.17323). Of powers of two the neighbours are tried.
+* minmax: the range of the group. Symmetric integers use `amax / (2^(b-1) - 1)`. Powers of two are chosen as
+  `WeightFormat.scale_mode` says.
+* mse: of the ranges `(1 - i / 100) * minmax`, i = 0..79, the one with the least sum of |w - w^|^2.4 (the grid
+  and the norm of GPTQ's reference code, arXiv 2210.17323). Of powers of two the neighbours are tried.
 * wls: weighted least squares, `nc.numerics.least_squares`.
 
-NVFP4: the scale of the tensor is amax / (448 * 6), that of a group E4M3(amax / 6 / tensor scale). torchao clamps the latter to at least
-2^-6; here subnormal numbers down to 2^-9 are used, so that groups of small weights keep their resolution.
+NVFP4: the scale of the tensor is amax / (448 * 6), that of a group E4M3(amax / 6 / tensor scale). torchao
+clamps the latter to at least 2^-6; here subnormal numbers down to 2^-9 are used, so that groups of small
+weights keep their resolution.
 
-With `double_quant` the rule runs with scales in full precision, which gives the outer scales, then once more with these fixed.
+With `double_quant` the rule runs with scales in full precision, which gives the outer scales, then once more
+with these fixed.
 """
 
 from __future__ import annotations
@@ -53,11 +55,12 @@ def choose(
         form: the format; its groups divide K.
         rule: one of `RULES`.
         importance: fp32, at least 0, shape [K]: the mean square of each input channel. Only "wls" uses it.
-        outer: of formats with two levels, the outer scales, if they are known: those of `choose` for the whole weight, and
-            `Outer.of_groups` of them where `weight` is some groups. They are not changed.
-        clip: fp32, above 0 to 1, shape [N, G] or what broadcasts to it: the range is that of weights clamped to this part of the largest
-            magnitude of their group.
-        positive: no scale is to be below 0, no minimum above 0. Formats with two levels or E8M0 scales never have such.
+        outer: of formats with two levels, the outer scales, if they are known: those of `choose` for the
+            whole weight, and `Outer.of_groups` of them where `weight` is some groups. They are not changed.
+        clip: fp32, above 0 to 1, shape [N, G] or what broadcasts to it: the range is that of weights clamped
+            to this part of the largest magnitude of their group.
+        positive: no scale is to be below 0, no minimum above 0. Formats with two levels or E8M0 scales never
+            have such.
 
     Returns:
         Params of shape [N, K / group]. An all-zero group has the scale 1, or with two levels the least one.
@@ -86,16 +89,27 @@ def choose(
 
 
 def _chosen(
-    weight: torch.Tensor, form: WeightFormat, rule: str, h: torch.Tensor | None, outer: Outer | None, positive: bool
+    weight: torch.Tensor,
+    form: WeightFormat,
+    rule: str,
+    h: torch.Tensor | None,
+    outer: Outer | None,
+    positive: bool,
 ) -> GroupParams:
     """Params [n, G] of some rows, weight [n, G, group]."""
     start = covering(weight, form, 1.0, outer)
     if rule == "minmax":
         return start
-    return _least_norm(weight, form, start, outer) if rule == "mse" else fit(weight, form, start, h, positive=positive or outer is not None)
+    return (
+        _least_norm(weight, form, start, outer)
+        if rule == "mse"
+        else fit(weight, form, start, h, positive=positive or outer is not None)
+    )
 
 
-def covering(weight: torch.Tensor, form: WeightFormat, part: float, outer: Outer | None = None) -> GroupParams:
+def covering(
+    weight: torch.Tensor, form: WeightFormat, part: float, outer: Outer | None = None
+) -> GroupParams:
     """Params [n, G] whose range is a part of that of each group; an integer range always holds 0.
 
     Args:
@@ -109,13 +123,21 @@ def covering(weight: torch.Tensor, form: WeightFormat, part: float, outer: Outer
     zeros = low == high
     outer_scale = None if outer is None else outer.scale
     span = torch.maximum(-low, high) if form.symmetric else high - low
-    exact = mx.scales(mx.shared_codes(span, _element(form), form.scale_mode)) if form.powers else span / _largest(form)
+    exact = (
+        mx.scales(mx.shared_codes(span, _element(form), form.scale_mode))
+        if form.powers
+        else span / _largest(form)
+    )
     scale = exact * part
-    scale = stored(torch.where(zeros, torch.ones_like(scale) if outer is None else 0.0, scale), form, outer_scale)
+    scale = stored(
+        torch.where(zeros, torch.ones_like(scale) if outer is None else 0.0, scale), form, outer_scale
+    )
     if form.symmetric:
         return GroupParams(scale, outer=outer)
     if form.float_zero:
-        return GroupParams(scale, None, stored_minimum(low * part, form, None if outer is None else outer.minimum), outer)
+        return GroupParams(
+            scale, None, stored_minimum(low * part, form, None if outer is None else outer.minimum), outer
+        )
     return GroupParams(scale, (-low * part / scale).round_().clamp_(0, 2**form.bits - 1), outer=outer)
 
 
@@ -131,18 +153,29 @@ def _largest(form: WeightFormat) -> float:
     return _element(form).largest
 
 
-def _least_norm(weight: torch.Tensor, form: WeightFormat, start: GroupParams, outer: Outer | None) -> GroupParams:
+def _least_norm(
+    weight: torch.Tensor, form: WeightFormat, start: GroupParams, outer: Outer | None
+) -> GroupParams:
     best, least = start, torch.full_like(start.scale, float("inf"))
     flat = weight.reshape(weight.shape[0], -1)
     for part in _SHRINK_POWERS if form.powers else _SHRINK:
         tried = covering(weight, form, part, outer)
-        error = decode(encode(flat, tried, form), tried, form).sub_(flat).abs_().pow_(_NORM).reshape(weight.shape).sum(2)
+        error = (
+            decode(encode(flat, tried, form), tried, form)
+            .sub_(flat)
+            .abs_()
+            .pow_(_NORM)
+            .reshape(weight.shape)
+            .sum(2)
+        )
         better = error < least
         best, least = tried.where(better, best), torch.where(better, error, least)
     return best
 
 
-def _outer(weight: torch.Tensor, form: WeightFormat, rule: str, importance: torch.Tensor | None) -> Outer | None:
+def _outer(
+    weight: torch.Tensor, form: WeightFormat, rule: str, importance: torch.Tensor | None
+) -> Outer | None:
     if form.tensor_scale:
         low, high = torch.aminmax(weight, dim=2)
         span = torch.maximum(-low, high) if form.symmetric else high.clamp(min=0.0) - low.clamp(max=0.0)
@@ -159,14 +192,15 @@ def _refuse_overflow(weight: torch.Tensor, form: WeightFormat) -> None:
     most = LIMITS[form.scale_dtype][1]
     if scale > most:
         msg = (
-            f"The weights go up to {span:.3g} and need a scale of {scale:.3g}; the largest one in {form.scale_dtype} is {most:.5g}. "
-            f"Use scale_dtype='bf16' or 'fp32'."
+            f"The weights go up to {span:.3g} and need a scale of {scale:.3g}; the largest one in "
+            f"{form.scale_dtype} is {most:.5g}. Use scale_dtype='bf16' or 'fp32'."
         )
         raise ConfigError(msg)
 
 
 def refuse_underflow(weight: torch.Tensor, form: WeightFormat) -> None:
-    """Raise ConfigError if all weights are so small that their scales are a few steps of the storage format, or none.
+    """Raise ConfigError if all weights are so small that their scales are a few steps of the storage format,
+    or none.
 
     Args:
         weight: any shape.
@@ -178,8 +212,8 @@ def refuse_underflow(weight: torch.Tensor, form: WeightFormat) -> None:
     least = LIMITS[form.scale_dtype][0]
     if 0 < scale < _LEAST_STEPS * least:
         msg = (
-            f"The weights go up to {span:.3g} only and need a scale of {scale:.3g}; {form.scale_dtype} has steps of {least:.3g} "
-            "there, and codes would be far off. Use scale_dtype='bf16' or 'fp32'."
+            f"The weights go up to {span:.3g} only and need a scale of {scale:.3g}; {form.scale_dtype} has "
+            f"steps of {least:.3g} there, and codes would be far off. Use scale_dtype='bf16' or 'fp32'."
         )
         raise ConfigError(msg)
 

@@ -1,7 +1,7 @@
 """Low-bit weights of shape [N, K] in groups along K: codes from weights, and weights from codes.
 
-Scales here are fp32 tensors whose values fit their storage format exactly: they are rounded to it before codes are chosen
-(`nc.numerics.stored_scales`), so what is stored is what the codes were chosen for.
+Scales here are fp32 tensors whose values fit their storage format exactly: they are rounded to it before
+codes are chosen (`nc.numerics.stored_scales`), so what is stored is what the codes were chosen for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """What stored scales and minima are multiplied by: [1, 1], or [N, outer groups], where each is for as many neighbouring groups.
+    """What stored scales and minima are multiplied by.
+
+    [1, 1], or [N, outer groups], where each is for as many neighbouring groups.
 
     Attributes:
         scale: fp32, positive.
@@ -31,7 +33,10 @@ class Outer:
     minimum: torch.Tensor | None = None
 
     def of_groups(self, start: int, count: int, groups: int) -> Outer:
-        """Return that of `count` groups from `start` on, of rows with `groups` groups: [1, 1] or [N, count]."""
+        """Return that of `count` groups from `start` on, of rows with `groups` groups.
+
+        [1, 1] or [N, count].
+        """
 
         def of(part: torch.Tensor) -> torch.Tensor:
             return part if part.numel() == 1 else spread(part, groups)[:, start : start + count]
@@ -68,7 +73,10 @@ class GroupParams:
         zero, minimum = self.zero, self.minimum
         outer = None if self.outer is None else self.outer.of_groups(index, 1, self.scale.shape[1])
         return GroupParams(
-            self.scale[:, part], None if zero is None else zero[:, part], None if minimum is None else minimum[:, part], outer
+            self.scale[:, part],
+            None if zero is None else zero[:, part],
+            None if minimum is None else minimum[:, part],
+            outer,
         )
 
     def where(self, mask: torch.Tensor, other: GroupParams) -> GroupParams:
@@ -78,7 +86,10 @@ class GroupParams:
             return None if a is None or b is None else torch.where(mask, a, b)
 
         return GroupParams(
-            torch.where(mask, self.scale, other.scale), of(self.zero, other.zero), of(self.minimum, other.minimum), self.outer
+            torch.where(mask, self.scale, other.scale),
+            of(self.zero, other.zero),
+            of(self.minimum, other.minimum),
+            self.outer,
         )
 
 
@@ -95,7 +106,12 @@ def join(parts: Sequence[GroupParams], dim: int = 1, outer: Outer | None = None)
         there = [part for part in found if part is not None]
         return torch.cat(there, dim) if there else None
 
-    return GroupParams(torch.cat([p.scale for p in parts], dim), of([p.zero for p in parts]), of([p.minimum for p in parts]), outer)
+    return GroupParams(
+        torch.cat([p.scale for p in parts], dim),
+        of([p.zero for p in parts]),
+        of([p.minimum for p in parts]),
+        outer,
+    )
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -117,7 +133,10 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
     """
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for rows in chunks(*weight.shape):
-        part, scale = weight[rows].reshape(-1, params.scale.shape[1], weight.shape[1] // params.scale.shape[1]), params.scale[rows, :, None]
+        part, scale = (
+            weight[rows].reshape(-1, params.scale.shape[1], weight.shape[1] // params.scale.shape[1]),
+            params.scale[rows, :, None],
+        )
         if form.dtype.kind == "float":
             found = formats.nearest_codes(part / scale, form.dtype)
         elif params.minimum is not None:
@@ -129,11 +148,16 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
     return codes
 
 
-def about_middle(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale and offset of each group, so that a weight is `scale * (code - middle) + offset`; no offset where all would be 0.
+def about_middle(
+    codes: torch.Tensor, params: GroupParams, form: WeightFormat
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and offset of each group, so that a weight is `scale * (code - middle) + offset`.
 
-    A group of zeros alone is stored with a scale of 1: its terms, which are as large as the codes, would cancel each other but for fp32's
-    rounding, which can be larger than all other weights. So a group with one code alone gets a scale of 0, and its weight as the offset.
+    No offset where all would be 0.
+
+    A group of zeros alone is stored with a scale of 1: its terms, which are as large as the codes, would
+    cancel each other but for fp32's rounding, which can be larger than all other weights. So a group with one
+    code alone gets a scale of 0, and its weight as the offset.
 
     Args:
         codes: uint8, shape [N, K].
@@ -161,12 +185,24 @@ def decode(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> torc
     """Return the fp32 weights of codes; arguments as for `encode`."""
     weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for rows in chunks(*codes.shape):
-        part, scale = codes[rows].reshape(-1, params.scale.shape[1], codes.shape[1] // params.scale.shape[1]), params.scale[rows, :, None]
+        part, scale = (
+            codes[rows].reshape(-1, params.scale.shape[1], codes.shape[1] // params.scale.shape[1]),
+            params.scale[rows, :, None],
+        )
         if form.dtype.kind == "float":
-            found = formats.values(form.dtype).index_select(0, part.flatten().int()).reshape(part.shape).mul_(scale)
+            found = (
+                formats.values(form.dtype)
+                .index_select(0, part.flatten().int())
+                .reshape(part.shape)
+                .mul_(scale)
+            )
         elif params.minimum is not None:
             found = part.float().mul_(scale).add_(params.minimum[rows, :, None])
         else:
-            found = part.float().sub_(float(form.middle) if params.zero is None else params.zero[rows, :, None]).mul_(scale)
+            found = (
+                part.float()
+                .sub_(float(form.middle) if params.zero is None else params.zero[rows, :, None])
+                .mul_(scale)
+            )
         weight[rows] = found.reshape(-1, codes.shape[1])
     return weight

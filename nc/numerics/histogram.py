@@ -1,7 +1,8 @@
 """Histograms on a dyadic grid: bins of width 2^k, anchored at 0, so that a wider range merges whole bins.
 
-Counts then depend on the values alone: not on batches, their order, threads or machines, and adding two histograms is exact. Bin 0 is
-(-2^k, 2^k), the bins beside it are one width each; values are truncated towards 0, and truncating twice is truncating once.
+Counts then depend on the values alone: not on batches, their order, threads or machines, and adding two
+histograms is exact. Bin 0 is (-2^k, 2^k), the bins beside it are one width each; values are truncated towards
+0, and truncating twice is truncating once.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ MIN_EXPONENT = -126
 
 
 def exponent_for(largest: float) -> int:
-    """Return the finest grid that holds magnitudes up to `largest`: the least k with `largest < 2048 * 2^k`."""
-    return max(math.frexp(largest)[1] - (SIDE + 1).bit_length() + 1, MIN_EXPONENT) if largest else MIN_EXPONENT
+    """Return the finest grid that holds magnitudes up to `largest`.
+
+    The least k with `largest < 2048 * 2^k`.
+    """
+    return (
+        max(math.frexp(largest)[1] - (SIDE + 1).bit_length() + 1, MIN_EXPONENT) if largest else MIN_EXPONENT
+    )
 
 
 def count(x: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -32,7 +38,9 @@ def count(x: torch.Tensor, exponent: int) -> torch.Tensor:
     Returns:
         int64 counts, shape [BINS].
     """
-    bins = x.detach().float().flatten().mul(2.0**-exponent).to(torch.int32).add_(SIDE)  # to() truncates towards 0
+    bins = (
+        x.detach().float().flatten().mul(2.0**-exponent).to(torch.int32).add_(SIDE)
+    )  # to() truncates towards 0
     return torch.bincount(bins, minlength=BINS)
 
 
@@ -52,7 +60,10 @@ def edges(exponent: int) -> torch.Tensor:
 
 
 def centres(exponent: int, low: float, high: float) -> torch.Tensor:
-    """Return a value for each bin, float64: its middle, within the range [low, high] of the data; 0 for bin 0 where that is inside."""
+    """Return a value for each bin, float64: its middle, within the range [low, high] of the data.
+
+    0 for bin 0 where that is inside.
+    """
     borders = edges(exponent)
     middle = (borders[:-1] + borders[1:]) / 2
     return middle.clamp(low, high)

@@ -1,8 +1,9 @@
 """Weights for kernels that add two products in 16 bits, with saturation: CPUs without VNNI (`vpmaddubsw`).
 
-Such a kernel multiplies two neighbouring unsigned 8-bit activations with two signed 8-bit weights and adds the products before it widens
-them. 255 * (a + b) fits 16 bits if a + b is 128 at most, for weights of the same sign. 7-bit weights guarantee this for every pair. Here
-only the pairs that exceed the limit are clipped, so that the other weights keep 8 bits.
+Such a kernel multiplies two neighbouring unsigned 8-bit activations with two signed 8-bit weights and adds
+the products before it widens them. 255 * (a + b) fits 16 bits if a + b is 128 at most, for weights of the
+same sign. 7-bit weights guarantee this for every pair. Here only the pairs that exceed the limit are clipped,
+so that the other weights keep 8 bits.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _STRETCH = tuple(1 + i / 8 for i in range(9))
 def largest_pair(codes: torch.Tensor) -> int:
     """Return the largest sum, without its sign, of those codes of a pair that have one sign.
 
-    Of two codes with different signs that is the larger one, which is larger than their sum. So it is the largest code or sum of a pair.
+    Of two codes with different signs that is the larger one, which is larger than their sum. So it is the
+    largest code or sum of a pair.
 
     Args:
-        codes: whole numbers of any dtype, shape [..., n]; entries 2i and 2i + 1 of the last dimension are a pair.
+        codes: whole numbers of any dtype, shape [..., n]; entries 2i and 2i + 1 of the last dimension are a
+            pair.
     """
     if not codes.numel():
         return 0
@@ -48,7 +51,10 @@ def _largest_sum(codes: torch.Tensor) -> int:
 
 
 def _extremes_of_int8(codes: torch.Tensor) -> Iterator[int]:
-    """Yield the least and the largest sums of parts of the pairs, which stay in the cache: `load` looks at all weights of a model."""
+    """Yield the least and the largest sums of parts of the pairs, which stay in the cache.
+
+    `load` looks at all weights of a model.
+    """
     pairs = (codes.clone() if codes.storage_offset() % 2 else codes).view(torch.int16)
     for part in torch.split(pairs, _PART):
         second = part >> 8
@@ -64,8 +70,8 @@ def limit_pairs(values: torch.Tensor) -> torch.Tensor:
         values: float, shape [..., n]; entries 2i and 2i + 1 of the last dimension are a pair.
 
     Returns:
-        Whole numbers from -127 to 127, of the same shape and dtype. No pair of the same sign sums to more than 128: both weights of
-        such a pair are reduced equally.
+        Whole numbers from -127 to 127, of the same shape and dtype. No pair of the same sign sums to more
+        than 128: both weights of such a pair are reduced equally.
     """
     codes = values.round().clamp_(-_LIMIT, _LIMIT)
     pairs = values.shape[-1] // 2 * 2
@@ -81,8 +87,12 @@ def limit_pairs(values: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def quantize_pairs(weight: torch.Tensor, shrink: Sequence[float] = (), norm: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales: per channel the range, of the whole one and some that are wider, with the least error.
+def quantize_pairs(
+    weight: torch.Tensor, shrink: Sequence[float] = (), norm: float = 2.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales.
+
+    Per channel the range, of the whole one and some that are wider, with the least error.
 
     Args:
         weight: fp32, shape [channels, m, n]; pairs are along the last dimension.

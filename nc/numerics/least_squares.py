@@ -1,15 +1,17 @@
 """Range rule "wls": the scale, and zero point or minimum, with the least weighted square error of a group.
 
-For each of some scales the weights are rounded, and then the scale that fits these codes best is the solution of a least-squares problem:
-`s = sum(h w q) / sum(h q^2)`; with a minimum m it is one of two unknowns. The best of all stays, by `sum(h (w - w^)^2)` with scales as they
-are stored. The idea and the form of the search are those of GGUF's k-quants (ggml-quants.c, make_qx_quants and make_qkx2_quants).
+For each of some scales the weights are rounded, and then the scale that fits these codes best is the solution
+of a least-squares problem: `s = sum(h w q) / sum(h q^2)`; with a minimum m it is one of two unknowns. The
+best of all stays, by `sum(h (w - w^)^2)` with scales as they are stored. The idea and the form of the search
+are those of GGUF's k-quants (ggml-quants.c, make_qx_quants and make_qkx2_quants).
 
-h is the mean square of each input channel, where calibration gives it. Else it is `|w| + rms of the group`, as in k-quants: large weights
-matter more than their square error says. With h = 1 the search would clip them, which lowers the error of the weights and raises that of
-the model (SmolLM2, int4, groups of 64).
+h is the mean square of each input channel, where calibration gives it. Else it is `|w| + rms of the group`,
+as in k-quants: large weights matter more than their square error says. With h = 1 the search would clip them,
+which lowers the error of the weights and raises that of the model (SmolLM2, int4, groups of 64).
 
-Errors are sums of residuals `r = w - w^` of the scale that was tried, and change with it as a quadratic form of `sum(h r^2)`, `sum(h r q)`,
-`sum(h q^2)`...: that is exact where `sum(h w^2) - ...` would lose all digits at 8 bits.
+Errors are sums of residuals `r = w - w^` of the scale that was tried, and change with it as a quadratic form
+of `sum(h r^2)`, `sum(h r q)`, `sum(h q^2)`...: that is exact where `sum(h w^2) - ...` would lose all digits
+at 8 bits.
 """
 
 from __future__ import annotations
@@ -23,10 +25,26 @@ from nc.numerics import formats
 from nc.numerics.groups import GroupParams
 from nc.numerics.stored_scales import stored, stored_minimum
 
-#: Bits → the least and the largest inverse scale that is tried, as parts of that of min-max: the best ones of normal and of heavy-tailed
-#: groups are inside. Fewer bits clip more.
-_SYMMETRIC = {2: (1.2, 5.0), 3: (1.1, 2.6), 4: (1.05, 1.7), 5: (1.0, 1.4), 6: (1.0, 1.25), 7: (0.99, 1.15), 8: (0.99, 1.1)}
-_AFFINE = {2: (0.8, 3.0), 3: (0.85, 2.0), 4: (0.9, 1.5), 5: (0.95, 1.25), 6: (0.97, 1.15), 7: (0.98, 1.1), 8: (0.99, 1.06)}
+#: Bits → the least and the largest inverse scale that is tried, as parts of that of min-max: the best ones of
+#: normal and of heavy-tailed groups are inside. Fewer bits clip more.
+_SYMMETRIC = {
+    2: (1.2, 5.0),
+    3: (1.1, 2.6),
+    4: (1.05, 1.7),
+    5: (1.0, 1.4),
+    6: (1.0, 1.25),
+    7: (0.99, 1.15),
+    8: (0.99, 1.1),
+}
+_AFFINE = {
+    2: (0.8, 3.0),
+    3: (0.85, 2.0),
+    4: (0.9, 1.5),
+    5: (0.95, 1.25),
+    6: (0.97, 1.15),
+    7: (0.98, 1.1),
+    8: (0.99, 1.06),
+}
 _FLOAT = (0.75, 1.8)
 #: How many between these; with 12 and 9, int4 has 99 % of the gain of 65.
 _TRIES, _AFFINE_TRIES = 12, 9
@@ -38,7 +56,9 @@ _COARSE = 4
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def fit(weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor | None, *, positive: bool) -> GroupParams:
+def fit(
+    weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor | None, *, positive: bool
+) -> GroupParams:
     """Return the best params of each group.
 
     Args:
@@ -50,7 +70,11 @@ def fit(weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.T
     """
     if h is None:
         h = weight.abs().add_(weight.square().mean(2, keepdim=True).sqrt_())
-    search = _Symmetric(weight, form, start, h) if form.symmetric else _Affine(weight, form, start, h, positive=positive)
+    search = (
+        _Symmetric(weight, form, start, h)
+        if form.symmetric
+        else _Affine(weight, form, start, h, positive=positive)
+    )
     first = [start.scale]
     if form.symmetric and form.dtype.kind == "integer" and not (positive or form.powers):
         low, high = torch.aminmax(weight, dim=2)
@@ -70,7 +94,9 @@ def _stretches(form: WeightFormat) -> tuple[float, ...]:
     if form.powers:
         return _POWERS
     tries = _TRIES if form.symmetric else _AFFINE_TRIES
-    least, most = _FLOAT if form.dtype.kind == "float" else (_SYMMETRIC if form.symmetric else _AFFINE)[form.bits]
+    least, most = (
+        _FLOAT if form.dtype.kind == "float" else (_SYMMETRIC if form.symmetric else _AFFINE)[form.bits]
+    )
     return tuple(least + (most - least) * step / (tries - 1) for step in range(tries))
 
 
@@ -85,8 +111,13 @@ class _Work:
         """`weight / scale`, in `q`."""
         return torch.mul(weight, (1 / scale).unsqueeze(2), out=self.q)
 
-    def sums(self, weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, linear: bool) -> tuple[torch.Tensor, ...]:
-        """Return sums of h r^2, h r q and h q^2 of each group, where `r = weight - q scale`; if asked also of h r and h q. `q` is lost."""
+    def sums(
+        self, weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, linear: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Return sums of h r^2, h r q and h q^2 of each group, where `r = weight - q scale`.
+
+        If asked also of h r and h q. `q` is lost.
+        """
         rest = torch.addcmul(weight, q, scale.unsqueeze(2), value=-1, out=self.rest)
         hr = torch.mul(rest, self.h, out=self.product)
         more = [hr.sum(2)] if linear else []
@@ -112,11 +143,13 @@ class _Symmetric:
         """The params with the least error so far."""
         return GroupParams(self.scale, outer=self.outer)
 
-    def attempt(self, scale: torch.Tensor, *, again: bool = False) -> None:  # noqa: ARG002 - of the other search
+    def attempt(self, scale: torch.Tensor, *, again: bool = False) -> None:  # of the other search
         """Try a scale, and the one that fits its codes best."""
         outer = None if self.outer is None else self.outer.scale
         scale = stored(scale, self.form, outer)
-        rr, rq, qq = self.work.sums(self.work.weight, self.round(self.work.scaled(self.work.weight, scale)), scale, linear=False)
+        rr, rq, qq = self.work.sums(
+            self.work.weight, self.round(self.work.scaled(self.work.weight, scale)), scale, linear=False
+        )
         fitted = scale + rq / qq.clamp(min=_TINY)
         fitted = stored(torch.where(fitted == 0, scale, fitted), self.form, outer)
         change = fitted - scale
@@ -134,7 +167,9 @@ class _Affine:
         best: the params with the least error so far.
     """
 
-    def __init__(self, weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor, *, positive: bool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor, *, positive: bool
+    ) -> None:
         self.work, self.form, self.positive = _Work(weight, h), form, positive
         self.steps = 2**form.bits - 1
         self.best, self.first = start, start
@@ -149,7 +184,10 @@ class _Affine:
         self._attempt(start.scale, self._minimum(start))
 
     def attempt(self, scale: torch.Tensor, *, again: bool = False) -> None:
-        """Try a scale around the middle of a group's range; with `again` around that of the best params so far."""
+        """Try a scale around the middle of a group's range.
+
+        With `again` around that of the best params so far.
+        """
         scale = stored(scale, self.form, self._outer("scale"))
         minimum = self._minimum(self.best) if again else self.middle - scale * (self.steps / 2)
         if self.form.float_zero or again:
@@ -177,10 +215,14 @@ class _Affine:
         free_scale, free_minimum = sums.free(scale, minimum)
         if self.form.float_zero:
             outer = self._outer("minimum")
-            free_minimum = stored_minimum(free_minimum.clamp(max=0.0) if self.positive else free_minimum, self.form, outer)
+            free_minimum = stored_minimum(
+                free_minimum.clamp(max=0.0) if self.positive else free_minimum, self.form, outer
+            )
             free_scale = sums.scale_for(scale, free_minimum - minimum)
             fitted = stored(torch.where(free_scale > 0, free_scale, scale), self.form, self._outer("scale"))
-            self._keep(GroupParams(fitted, None, free_minimum), sums.error(fitted - scale, free_minimum - minimum))
+            self._keep(
+                GroupParams(fitted, None, free_minimum), sums.error(fitted - scale, free_minimum - minimum)
+            )
             return
         for zero in ((-minimum / scale), (-free_minimum / free_scale)):
             zero = zero.round().clamp_(0, self.steps)
@@ -190,27 +232,45 @@ class _Affine:
 
     def _keep(self, tried: GroupParams, error: torch.Tensor) -> None:
         better = error < self.least
-        self.best = GroupParams(tried.scale, tried.zero, tried.minimum, self.best.outer).where(better, self.best)
+        self.best = GroupParams(tried.scale, tried.zero, tried.minimum, self.best.outer).where(
+            better, self.best
+        )
         self.least = torch.where(better, error, self.least)
 
 
 class _Sums:
     """The square error of `w - s q - m` as a function of changes of s and m, for given codes q."""
 
-    def __init__(self, rr: torch.Tensor, rq: torch.Tensor, qq: torch.Tensor, r: torch.Tensor, q: torch.Tensor, one: torch.Tensor) -> None:
+    def __init__(
+        self,
+        rr: torch.Tensor,
+        rq: torch.Tensor,
+        qq: torch.Tensor,
+        r: torch.Tensor,
+        q: torch.Tensor,
+        one: torch.Tensor,
+    ) -> None:
         self.rr, self.rq, self.qq, self.r, self.q, self.one = rr, rq, qq, r, q, one
 
     def error(self, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
         """For changes of both."""
         linear = scale * self.rq + minimum * self.r
-        return self.rr - 2 * linear + scale * (scale * self.qq + 2 * minimum * self.q) + minimum * minimum * self.one
+        return (
+            self.rr
+            - 2 * linear
+            + scale * (scale * self.qq + 2 * minimum * self.q)
+            + minimum * minimum * self.one
+        )
 
     def free(self, scale: torch.Tensor, minimum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best scale and minimum; the old ones where all codes are equal."""
         det = self.qq * self.one - self.q * self.q
         usable = det > 1e-6 * self.qq * self.one
         det = torch.where(usable, det, 1.0)
-        found = scale + (self.rq * self.one - self.r * self.q) / det, minimum + (self.r * self.qq - self.rq * self.q) / det
+        found = (
+            scale + (self.rq * self.one - self.r * self.q) / det,
+            minimum + (self.r * self.qq - self.rq * self.q) / det,
+        )
         usable &= found[0] > 0
         return torch.where(usable, found[0], scale), torch.where(usable, found[1], minimum)
 

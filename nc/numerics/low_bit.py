@@ -1,4 +1,7 @@
-"""Linear and embedding with a packed low-bit weight: dequantize, then compute. The exact reference of every low-bit kernel."""
+"""Linear and embedding with a packed low-bit weight: dequantize, then compute.
+
+The exact reference of every low-bit kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from nc.formats.weight_format import WeightFormat
 from nc.numerics.dynamic import quantize_dequantize_dynamic
 from nc.numerics.packed_weight import PackedWeight
 
-#: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric scale per token, or for each
-#: `BLOCK` of its elements.
+#: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric
+#: scale per token, or for each `BLOCK` of its elements.
 ACT_DTYPES = ("fp32", "bf16", "int8", "int8_block32")
 #: The last block of a token may be shorter.
 BLOCK = 32
@@ -25,10 +28,12 @@ def round_activations(x: torch.Tensor, act_dtype: str) -> torch.Tensor:
         act_dtype: "int8" or "int8_block32".
     """
     if act_dtype == "int8":
-        return quantize_dequantize_dynamic(x, True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
+        return quantize_dequantize_dynamic(x, True, -127, 127, True)  # per token, symmetric
     inputs = x.shape[-1]
-    blocks = torch.nn.functional.pad(x, (0, -inputs % BLOCK)).reshape(*x.shape[:-1], -(-inputs // BLOCK), BLOCK)
-    return quantize_dequantize_dynamic(blocks, True, -127, 127, True).flatten(-2)[..., :inputs]  # noqa: FBT003 - as above
+    blocks = torch.nn.functional.pad(x, (0, -inputs % BLOCK)).reshape(
+        *x.shape[:-1], -(-inputs // BLOCK), BLOCK
+    )
+    return quantize_dequantize_dynamic(blocks, True, -127, 127, True).flatten(-2)[..., :inputs]  # as above
 
 
 def linear(
@@ -57,25 +62,30 @@ def linear(
         bias: shape [N].
         dtype: name of the number format.
         in_features: K.
-        act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; for the others see `round_activations`.
+        act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; for the others see
+            `round_activations`.
 
     Raises:
         InputError: `x` has no floating-point dtype; in that of integers the weight would be rounded to 0.
     """
     if not x.is_floating_point():
         msg = (
-            f"A linear of {in_features} inputs and {codes.shape[0]} outputs with a weight in {dtype} was called with a tensor of "
-            f"{x.dtype}, shape {tuple(x.shape)}; it takes fp32, bf16 or fp16. Token ids go through an embedding first; "
-            "convert other numbers with .float()."
+            f"A linear of {in_features} inputs and {codes.shape[0]} outputs with a weight in {dtype} was "
+            f"called with a tensor of {x.dtype}, shape {tuple(x.shape)}; it takes fp32, bf16 or fp16. Token "
+            "ids go through an embedding first; convert other numbers with .float()."
         )
         raise InputError(msg)
-    weight = stored_weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features).dequantize()
+    weight = stored_weight(
+        codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features
+    ).dequantize()
     kind = x.dtype
     if act_dtype == "bf16":
         x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
     elif act_dtype != "fp32":
         x = round_activations(x.float(), act_dtype).to(kind)
-    return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(kind)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(
+        kind
+    )
 
 
 def linear_gradient(
@@ -89,7 +99,9 @@ def linear_gradient(
     dtype: str,
     in_features: int,
 ) -> torch.Tensor:
-    """Return the gradient of the input of `linear`, fp32: `gradient @ W`; the rounding of activations counts as the identity.
+    """Return the gradient of the input of `linear`, fp32: `gradient @ W`.
+
+    The rounding of activations counts as the identity.
 
     Args:
         gradient: of the result, shape [..., N].
@@ -138,13 +150,20 @@ def embedding(
         # formats of 8 bits have no index kernel; their bytes do
         if part is None or part.shape[0] != codes.shape[0]:  # of the whole table
             return part
-        return part.view(torch.uint8).index_select(0, rows).view(part.dtype) if part.element_size() == 1 else part.index_select(0, rows)
+        return (
+            part.view(torch.uint8).index_select(0, rows).view(part.dtype)
+            if part.element_size() == 1
+            else part.index_select(0, rows)
+        )
 
-    # as a float embedding does, it refuses ids below 0, which `codes[rows]` would count from the end, and masks
+    # as a float embedding does, it refuses ids below 0, which `codes[rows]` would count from the end, and
+    # masks
     picked = codes.index_select(0, rows)
     found_scale = at(scale)
     assert found_scale is not None
-    weight = stored_weight(picked, found_scale, at(zero), at(minimum), at(outer_scale), at(outer_minimum), dtype, features)
+    weight = stored_weight(
+        picked, found_scale, at(zero), at(minimum), at(outer_scale), at(outer_minimum), dtype, features
+    )
     return weight.dequantize().to(result).reshape(*ids.shape, features)
 
 
@@ -158,7 +177,9 @@ def stored_weight(
     dtype: str,
     features: int,
 ) -> PackedWeight:
-    """Return the weight whose tensors an operator takes; its `form` has what kernels choose by, not how the scales are stored.
+    """Return the weight whose tensors an operator takes.
+
+    Its `form` has what kernels choose by, not how the scales are stored.
 
     Args:
         codes: as for `linear`, and so are the next five.

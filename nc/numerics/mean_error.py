@@ -1,7 +1,9 @@
-"""The mean error of a tensor per channel over rows that tell something, and whether subtracting it helps other rows.
+"""The mean error of a tensor per channel over rows that tell something, and whether subtracting it helps
+other rows.
 
-Padding repeats one row many times, and a masked row can be a thousand times as large as the others. Neither may decide the mean: equal rows
-count as one, and a row that is far larger than the median counts as if it were no larger than that.
+Padding repeats one row many times, and a masked row can be a thousand times as large as the others. Neither
+may decide the mean: equal rows count as one, and a row that is far larger than the median counts as if it
+were no larger than that.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import torch
 
 #: Power of a row, relative to the median, above which it counts less: 20 dB.
 _OUTLIER = 100.0
-#: Rows are equal if they are to so many steps of their size: kernels round the same row differently at an edge.
+#: Rows are equal if they are to so many steps of their size: kernels round the same row differently at an
+#: edge.
 _STEPS = 2.0**13
 #: Rows are compared by their size and so many random projections.
 _PROJECTIONS = 3
@@ -27,7 +30,8 @@ class MeanError:
     Attributes:
         delta: weighted mean of `expected - got` per channel, float64 [channels].
         before: weighted square error.
-        held_out: the same behind the correction, where each sample is corrected by the mean of the others; None if all rows are equal.
+        held_out: the same behind the correction, where each sample is corrected by the mean of the others;
+            None if all rows are equal.
     """
 
     delta: torch.Tensor
@@ -48,7 +52,11 @@ def mean_error(expected: torch.Tensor, got: torch.Tensor, samples: torch.Tensor)
     weights = row_weights(expected, classes)
     groups = _groups(classes, samples)
     sizes = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add_(0, groups, weights.double())
-    sums = torch.zeros(len(sizes), error.shape[1], dtype=torch.float32).index_add_(0, groups, weights[:, None] * error).double()
+    sums = (
+        torch.zeros(len(sizes), error.shape[1], dtype=torch.float32)
+        .index_add_(0, groups, weights[:, None] * error)
+        .double()
+    )
     total, whole = sums.sum(0), sizes.sum()
     before = float(weights.double() @ error.square().sum(1).double())
     if len(sizes) == 1:
@@ -69,7 +77,9 @@ def equal_rows(values: torch.Tensor) -> torch.Tensor:
     directions = torch.randn(values.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float32)
     directions /= directions.norm(dim=0)
     tiny = torch.finfo(torch.float32).tiny
-    parts = torch.cat([values @ directions / sizes[:, None].clamp(min=tiny), sizes[:, None].clamp(min=tiny).log2() / 16], 1)
+    parts = torch.cat(
+        [values @ directions / sizes[:, None].clamp(min=tiny), sizes[:, None].clamp(min=tiny).log2() / 16], 1
+    )
     digits = (parts * _STEPS).round().nan_to_num(0.0, 0.0, 0.0).long()
     keys = digits[:, 0]
     for column in digits.T[1:]:
@@ -106,11 +116,16 @@ def square_errors(expected: torch.Tensor, got: torch.Tensor) -> tuple[float, flo
     """
     same = expected == got  # also -inf in both, as masks are
     squares = (expected - got).masked_fill(same, 0.0).square().sum(1)
-    return float(squares.double().sum()), float(row_weights(expected, equal_rows(expected)).double() @ squares.double())
+    return float(squares.double().sum()), float(
+        row_weights(expected, equal_rows(expected)).double() @ squares.double()
+    )
 
 
 def _groups(classes: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-    """Rows that are left out together: those of one sample, or of a part of the only one; equal rows are in the group of the first."""
+    """Rows that are left out together: those of one sample, or of a part of the only one.
+
+    Equal rows are in the group of the first.
+    """
     first = torch.full((int(classes.max()) + 1,), len(classes), dtype=torch.int64)
     first.scatter_reduce_(0, classes, torch.arange(len(classes)), "amin")
     groups = _numbered(samples[first])

@@ -12,8 +12,8 @@ import torch
 def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
     """Signal to quantization noise ratio in dB: `10 log10(sum r^2 / sum (r - v)^2)`, computed in float64.
 
-    Equal tensors give +inf; a non-finite difference gives -inf. Values equal on both sides (also both -inf, as masks are) don't count
-    as noise.
+    Equal tensors give +inf; a non-finite difference gives -inf. Values equal on both sides (also both -inf,
+    as masks are) don't count as noise.
     """
     r, v = reference.double().flatten(), value.double().flatten()
     different = r != v
@@ -27,8 +27,15 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
 
 
 def worst_sqnr_db(expected: Sequence[Any], got: Sequence[Any]) -> float:
-    """Return the smallest `sqnr_db` over the float tensors of two flat output lists; +inf when there are none."""
-    pairs = [(e, g) for e, g in zip(expected, got, strict=True) if isinstance(e, torch.Tensor) and e.is_floating_point() and e.numel()]
+    """Return the smallest `sqnr_db` over the float tensors of two flat output lists.
+
+    +inf when there are none.
+    """
+    pairs = [
+        (e, g)
+        for e, g in zip(expected, got, strict=True)
+        if isinstance(e, torch.Tensor) and e.is_floating_point() and e.numel()
+    ]
     return min((sqnr_db(e, g) for e, g in pairs), default=math.inf)
 
 

@@ -1,15 +1,18 @@
-"""The shared exponent of blocks in the OCP Microscaling (MX) formats: powers of two in E8M0, chosen from the largest magnitude of a block.
+"""The shared exponent of blocks in the OCP Microscaling (MX) formats.
 
-Exponents come from the bits of a number, never from a logarithm in floating point, which errs next to powers of two. Four modes
-(OCP MX Specification 1.0, section 6.3, is "floor"; the others are those of torchao's `ScaleCalculationMode`):
+Powers of two in E8M0, chosen from the largest magnitude of a block.
+
+Exponents come from the bits of a number, never from a logarithm in floating point, which errs next to powers
+of two. Four modes (OCP MX Specification 1.0, section 6.3, is "floor"; the others are those of torchao's
+`ScaleCalculationMode`):
 
 * floor: `floor(log2 amax) - emax`: a block's largest elements may saturate.
 * ceil: `ceil(log2 amax) - emax`: they do not, but up to one bit is lost.
 * even: amax is rounded to the mantissa of the element first, then as floor.
 * rceil: `ceil(log2(amax / largest))`: the least power of two with which nothing saturates.
 
-emax is the exponent of the largest element. Exponents are clamped to [-127, 127]; a block of zeros has -127, one with NaN or an infinity
-has the code of NaN.
+emax is the exponent of the largest element. Exponents are clamped to [-127, 127]; a block of zeros has -127,
+one with NaN or an infinity has the code of NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ def shared_codes(amax: torch.Tensor, dtype: DType, mode: str = "floor") -> torch
 
     Args:
         amax: the largest magnitude of each block, any shape; compared as fp32.
-        dtype: of the elements. An integer dtype of b bits counts as the format whose largest value is that of the dtype.
+        dtype: of the elements. An integer dtype of b bits counts as the format whose largest value is that of
+            the dtype.
         mode: one of `MODES`.
 
     Returns:
@@ -43,12 +47,13 @@ def shared_codes(amax: torch.Tensor, dtype: DType, mode: str = "floor") -> torch
         half = 1 << (_MANTISSA - mantissa_bits(dtype) - 1)
         exponent = ((amax.view(torch.int32) + half) >> _MANTISSA) - _BIAS - emax
     else:
-        # float64 holds every fp32 number as a normal one, and tells amax from a power of two times the largest element
+        # float64 holds every fp32 number as a normal one, and tells amax from a power of two times the
+        # largest element
         ratio = amax.double() / dtype.largest if mode == "rceil" else amax.double()
         fraction, above = torch.frexp(ratio)  # a fraction in [0.5, 1)
         exponent = above - 1
         if mode != "floor":
-            exponent = exponent + (fraction != 0.5)  # noqa: PLR2004 - a power of two
+            exponent = exponent + (fraction != 0.5)  # a power of two
         exponent = exponent - (0 if mode == "rceil" else emax)
     exponent = torch.where(amax == 0, -_BIAS, exponent.clamp(-_BIAS, _BIAS))
     return torch.where(amax.isfinite(), exponent + _BIAS, NAN_CODE).to(torch.uint8)

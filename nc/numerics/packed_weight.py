@@ -1,4 +1,7 @@
-"""A weight in a few bits, as it is stored: packed codes, scales, zero points. What a kernel needs beside this, it makes itself."""
+"""A weight in a few bits, as it is stored: packed codes, scales, zero points.
+
+What a kernel needs beside this, it makes itself.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,11 @@ def params(
 ) -> GroupParams:
     """fp32 params of the tensors that are stored; see `PackedWeight`."""
     groups = scale.shape[1]
-    outer = None if outer_scale is None else Outer(outer_scale.float(), None if outer_minimum is None else outer_minimum.float())
+    outer = (
+        None
+        if outer_scale is None
+        else Outer(outer_scale.float(), None if outer_minimum is None else outer_minimum.float())
+    )
     return GroupParams(
         _multiplied(scale, outer_scale),
         None if zero is None else bits.unpack(zero, form.bits, groups).float(),
@@ -91,8 +98,8 @@ def pack(codes: torch.Tensor, found: GroupParams, form: WeightFormat) -> PackedW
 
     Args:
         codes: uint8, shape [N, K].
-        found: scales that fit their storage format exactly (`nc.numerics.stored_scales.second_level` makes such), with `outer` where the
-            format has two levels.
+        found: scales that fit their storage format exactly (`nc.numerics.stored_scales.second_level` makes
+            such), with `outer` where the format has two levels.
         form: the format.
     """
     outer, double = found.outer, form.double_quant
@@ -127,7 +134,10 @@ def check_parts(packed: PackedWeight) -> None:
     inner = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
     outer = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
     outer_shape = (1, 1) if double is None else (rows, double.outer_count(groups))
-    expected = {"codes": (torch.uint8, (rows, bits.packed_size(columns, form.bits))), "scale": (inner, (rows, groups))}
+    expected = {
+        "codes": (torch.uint8, (rows, bits.packed_size(columns, form.bits))),
+        "scale": (inner, (rows, groups)),
+    }
     if form.float_zero:
         expected["minimum"] = (inner, (rows, groups))
     elif not form.symmetric:
@@ -143,7 +153,10 @@ def check_parts(packed: PackedWeight) -> None:
         if found.get(name) != expected.get(name)
     ]
     if wrong:
-        msg = f"The tensors are not those of a weight of {rows} x {columns} in {form}: {'; '.join(wrong)}. Give those stored for it."
+        msg = (
+            f"The tensors are not those of a weight of {rows} x {columns} in {form}: {'; '.join(wrong)}. "
+            "Give those stored for it."
+        )
         raise ConfigError(msg)
 
 

@@ -1,9 +1,10 @@
 """LSTM, GRU and RNN with int8 weights and activations that are quantized in each step, in plain operators.
 
-The input of a layer and the hidden state are quantized to affine codes, and with a projection what that reads. There are two granularities.
-`per_token`: each row of each step has a range of its own, so a row of the result depends on the same row of the input alone. Otherwise the
-input has one range for all steps, and the state one for all rows of a step: what torch's dynamic kernels compute. Gates are those of
-`torch.nn.LSTM`, `torch.nn.GRU` and `torch.nn.RNN`.
+The input of a layer and the hidden state are quantized to affine codes, and with a projection what that
+reads. There are two granularities. `per_token`: each row of each step has a range of its own, so a row of the
+result depends on the same row of the input alone. Otherwise the input has one range for all steps, and the
+state one for all rows of a step: what torch's dynamic kernels compute. Gates are those of `torch.nn.LSTM`,
+`torch.nn.GRU` and `torch.nn.RNN`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from torch.nn.functional import linear
 
 from nc.numerics.dynamic import quantize_dequantize_dynamic
 
-#: Gates of the input and of the hidden state, and the state before → the state after, whose first tensor is the output.
+#: Gates of the input and of the hidden state, and the state before → the state after, whose first tensor is
+#: the output.
 Cell = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 def lstm_dynamic(
     x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and the last hidden and cell states, as `torch.nn.LSTM` gives them; `options` are those of `_layers`."""
+    """Output and the last hidden and cell states, as `torch.nn.LSTM` gives them.
+
+    `options` are those of `_layers`.
+    """
     y, states = _layers(_lstm_cell, x, hx, params, *options)
     return y, torch.stack([s[0] for s in states]), torch.stack([s[1] for s in states])
 
 
-def gru_dynamic(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def gru_dynamic(
+    x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and the last hidden state, as `torch.nn.GRU` gives them; `options` are those of `_layers`."""
     y, states = _layers(_gru_cell, x, [hx], params, *options)
     return y, torch.stack([s[0] for s in states])
@@ -39,17 +46,23 @@ def rnn_dynamic(
     x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any, relu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and the last hidden state, as `torch.nn.RNN` gives them; `options` are those of `_layers`."""
-    y, states = _layers(functools.partial(_rnn_cell, torch.relu if relu else torch.tanh), x, [hx], params, *options)
+    y, states = _layers(
+        functools.partial(_rnn_cell, torch.relu if relu else torch.tanh), x, [hx], params, *options
+    )
     return y, torch.stack([s[0] for s in states])
 
 
-def _lstm_cell(gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _lstm_cell(
+    gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
     i, f, g, o = (gates + hidden).chunk(4, -1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 
 
-def _gru_cell(gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _gru_cell(
+    gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
     (r, z, n), (hr, hz, hn) = gates.chunk(3, -1), hidden.chunk(3, -1)
     update = (z + hz).sigmoid()
     new = (n + (r + hr).sigmoid() * hn).tanh()
@@ -60,7 +73,7 @@ def _rnn_cell(
     function: Callable[[torch.Tensor], torch.Tensor],
     gates: torch.Tensor,
     hidden: torch.Tensor,
-    state: tuple[torch.Tensor, ...],  # noqa: ARG001 - of a `Cell`
+    state: tuple[torch.Tensor, ...],  # of a `Cell`
 ) -> tuple[torch.Tensor, ...]:
     return (function(gates + hidden),)
 
@@ -108,7 +121,10 @@ Weights = tuple[Any, Any, Any, Any, Any]
 
 
 def weights_of_layers(params: Sequence[Any], has_biases: bool, layers: int) -> Iterator[Weights]:
-    """For each of so many layers and directions: input and hidden matrix, biases of both, and the projection; None for none."""
+    """For each of so many layers and directions: input and hidden matrix, biases of both, and the projection.
+
+    None for none.
+    """
     each = len(params) // layers
     for i in range(0, len(params), each):
         biases = params[i + 2 : i + 4] if has_biases else (None, None)

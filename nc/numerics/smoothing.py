@@ -19,7 +19,9 @@ COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def scales_for(alpha: float, low: torch.Tensor, high: torch.Tensor, weights: Sequence[torch.Tensor], criterion: str) -> torch.Tensor:
+def scales_for(
+    alpha: float, low: torch.Tensor, high: torch.Tensor, weights: Sequence[torch.Tensor], criterion: str
+) -> torch.Tensor:
     """`s = max|X|^alpha / max|W|^(1 - alpha)` per channel.
 
     Args:
@@ -40,6 +42,10 @@ def scales_for(alpha: float, low: torch.Tensor, high: torch.Tensor, weights: Seq
 
 def fake_quantize(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Values of the codes of `x` for one range, float64."""
-    scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
-    codes = quantize(x, float(scale), int(zero_point), spec.quant_min, spec.quant_max, dtype=spec.dtype.storage)
+    scale, zero_point = choose_qparams(
+        low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric
+    )
+    codes = quantize(
+        x, float(scale), int(zero_point), spec.quant_min, spec.quant_max, dtype=spec.dtype.storage
+    )
     return dequantize(codes, float(scale), int(zero_point)).double()

@@ -1,8 +1,8 @@
 """Scales as they are stored: rounded to fp32, fp16, bf16, E8M0 or E4M3, or codes of an outer scale.
 
-What is stored is never 0, NaN or infinite. A scale that is too small takes the least value of its format: in fp16 2^-24, where weights of
-less than 2e-7 have a scale that would be 0. Subnormal numbers of fp16 and E4M3 are exact; those of fp32 and bf16 are not used, since some
-programs flush them to 0.
+What is stored is never 0, NaN or infinite. A scale that is too small takes the least value of its format: in
+fp16 2^-24, where weights of less than 2e-7 have a scale that would be 0. Subnormal numbers of fp16 and E4M3
+are exact; those of fp32 and bf16 are not used, since some programs flush them to 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _LEAST_OUTER = 2.0**-100  # its products with scales are not subnormal
 
 
 def round_scale(scale: torch.Tensor, scale_dtype: str) -> torch.Tensor:
-    """Return the values of a storage format that are nearest to scales, as fp32, within its limits. E8M0 takes the nearest power of two.
+    """Return the values of a storage format that are nearest to scales, as fp32, within its limits.
+
+    E8M0 takes the nearest power of two.
 
     Args:
         scale: fp32, any shape; negative ones stay so, but in E8M0, which has no sign.
@@ -53,8 +55,13 @@ def stored(scale: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None =
     return round_scale(scale / outer, form.scale_dtype).mul_(outer)
 
 
-def stored_minimum(minimum: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the nearest minima that a format can hold, fp32; arguments as for `stored`. With an outer minimum they are at most 0."""
+def stored_minimum(
+    minimum: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the nearest minima that a format can hold, fp32; arguments as for `stored`.
+
+    With an outer minimum they are at most 0.
+    """
     if outer is not None and form.double_quant is not None:
         return (minimum / outer).round_().clamp_(0, 2**form.double_quant.bits - 1).mul_(outer)
     most = LIMITS[form.scale_dtype][1]
@@ -64,11 +71,12 @@ def stored_minimum(minimum: torch.Tensor, form: WeightFormat, outer: torch.Tenso
 def second_level(params: GroupParams, form: WeightFormat) -> GroupParams:
     """Params whose scales and minima the format can hold, for formats with one level or two.
 
-    In two levels the largest scale of those that share an outer scale has the largest code, as in GGUF's k-quants (ggml-quants.c). Codes of
-    weights have to be chosen after this.
+    In two levels the largest scale of those that share an outer scale has the largest code, as in GGUF's
+    k-quants (ggml-quants.c). Codes of weights have to be chosen after this.
 
     Args:
-        params: of shape [N, G]; with double_quant scales are positive and minima at most 0. A scale of 0 is that of a group of zeros.
+        params: of shape [N, G]; with double_quant scales are positive and minima at most 0. A scale of 0 is
+            that of a group of zeros.
         form: the format.
     """
     outer = outer_of(params, form)
@@ -83,7 +91,10 @@ def second_level(params: GroupParams, form: WeightFormat) -> GroupParams:
 
 
 def outer_of(params: GroupParams, form: WeightFormat) -> Outer | None:
-    """Return the outer scales of a format with two levels, from scales in full precision; None for one level. See `second_level`."""
+    """Return the outer scales of a format with two levels, from scales in full precision; None for one level.
+
+    See `second_level`.
+    """
     if form.tensor_scale:
         return tensor_outer(params.scale.abs().max() / LIMITS["e4m3"][1])
     if form.double_quant is None:

@@ -1,7 +1,7 @@
 """Weight ranges that give the least error: `w_algo="mse"`.
 
-Each channel tries `amax * (1 - i / 100)` for i = 0..79 and keeps the range with the least sum of |w - w^|^2.4 (the grid and the norm of
-GPTQ's reference code, arXiv 2210.17323; ranges as in OMSE, arXiv 1902.06822).
+Each channel tries `amax * (1 - i / 100)` for i = 0..79 and keeps the range with the least sum of |w - w^|^2.4
+(the grid and the norm of GPTQ's reference code, arXiv 2210.17323; ranges as in OMSE, arXiv 1902.06822).
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ NORM = 2.4
 SHRINK = tuple(1 - step / 100 for step in range(80))
 
 
-def best_range(rows: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def best_range(
+    rows: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(low, high) of each row for symmetric codes, fp32, shape [rows].
 
     Args:
         rows: fp32, shape [rows, elements].
-        rounded: limits, shape [rows] → a new tensor with the values that `rows` get in the ranges [-limit, limit].
+        rounded: limits, shape [rows] → a new tensor with the values that `rows` get in the ranges [-limit,
+            limit].
     """
     amax = rows.abs().amax(1)
     best, least = amax.clone(), torch.full_like(amax, float("inf"))

@@ -11,7 +11,9 @@ from nc.observers.moving_average import MOVING_AVERAGE
 from nc.observers.mse import MSE
 from nc.observers.percentile import PERCENTILE
 
-ALGORITHMS: dict[str, RangeAlgorithm] = {a.name: a for a in (MINMAX, MOVING_AVERAGE, PERCENTILE, MSE, KL, AUTO)}
+ALGORITHMS: dict[str, RangeAlgorithm] = {
+    a.name: a for a in (MINMAX, MOVING_AVERAGE, PERCENTILE, MSE, KL, AUTO)
+}
 
 
 def register_algorithm(algorithm: RangeAlgorithm) -> None:

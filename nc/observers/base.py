@@ -1,7 +1,10 @@
-"""Observers collect one statistic of one tensor over calibration batches; range algorithms compute a range from it.
+"""Observers collect one statistic of one tensor over calibration batches.
 
-Several algorithms can read one statistic, so saved statistics can be used with another algorithm later. A new algorithm is
-one file with a pure `find_range`, and its own statistic if no existing one fits; `nc.observers` lists it.
+Range algorithms compute a range from it.
+
+Several algorithms can read one statistic, so saved statistics can be used with another algorithm later. A new
+algorithm is one file with a pure `find_range`, and its own statistic if no existing one fits; `nc.observers`
+lists it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class Statistic:
     Attributes:
         name: in saved statistics.
         start: initial value of each named tensor.
-        update: `(state, x, low, high) -> state`; pure, x is a non-empty finite float tensor, low and high its extremes.
+        update: `(state, x, low, high) -> state`; pure, x is a non-empty finite float tensor, low and high its
+            extremes.
         merge: `(state, other) -> state`; pure; the state of one observer that saw the data of both.
     """
 
@@ -63,12 +67,15 @@ def merge_each(**combine: Combine) -> Callable[[State, State], State]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """How many batches were seen, and how their extremes grew: what tells whether more data would change the range.
+    """How many batches were seen, and how their extremes grew.
+
+    What tells whether more data would change the range.
 
     Attributes:
         batches: those that had at least one element.
-        growth: (number of the batch, counted from 1; smallest and largest value of all batches up to it) for each batch that brought a
-            new extreme, which grows with the logarithm of the batches. Empty when it is not known.
+        growth: (number of the batch, counted from 1; smallest and largest value of all batches up to it) for
+            each batch that brought a new extreme, which grows with the logarithm of the batches. Empty when
+            it is not known.
     """
 
     batches: int = 0

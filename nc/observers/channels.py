@@ -1,4 +1,7 @@
-"""Per-channel extremes: the smallest and largest value of each index of one dimension; for SmoothQuant and for simulated formats."""
+"""Per-channel extremes: the smallest and largest value of each index of one dimension.
+
+For SmoothQuant and for simulated formats.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,18 @@ from nc.observers.base import State, Statistic, merge_each
 def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
     """Widen each channel's range; the state takes its shape, [channels], from the first batch."""
     rows = x.reshape(-1, x.shape[-1])
-    return {"low": torch.minimum(state["low"], rows.amin(0)), "high": torch.maximum(state["high"], rows.amax(0))}
+    return {
+        "low": torch.minimum(state["low"], rows.amin(0)),
+        "high": torch.maximum(state["high"], rows.amax(0)),
+    }
 
 
 CHANNEL_EXTREMES = Statistic(
     name="channel_extremes",
-    start={"low": torch.tensor(float("inf"), dtype=torch.float32), "high": torch.tensor(float("-inf"), dtype=torch.float32)},
+    start={
+        "low": torch.tensor(float("inf"), dtype=torch.float32),
+        "high": torch.tensor(float("-inf"), dtype=torch.float32),
+    },
     update=update,
     merge=merge_each(low=torch.minimum, high=torch.maximum),
 )

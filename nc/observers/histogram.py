@@ -11,7 +11,12 @@ from nc.observers.base import State, Statistic
 def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
     """Count the values of `x`."""
     exponent = exponent_for(max(abs(float(low)), abs(float(high))))
-    new = {"low": low.float(), "high": high.float(), "exponent": torch.tensor(exponent, dtype=torch.int64), "counts": count(x, exponent)}
+    new = {
+        "low": low.float(),
+        "high": high.float(),
+        "exponent": torch.tensor(exponent, dtype=torch.int64),
+        "counts": count(x, exponent),
+    }
     return merge(state, new)
 
 

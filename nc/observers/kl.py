@@ -1,9 +1,11 @@
-"""KL: the clipped range whose quantized distribution diverges least from the data's (Migacz, "8-bit inference with TensorRT", GTC 2017).
+"""KL: the clipped range whose quantized distribution diverges least from the data's (Migacz, "8-bit inference
+with TensorRT", GTC 2017).
 
-For each candidate range, P is the histogram with everything outside added to its outermost bins, and Q the histogram inside it (without
-that addition) merged into as many levels as there are codes, each level's mass spread evenly over its bins that hold any. The range with
-the least KL(P || Q) wins, out of 256 between one bin per code and all bins. Data of both signs is clipped by the same factor on both sides,
-so that affine codes are searched too. Of zeros no more count than the bins beside them hold: Migacz leaves all of them out.
+For each candidate range, P is the histogram with everything outside added to its outermost bins, and Q the
+histogram inside it (without that addition) merged into as many levels as there are codes, each level's mass
+spread evenly over its bins that hold any. The range with the least KL(P || Q) wins, out of 256 between one
+bin per code and all bins. Data of both signs is clipped by the same factor on both sides, so that affine
+codes are searched too. Of zeros no more count than the bins beside them hold: Migacz leaves all of them out.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def divergence(counts: torch.Tensor, first: int, last: int, levels: int) -> floa
 
 
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the candidate that diverges least; the whole range where the histogram has no more bins than there are codes."""
+    """Return the candidate that diverges least.
+
+    The whole range where the histogram has no more bins than there are codes.
+    """
     low, high, exponent = float(state["low"]), float(state["high"]), int(state["exponent"])
     counts = state["counts"].double()
     codes = spec.quant_max - spec.quant_min + 1

@@ -1,4 +1,7 @@
-"""Min-max: the smallest and largest value ever seen. Independent of order and batch split, exactly mergeable."""
+"""Min-max: the smallest and largest value ever seen.
+
+Independent of order and batch split, exactly mergeable.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
 
 EXTREMES = Statistic(
     name="extremes",
-    start={"low": torch.tensor(float("inf"), dtype=torch.float32), "high": torch.tensor(float("-inf"), dtype=torch.float32)},
+    start={
+        "low": torch.tensor(float("inf"), dtype=torch.float32),
+        "high": torch.tensor(float("-inf"), dtype=torch.float32),
+    },
     update=update,
     merge=merge_each(low=torch.minimum, high=torch.maximum),
 )

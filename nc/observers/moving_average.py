@@ -1,4 +1,5 @@
-"""Moving average of each batch's extremes, `m <- m + c (m_batch - m)` with torch's c = 0.01, started by the first batch.
+"""Moving average of each batch's extremes, `m <- m + c (m_batch - m)` with torch's c = 0.01, started by the
+first batch.
 
 It depends on the order of the batches. Merging weighs two averages by their number of batches,
 so a merge is not equal to one run over all data.
@@ -17,7 +18,10 @@ CONSTANT = 0.01
 def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
     """Move the averages by one batch."""
     weight = CONSTANT if state["batches"] else 1.0
-    moved = {name: state[name] + weight * (value.double() - state[name]) for name, value in (("low", low), ("high", high))}
+    moved = {
+        name: state[name] + weight * (value.double() - state[name])
+        for name, value in (("low", low), ("high", high))
+    }
     return {**moved, "batches": state["batches"] + 1}
 
 
@@ -25,7 +29,10 @@ def merge(state: State, other: State) -> State:
     """Averages weighted by batches."""
     total = state["batches"] + other["batches"]
     share = (other["batches"] / total.clamp(min=1)).double()
-    return {**{name: state[name] + share * (other[name] - state[name]) for name in ("low", "high")}, "batches": total}
+    return {
+        **{name: state[name] + share * (other[name] - state[name]) for name in ("low", "high")},
+        "batches": total,
+    }
 
 
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:

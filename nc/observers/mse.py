@@ -1,6 +1,8 @@
-"""MSE: the range whose codes give the least squared error over the histogram (Choukroun et al., arXiv 1902.06822, by search).
+"""MSE: the range whose codes give the least squared error over the histogram (Choukroun et al., arXiv
+1902.06822, by search).
 
-Candidates are `amax * (1 - i / 100)` for i = 0..79. Affine codes have two ends: one is searched while the other stays, twice over.
+Candidates are `amax * (1 - i / 100)` for i = 0..79. Affine codes have two ends: one is searched while the
+other stays, twice over.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from nc.observers.histogram import HISTOGRAM, occupied
 _SHRINK = 1.0 - torch.arange(80, dtype=torch.float64) / 100
 
 
-def squared_errors(values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def squared_errors(
+    values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec
+) -> torch.Tensor:
     """Sum of squared quantization errors for each candidate range.
 
     Args:
@@ -32,8 +36,12 @@ def squared_errors(values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor
     if spec.dtype.kind == "float":
         steps = formats.choose_scale(low, high, spec.dtype).double()[:, None]
         nearest = formats.nearest_codes(values / steps, spec.dtype)
-        return (torch.tensor(spec.dtype.values, dtype=torch.float64)[nearest.int()] * steps - values).square() @ counts
-    scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
+        return (
+            torch.tensor(spec.dtype.values, dtype=torch.float64)[nearest.int()] * steps - values
+        ).square() @ counts
+    scale, zero_point = choose_qparams(
+        low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric
+    )
     scale, zero_point = scale.double()[:, None], zero_point[:, None]
     codes = (torch.round(values / scale) + zero_point).clamp(spec.quant_min, spec.quant_max)
     return ((codes - zero_point) * scale - values).square() @ counts

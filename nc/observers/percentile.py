@@ -1,4 +1,5 @@
-"""Percentile: the range that leaves out the outermost values, e.g. the 0.001 % of `percentile=99.999` (half of it on each side).
+"""Percentile: the range that leaves out the outermost values, e.g. the 0.001 % of `percentile=99.999` (half
+of it on each side).
 
 Symmetric codes cover that share of the magnitudes.
 """
@@ -25,7 +26,10 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
         limit = quantile(counts, exponent, amin, amax, 1.0 - outside)
         ends = [max(low, -limit), min(high, limit)]
     else:
-        ends = [quantile(state["counts"], exponent, low, high, share) for share in (outside / 2, 1.0 - outside / 2)]
+        ends = [
+            quantile(state["counts"], exponent, low, high, share)
+            for share in (outside / 2, 1.0 - outside / 2)
+        ]
     return torch.tensor(ends[0], dtype=torch.float32), torch.tensor(ends[1], dtype=torch.float32)
 
 

@@ -1,7 +1,10 @@
-"""All that quantization adds to a graph, as operators of namespace `nc`; on import they are registered with torch, once per process.
+"""All that quantization adds to a graph, as operators of namespace `nc`.
 
-Each has a schema, a reference implementation that runs on any CPU (so a QDQ graph is its own reference), and one for fake and meta tensors.
-Arithmetic is in `nc.numerics`; here is only what the dispatcher needs. The dtype of codes is always said, never told from their range.
+On import they are registered with torch, once per process.
+
+Each has a schema, a reference implementation that runs on any CPU (so a QDQ graph is its own reference), and
+one for fake and meta tensors. Arithmetic is in `nc.numerics`; here is only what the dispatcher needs. The
+dtype of codes is always said, never told from their range.
 """
 
 from __future__ import annotations
@@ -35,13 +38,21 @@ def _operator(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
 
 
 def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same for tensors of one device. Torch calls it for CPU tensors too if one is on `meta`; the result would be random."""
+    """Return the same for tensors of one device.
+
+    Torch calls it for CPU tensors too if one is on `meta`; the result would be random.
+    """
 
     @functools.wraps(fake)
     def checked(*arguments: Any) -> Any:
-        devices = {part.device.type for part in pytree.tree_leaves(arguments) if isinstance(part, torch.Tensor)}
+        devices = {
+            part.device.type for part in pytree.tree_leaves(arguments) if isinstance(part, torch.Tensor)
+        }
         if len(devices) > 1:
-            msg = f"nc::{name} got tensors on {' and '.join(sorted(devices))}: put the model and its inputs on one device."
+            msg = (
+                f"nc::{name} got tensors on {' and '.join(sorted(devices))}: put the model and its inputs on "
+                "one device."
+            )
             raise InputError(msg)
         return fake(*arguments)
 
@@ -57,39 +68,61 @@ def _values(codes: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(codes, dtype=torch.float32)
 
 
-def _quantize(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype) -> torch.Tensor:
+def _quantize(
+    x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype
+) -> torch.Tensor:
     return affine.quantize(x, scale, zero_point, quant_min, quant_max, dtype=dtype)
 
 
-def _dequantize(codes: torch.Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001 - of the codes
+def _dequantize(
+    codes: torch.Tensor, scale: float, zero_point: int, dtype: torch.dtype
+) -> torch.Tensor:  # of the codes
     return affine.dequantize(codes, scale, zero_point)
 
 
 # The operators with several scales have the same arguments but for those that say how large a block is.
-def _quantize_tensor(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, *codes: Any) -> torch.Tensor:
+def _quantize_tensor(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, *codes: Any
+) -> torch.Tensor:
     return _quantize_blocks(_block_size(x, scale), x, scale, zero_point, *codes)
 
 
-def _quantize_per_channel(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, *codes: Any) -> torch.Tensor:
+def _quantize_per_channel(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, *codes: Any
+) -> torch.Tensor:
     return _quantize_blocks(per_channel(axis).block_size(x.shape), x, scale, zero_point, *codes)
 
 
 def _quantize_per_group(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, group_size: int, *codes: Any
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    axis: int,
+    group_size: int,
+    *codes: Any,
 ) -> torch.Tensor:
     return _quantize_blocks(per_group(axis, group_size).block_size(x.shape), x, scale, zero_point, *codes)
 
 
-def _dequantize_tensor(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, *_: Any) -> torch.Tensor:
+def _dequantize_tensor(
+    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, *_: Any
+) -> torch.Tensor:
     return _dequantize_blocks(_block_size(codes, scale), codes, scale, zero_point)
 
 
-def _dequantize_per_channel(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, *_: Any) -> torch.Tensor:
+def _dequantize_per_channel(
+    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, *_: Any
+) -> torch.Tensor:
     return _dequantize_blocks(per_channel(axis).block_size(codes.shape), codes, scale, zero_point)
 
 
 def _dequantize_per_group(
-    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, group_size: int, *_: Any
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    axis: int,
+    group_size: int,
+    *_: Any,
 ) -> torch.Tensor:
     return _dequantize_blocks(per_group(axis, group_size).block_size(codes.shape), codes, scale, zero_point)
 
@@ -110,7 +143,10 @@ def _quantize_blocks(
 
 
 def _dequantize_blocks(
-    block_size: Sequence[int] | None, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+    block_size: Sequence[int] | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
 ) -> torch.Tensor:
     if not codes.numel():
         return _values(codes)
@@ -131,7 +167,11 @@ def _dequantize_float(codes: torch.Tensor, scale: torch.Tensor, dtype: str) -> t
 
 def _block_size(x: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...] | None:
     """Return the size of the block in `x` that each element of a scale is for."""
-    return tuple(size // count for size, count in zip(x.shape, scale.shape, strict=True)) if scale.dim() else None
+    return (
+        tuple(size // count for size, count in zip(x.shape, scale.shape, strict=True))
+        if scale.dim()
+        else None
+    )
 
 
 def _quantize_dequantize_dynamic(
@@ -140,23 +180,29 @@ def _quantize_dequantize_dynamic(
     quant_min: int,
     quant_max: int,
     symmetric: bool,
-    dtype: torch.dtype,  # noqa: ARG001
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     return dynamic.quantize_dequantize_dynamic(x, per_token, quant_min, quant_max, symmetric)
 
 
 # `options` end with the dtype of codes, which their limits say too, and whether rows have ranges of their own
-def _lstm(x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
+def _lstm(
+    x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any
+) -> tuple[torch.Tensor, ...]:
     *before, _, per_token = options if len(options) == _LONG else (*options, False)
     return recurrent.lstm_dynamic(x, hx, params, *before, per_token)
 
 
-def _gru(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
+def _gru(
+    x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any
+) -> tuple[torch.Tensor, ...]:
     *before, _, per_token = options if len(options) == _LONG else (*options, False)
     return recurrent.gru_dynamic(x, hx, params, *before, per_token)
 
 
-def _rnn(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
+def _rnn(
+    x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any
+) -> tuple[torch.Tensor, ...]:
     *before, _, per_token, relu = options
     return recurrent.rnn_dynamic(x, hx, params, *before, per_token, relu=relu)
 
@@ -165,7 +211,7 @@ def _fake_recurrent(
     x: torch.Tensor,
     hx: torch.Tensor | Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
-    has_biases: bool,  # noqa: ARG001
+    has_biases: bool,
     num_layers: int,
     bidirectional: bool,
     batch_first: bool,
@@ -180,67 +226,80 @@ def _fake_recurrent(
 
 
 quantize_per_tensor = _operator(
-    "quantize_per_tensor(Tensor x, float scale, int zero_point, int quant_min, int quant_max, ScalarType dtype) -> Tensor",
+    "quantize_per_tensor(Tensor x, float scale, int zero_point, int quant_min, int quant_max, ScalarType "
+    "dtype) -> Tensor",
     _quantize,
     _codes,
 )
 dequantize_per_tensor = _operator(
-    "dequantize_per_tensor(Tensor codes, float scale, int zero_point, ScalarType dtype) -> Tensor", _dequantize, _values
+    "dequantize_per_tensor(Tensor codes, float scale, int zero_point, ScalarType dtype) -> Tensor",
+    _dequantize,
+    _values,
 )
 #: One scale for all, or one for each block: a tensor of the rank of `x`, whose sizes divide those of `x`.
 quantize_tensor = _operator(
-    "quantize_per_tensor.tensor(Tensor x, Tensor scale, Tensor? zero_point, int quant_min, int quant_max, ScalarType dtype) -> Tensor",
+    "quantize_per_tensor.tensor(Tensor x, Tensor scale, Tensor? zero_point, int quant_min, int quant_max, "
+    "ScalarType dtype) -> Tensor",
     _quantize_tensor,
     _codes,
 )
 dequantize_tensor = _operator(
-    "dequantize_per_tensor.tensor(Tensor codes, Tensor scale, Tensor? zero_point, ScalarType dtype) -> Tensor",
+    "dequantize_per_tensor.tensor(Tensor codes, Tensor scale, Tensor? zero_point, ScalarType dtype) -> "
+    "Tensor",
     _dequantize_tensor,
     _values,
 )
 quantize_per_channel = _operator(
-    "quantize_per_channel(Tensor x, Tensor scale, Tensor? zero_point, int axis, int quant_min, int quant_max, ScalarType dtype) -> Tensor",
+    "quantize_per_channel(Tensor x, Tensor scale, Tensor? zero_point, int axis, int quant_min, int "
+    "quant_max, ScalarType dtype) -> Tensor",
     _quantize_per_channel,
     _codes,
 )
 dequantize_per_channel = _operator(
-    "dequantize_per_channel(Tensor codes, Tensor scale, Tensor? zero_point, int axis, ScalarType dtype) -> Tensor",
+    "dequantize_per_channel(Tensor codes, Tensor scale, Tensor? zero_point, int axis, ScalarType dtype) -> "
+    "Tensor",
     _dequantize_per_channel,
     _values,
 )
 quantize_per_group = _operator(
-    "quantize_per_group(Tensor x, Tensor scale, Tensor? zero_point, int axis, int group_size, int quant_min, int quant_max, "
-    "ScalarType dtype) -> Tensor",
+    "quantize_per_group(Tensor x, Tensor scale, Tensor? zero_point, int axis, int group_size, int quant_min, "
+    "int quant_max, ScalarType dtype) -> Tensor",
     _quantize_per_group,
     _codes,
 )
 dequantize_per_group = _operator(
-    "dequantize_per_group(Tensor codes, Tensor scale, Tensor? zero_point, int axis, int group_size, ScalarType dtype) -> Tensor",
+    "dequantize_per_group(Tensor codes, Tensor scale, Tensor? zero_point, int axis, int group_size, "
+    "ScalarType dtype) -> Tensor",
     _dequantize_per_group,
     _values,
 )
-#: Floating-point formats, by the name of their `DType`. The scale is one number, or a tensor as for `quantize_tensor`: so these two
-#: are for every granularity.
+#: Floating-point formats, by the name of their `DType`. The scale is one number, or a tensor as for
+#: `quantize_tensor`: so these two are for every granularity.
 quantize_float = _operator(
     "quantize_float(Tensor x, Tensor scale, str dtype) -> Tensor",
     _quantize_float,
-    lambda x, scale, dtype: torch.empty_like(x, dtype=named(dtype).storage),  # noqa: ARG005 - the names of the schema
+    lambda x, scale, dtype: torch.empty_like(x, dtype=named(dtype).storage),  # the names of the schema
 )
-dequantize_float = _operator("dequantize_float(Tensor codes, Tensor scale, str dtype) -> Tensor", _dequantize_float, _values)
+dequantize_float = _operator(
+    "dequantize_float(Tensor codes, Tensor scale, str dtype) -> Tensor", _dequantize_float, _values
+)
 quantize_dequantize_dynamic = _operator(
-    "quantize_dequantize_dynamic(Tensor x, bool per_token, int quant_min, int quant_max, bool symmetric, ScalarType dtype) -> Tensor",
+    "quantize_dequantize_dynamic(Tensor x, bool per_token, int quant_min, int quant_max, bool symmetric, "
+    "ScalarType dtype) -> Tensor",
     _quantize_dequantize_dynamic,
     lambda x, *_: torch.empty_like(x),
 )
-#: fp32 values of the codes of any format, by the name of its `nc.formats.DType`: for scales as of `quantize_tensor`, or the ranges of `x`.
+#: fp32 values of the codes of any format, by the name of its `nc.formats.DType`: for scales as of
+#: `quantize_tensor`, or the ranges of `x`.
 fake_quantize = _operator(
-    "fake_quantize(Tensor x, Tensor scale, Tensor? zero_point, str format, str round_method, int seed) -> Tensor",
+    "fake_quantize(Tensor x, Tensor scale, Tensor? zero_point, str format, str round_method, int seed) -> "
+    "Tensor",
     fake_quant.fake_quantize,
     _values,
 )
 fake_quantize_dynamic = _operator(
-    "fake_quantize_dynamic(Tensor x, str format, str granularity, bool symmetric, str round_method, str scale_type, bool tensor_scale, "
-    "int seed) -> Tensor",
+    "fake_quantize_dynamic(Tensor x, str format, str granularity, bool symmetric, str round_method, str "
+    "scale_type, bool tensor_scale, int seed) -> Tensor",
     fake_quant.fake_quantize_dynamic,
     _values,
 )
@@ -255,22 +314,34 @@ from_bf16 = _operator(
     lambda x: x.to(torch.float32, copy=True),
     lambda x: torch.empty_like(x, dtype=torch.float32),
 )
-_OPTIONS = "bool has_biases, int num_layers, bool bidirectional, bool batch_first, int quant_min, int quant_max, ScalarType dtype"
+_OPTIONS = (
+    "bool has_biases, int num_layers, bool bidirectional, bool batch_first, int quant_min, int quant_max, "
+    "ScalarType dtype"
+)
 #: The last option has a default: graphs that were stored without it have one range for all rows.
 _ROWS = "bool per_token=False"
 _LONG = len((*_OPTIONS.split(","), _ROWS))
 lstm_dynamic = _operator(
-    f"lstm_dynamic(Tensor x, Tensor[] hx, Tensor[] params, {_OPTIONS}, {_ROWS}) -> (Tensor, Tensor, Tensor)", _lstm, _fake_recurrent
+    f"lstm_dynamic(Tensor x, Tensor[] hx, Tensor[] params, {_OPTIONS}, {_ROWS}) -> (Tensor, Tensor, Tensor)",
+    _lstm,
+    _fake_recurrent,
 )
 gru_dynamic = _operator(
-    f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, {_ROWS}) -> (Tensor, Tensor)", _gru, _fake_recurrent
+    f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, {_ROWS}) -> (Tensor, Tensor)",
+    _gru,
+    _fake_recurrent,
 )
 rnn_dynamic = _operator(
-    f"rnn_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, bool per_token, bool relu) -> (Tensor, Tensor)", _rnn, _fake_recurrent
+    f"rnn_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, bool per_token, bool relu) -> (Tensor, "
+    "Tensor)",
+    _rnn,
+    _fake_recurrent,
 )
 
 #: What a packed weight is stored as; see `nc.numerics.packed_weight.PackedWeight`.
-_PACKED = "Tensor codes, Tensor scale, Tensor? zero, Tensor? minimum, Tensor? outer_scale, Tensor? outer_minimum"
+_PACKED = (
+    "Tensor codes, Tensor scale, Tensor? zero, Tensor? minimum, Tensor? outer_scale, Tensor? outer_minimum"
+)
 quant_linear = _operator(
     f"quant_linear(Tensor x, {_PACKED}, Tensor? bias, str dtype, int in_features, str act_dtype) -> Tensor",
     low_bit.linear,
@@ -278,7 +349,7 @@ quant_linear = _operator(
 )
 
 
-def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 - torch's signature
+def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # torch's signature
     x, *parts, bias = inputs[:8]
     ctx.save_for_backward(*parts)
     ctx.options, ctx.kinds = inputs[8:10], (x.dtype, None if bias is None else bias.dtype)
@@ -298,13 +369,21 @@ torch.library.register_autograd("nc::quant_linear", _gradients, setup_context=_k
 quant_embedding = _operator(
     f"quant_embedding(Tensor ids, {_PACKED}, str dtype, int features, ScalarType result) -> Tensor",
     low_bit.embedding,
-    lambda ids, codes, *rest: ids.new_empty((*ids.shape, rest[-2]), dtype=rest[-1]),  # noqa: ARG005 - the names of the schema
+    lambda ids, codes, *rest: ids.new_empty(
+        (*ids.shape, rest[-2]), dtype=rest[-1]
+    ),  # the names of the schema
 )
 
 #: Of integers.
 QUANTIZE = frozenset({quantize_per_tensor, quantize_tensor, quantize_per_channel, quantize_per_group})
-DEQUANTIZE = frozenset({dequantize_per_tensor, dequantize_tensor, dequantize_per_channel, dequantize_per_group})
+DEQUANTIZE = frozenset(
+    {dequantize_per_tensor, dequantize_tensor, dequantize_per_channel, dequantize_per_group}
+)
 #: All operators that only convert between codes and values.
-CONVERTERS = QUANTIZE | DEQUANTIZE | {quantize_float, dequantize_float, quantize_dequantize_dynamic, fake_quantize, fake_quantize_dynamic}
+CONVERTERS = (
+    QUANTIZE
+    | DEQUANTIZE
+    | {quantize_float, dequantize_float, quantize_dequantize_dynamic, fake_quantize, fake_quantize_dynamic}
+)
 #: What a node calls instead of a recurrent layer or cell of ATen, by the kind of that one without "_cell".
 RECURRENT = {"lstm": lstm_dynamic, "gru": gru_dynamic, "rnn": rnn_dynamic}

@@ -1,4 +1,7 @@
-"""Compare two engines tensor by tensor: whether an operator is wrong or only rounding differs. docs/how-to/compare-engines.md."""
+"""Compare two engines tensor by tensor: whether an operator is wrong or only rounding differs.
+
+Docs/how-to/compare-engines.md.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,26 @@ from nc.text.table import format_table
 REFERENCE = "reference"
 #: From the best to the worst.
 VERDICTS = ("equal", "within one quantum", "propagated", "disagreement")
-#: A fp32 tensor has no codes; its quantum is what it would have as 8 bits over its own range: the largest magnitude over this.
+#: A fp32 tensor has no codes; its quantum is what it would have as 8 bits over its own range: the largest
+#: magnitude over this.
 _STEPS = 255
-#: Where roundings that can't be read feed operators that nothing bounds, a tensor is judged as a whole: behind an LSTM or GRU, which round
-#: in every step what the last step made, or behind a norm that the engine fused with them.
+#: Where roundings that can't be read feed operators that nothing bounds, a tensor is judged as a whole:
+#: behind an LSTM or GRU, which round in every step what the last step made, or behind a norm that the engine
+#: fused with them.
 WHOLE_DB = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One engine's value of one tensor, compared with the correct value for that engine's own earlier tensors.
+    """One engine's value of one tensor, compared with the correct value for that engine's own earlier
+    tensors.
 
     Attributes:
-        error: the largest error in quanta, beyond what rounding explains: half a quantum for a code, and ties in earlier tensors. Where
-            single elements have no bound, the SQNR in dB.
+        error: the largest error in quanta, beyond what rounding explains: half a quantum for a code, and ties
+            in earlier tensors. Where single elements have no bound, the SQNR in dB.
         unit: "quanta" or "dB".
-        wrong: number of elements whose error is above the backend's tolerance; all elements if the SQNR is below `WHOLE_DB`.
+        wrong: number of elements whose error is above the backend's tolerance; all elements if the SQNR is
+            below `WHOLE_DB`.
     """
 
     error: float
@@ -55,8 +62,10 @@ class TensorComparison:
     Attributes:
         tensor: name of its node in the quantized graph.
         operator: the operator that made it.
-        operators: all operators between it and the earlier tensors that were compared. A fault is in one of them.
-        how: what was compared: "codes", "fp32", "dynamic", "recurrent" or "exact"; docs/how-to/compare-engines.md says how each is judged.
+        operators: all operators between it and the earlier tensors that were compared. A fault is in one of
+            them.
+        how: what was compared: "codes", "fp32", "dynamic", "recurrent" or "exact";
+            docs/how-to/compare-engines.md says how each is judged.
         verdict: one of `VERDICTS`.
         distance: the largest difference between the engines, in quanta.
         different: number of elements that differ.
@@ -85,8 +94,8 @@ class Comparison:
         engines: names of the two backends.
         tolerances: the tolerance of each backend at ties, in quanta.
         tensors: all that were compared, in execution order.
-        unread: tensors that were not compared, because reading them changes an engine's results. They are judged together with
-            the next tensor that can be read.
+        unread: tensors that were not compared, because reading them changes an engine's results. They are
+            judged together with the next tensor that can be read.
     """
 
     engines: tuple[str, str]
@@ -122,22 +131,30 @@ class Comparison:
         lines[-1] += ", ".join(f"{n} {verdict}" for verdict, n in self.counts().items() if n)
         lines += [_accusation(t, self.engines, self.tolerances) for t in self.disagreements]
         if self.unread:
-            lines.append(f"not read, because reading them changes the results of an engine: {', '.join(self.unread)}")
+            lines.append(
+                f"not read, because reading them changes the results of an engine: {', '.join(self.unread)}"
+            )
         return "\n".join(lines)
 
 
 @torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator] # torch does not annotate it; as when the models are called
 def compare(
-    q_a: QuantizedModel, q_b: QuantizedModel | ReferenceModule | str = REFERENCE, inputs: Any = None, *, isolate: str = "auto"
+    q_a: QuantizedModel,
+    q_b: QuantizedModel | ReferenceModule | str = REFERENCE,
+    inputs: Any = None,
+    *,
+    isolate: str = "auto",
 ) -> Comparison:
     """Run two engines on the same inputs and compare every tensor.
 
-    Both engines lower the quantized graph again, with the tensors as additional outputs. This takes longer than `convert`.
+    Both engines lower the quantized graph again, with the tensors as additional outputs. This takes longer
+    than `convert`.
 
     Args:
         q_a: the result of `convert` or `load`.
         q_b: the same quantized model on another engine, or "reference".
-        inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords); None: the example inputs of `prepare`.
+        inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords); None: the example
+            inputs of `prepare`.
         isolate: as in `convert`.
 
     Raises:
@@ -149,13 +166,16 @@ def compare(
     graph, sides = _checked(q_a, q_b)
     bound = _bind(graph, inputs)
     places = places_of(graph.module, frozenset(d.operator for d in graph.plan.quantized))
-    readings = [read(graph, get_backend(side.backend), side.run, bound, places, isolate=isolate) for side in sides]
+    readings = [
+        read(graph, get_backend(side.backend), side.run, bound, places, isolate=isolate) for side in sides
+    ]
     tolerances = (sides[0].tolerance, sides[1].tolerance)
     common = [n for n in places if all(n in reading for reading in readings)]
     tensors = _judge_all(graph, bound, common, readings, tolerances)
     accused = _disagreeing(tensors)
     for node in [n for n in common if name_of(n) in accused]:
-        # if excluding this tensor removes the disagreements after it, the engine's value of the tensor was misread
+        # if excluding this tensor removes the disagreements after it, the engine's value of the tensor was
+        # misread
         fewer = [n for n in common if n is not node]
         others = _judge_all(graph, bound, fewer, readings, tolerances)
         if len(_disagreeing(others)) < len(_disagreeing(tensors)) - 1:
@@ -182,7 +202,9 @@ def _judge_all(
 ) -> tuple[TensorComparison, ...]:
     """All verdicts, with `places` and the outputs as points."""
     points = points_at(graph.module, places, frozenset(d.operator for d in graph.plan.quantized))
-    locals_ = [recompute(graph.module, inputs, {p.node: reading[p.node] for p in points}) for reading in readings]
+    locals_ = [
+        recompute(graph.module, inputs, {p.node: reading[p.node] for p in points}) for reading in readings
+    ]
     tensors: list[TensorComparison] = []
     for point in points:
         values = readings[0][point.node], readings[1][point.node]
@@ -206,10 +228,16 @@ def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
     graph = checked(q_a, "compare").graph
     a = _Engine(q_a.backend, q_a.engine.run)
     if isinstance(q_b, str) and q_b != REFERENCE:
-        msg = f'compare() takes a model or "reference" to compare with, but got {q_b!r}; load the model with backend={q_b!r} for that.'
+        msg = (
+            f'compare() takes a model or "reference" to compare with, but got {q_b!r}; load the model with '
+            f"backend={q_b!r} for that."
+        )
         raise ConfigError(msg)
     if not isinstance(q_b, (QuantizedModel, ReferenceModule, str)):
-        msg = f'compare() expects the result of convert() or load(), or "reference", as the second model, but got {type(q_b).__name__}.'
+        msg = (
+            'compare() expects the result of convert() or load(), or "reference", as the second model, but '
+            f"got {type(q_b).__name__}."
+        )
         raise StateError(msg)
     found = "" if isinstance(q_b, str) or q_b.graph is graph else difference(graph.module, q_b.graph.module)
     if found:
@@ -242,7 +270,10 @@ def _judged(
     """Return the verdict on one tensor, given those above."""
     distance, different = _distances(*values)
     quanta = _largest(distance) / (1.0 if point.how in ("codes", "exact") else _quantum(values[1]))
-    first, second = (_side(point, v, should, tolerance) for v, should, tolerance in zip(values, local, tolerances, strict=True))
+    first, second = (
+        _side(point, v, should, tolerance)
+        for v, should, tolerance in zip(values, local, tolerances, strict=True)
+    )
     if first.wrong or second.wrong:
         verdict = "disagreement"
     elif not different:
@@ -285,7 +316,10 @@ def _largest(distances: torch.Tensor) -> float:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return |a - b| as float64, 0 where both are the same infinity or NaN, infinity where one is; and how many elements differ."""
+    """Return |a - b| as float64, 0 where both are the same infinity or NaN, infinity where one is.
+
+    And how many elements differ.
+    """
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
@@ -308,7 +342,17 @@ def _accusation(t: TensorComparison, engines: tuple[str, str], tolerances: tuple
     """Which side is wrong at one tensor, by how much, and which operators it may be."""
     found = []
     for side, engine, tolerance in zip(t.sides, engines, tolerances, strict=True):
-        unit = f"{side.error:.1f} dB, less than {WHOLE_DB:.0f}" if side.unit == "dB" else f"up to {side.error:.3g} quanta"
+        unit = (
+            f"{side.error:.1f} dB, less than {WHOLE_DB:.0f}"
+            if side.unit == "dB"
+            else f"up to {side.error:.3g} quanta"
+        )
         if side.wrong:
-            found.append(f"{engine} is wrong in {side.wrong} of {t.elements} elements, {unit} (tolerance {tolerance:g})")
-    return f"{t.operator!r} (between the tensors above and {t.tensor}: {', '.join(t.operators) or 'nothing'}): {'; '.join(found)}"
+            found.append(
+                f"{engine} is wrong in {side.wrong} of {t.elements} elements, {unit} (tolerance "
+                f"{tolerance:g})"
+            )
+    return (
+        f"{t.operator!r} (between the tensors above and {t.tensor}: {', '.join(t.operators) or 'nothing'}): "
+        f"{'; '.join(found)}"
+    )

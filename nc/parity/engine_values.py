@@ -1,8 +1,8 @@
 """Tensors inside an engine, read without changing what it computes.
 
-The graph is lowered once more with the tensors as additional outputs. This changes the graph that a fuser sees, so values are used only if
-the outputs stay the same, bit for bit. Else tensors are read in smaller groups. Tensors that cannot be read even alone
-are left out.
+The graph is lowered once more with the tensors as additional outputs. This changes the graph that a fuser
+sees, so values are used only if the outputs stay the same, bit for bit. Else tensors are read in smaller
+groups. Tensors that cannot be read even alone are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
 
 def read(
-    graph: QDQGraph, backend: Backend, run: Run, inputs: Sequence[torch.Tensor], places: Sequence[fx.Node], *, isolate: str
+    graph: QDQGraph,
+    backend: Backend,
+    run: Run,
+    inputs: Sequence[torch.Tensor],
+    places: Sequence[fx.Node],
+    *,
+    isolate: str,
 ) -> dict[fx.Node, torch.Tensor]:
     """Values in an engine model of `graph`: its outputs, and of `places` those that it can show.
 
@@ -44,14 +50,20 @@ def read(
     alone = list(run(inputs))
     leaves = returned(graph.module)
     wanted = set(outputs_of(graph.module))
-    found = {leaf: value for leaf, value in zip(leaves, alone, strict=True) if isinstance(leaf, fx.Node) and leaf in wanted}
+    found = {
+        leaf: value
+        for leaf, value in zip(leaves, alone, strict=True)
+        if isinstance(leaf, fx.Node) and leaf in wanted
+    }
     groups = _apart(places)
     while groups:
         group = groups.pop()
         tapped = dataclasses.replace(graph, module=with_outputs(graph.module, group), expected=None)
         values = _outputs(tapped, backend, inputs, isolate)
         if values and _same(alone, values[: len(alone)]):
-            found |= {node: _value(node, value) for node, value in zip(group, values[len(alone) :], strict=True)}
+            found |= {
+                node: _value(node, value) for node, value in zip(group, values[len(alone) :], strict=True)
+            }
         elif len(group) > 1:
             middle = len(group) // 2
             groups += [group[middle:], group[:middle]]
@@ -59,7 +71,10 @@ def read(
 
 
 def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
-    """Return groups without equal quantize nodes, which are one tensor to compilers: IPEX hangs on a graph that returns one twice."""
+    """Return groups without equal quantize nodes, which are one tensor to compilers.
+
+    IPEX hangs on a graph that returns one twice.
+    """
     groups: list[dict[object, fx.Node]] = []
     for place in places:
         key = place.args if place.target is quantize_per_tensor else place
@@ -72,9 +87,14 @@ def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
 
 
 def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], isolate: str) -> list[Any]:
-    """Return what an engine gives for a graph; nothing where it fails on it: to a compiler, reading may be too much."""
+    """Return what an engine gives for a graph.
+
+    Nothing where it fails on it: to a compiler, reading may be too much.
+    """
     try:
-        return list(backend.lower(graph, verify="off", **engine_options(backend, isolate=isolate)).run(inputs))
+        return list(
+            backend.lower(graph, verify="off", **engine_options(backend, isolate=isolate)).run(inputs)
+        )
     except BackendUnavailableError:
         raise
     except BackendError:

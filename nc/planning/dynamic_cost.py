@@ -1,4 +1,7 @@
-"""Estimate which operators dynamic int8 makes slower: to find and apply ranges can cost more time than int8 saves."""
+"""Estimate which operators dynamic int8 makes slower.
+
+To find and apply ranges can cost more time than int8 saves.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ class Sizes:
         return multiply_adds(self.node(op), self._outputs, reads_weights=bool(op.weights))
 
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
-        """Why dynamic int8 is slower than fp32 for an operator at the size of the example; None if it is not slower."""
+        """Why dynamic int8 is slower than fp32 for an operator at the size of the example.
+
+        None if it is not slower.
+        """
         if op.kind != "linear" or cost is None:
             return None
         outputs, inner = self.weight(op)

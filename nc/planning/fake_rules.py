@@ -24,17 +24,25 @@ def fake_spec(values: Mapping[str, Any], kind: str, node: fx.Node) -> FakeSpec:
         node: the operator in the captured graph.
 
     Raises:
-        ConfigError: values that contradict each other, an axis that a tensor has not, or blocks that do not cover it.
+        ConfigError: values that contradict each other, an axis that a tensor has not, or blocks that do not
+            cover it.
     """
     tensors = roles_of(node, kind)
-    specs = {role: values[role].resolved(role, kind) for role in ROLES if isinstance(values.get(role), FakeTensorSpec) and role in tensors}
+    specs = {
+        role: values[role].resolved(role, kind)
+        for role in ROLES
+        if isinstance(values.get(role), FakeTensorSpec) and role in tensors
+    }
     for role, spec in specs.items():
         _check_blocks(spec, role, tensors[role])
     return FakeSpec(**specs)
 
 
 def _check_blocks(spec: FakeTensorSpec, role: str, node: fx.Node) -> None:
-    """Raise ConfigError if blocks do not cover a tensor. A size that differs between calls counts as one that they do cover."""
+    """Raise ConfigError if blocks do not cover a tensor.
+
+    A size that differs between calls counts as one that they do cover.
+    """
     sizes, free = [dim_of(size) for size in node.meta["val"].shape], math.prod(spec.blocks.shape)
     try:
         spec.blocks.block_size([size if isinstance(size, int) else free for size in sizes])

@@ -1,4 +1,7 @@
-"""The plan of weight-only quantization: for every linear and embedding its format and solver, and by which rule. Needs no data."""
+"""The plan of weight-only quantization.
+
+For every linear and embedding its format and solver, and by which rule. Needs no data.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ class WeightPlan:
 
     Attributes:
         decisions: one per layer.
-        transforms: applied before layers are solved, in this order: those of the whole model, and those that some layer asks for.
+        transforms: applied before layers are solved, in this order: those of the whole model, and those that
+            some layer asks for.
         others: names and shapes of weights that are in no linear or embedding; they stay float.
     """
 
@@ -69,7 +73,10 @@ class WeightPlan:
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __getitem__(self, operator: str) -> LayerDecision:
-        """Return the decision for the layer of that name. If there is none, KeyError with the closest names."""
+        """Return the decision for the layer of that name.
+
+        If there is none, KeyError with the closest names.
+        """
         return named(self.decisions, operator)
 
     @property
@@ -80,7 +87,9 @@ class WeightPlan:
     @property
     def needs_data(self) -> bool:
         """Whether calibration data is needed."""
-        return any(d.solver.needs.data for d in self.quantized if d.solver is not None) or any(t.needs.data for t in self.transforms)
+        return any(d.solver.needs.data for d in self.quantized if d.solver is not None) or any(
+            t.needs.data for t in self.transforms
+        )
 
     @property
     def algorithms(self) -> tuple[Step, ...]:
@@ -95,8 +104,14 @@ class WeightPlan:
     @property
     def shares(self) -> Shares:
         """Which share of the weights gets which format."""
-        rows = [(d.operator, "float" if d.form is None else str(d.form.dtype), math.prod(d.shape)) for d in self.decisions]
-        parts = [Part(operator=name, form=form, weights=((name, size),), multiply_adds=0) for name, form, size in rows]
+        rows = [
+            (d.operator, "float" if d.form is None else str(d.form.dtype), math.prod(d.shape))
+            for d in self.decisions
+        ]
+        parts = [
+            Part(operator=name, form=form, weights=((name, size),), multiply_adds=0)
+            for name, form, size in rows
+        ]
         return shares_of([*parts, *other_parts(self.others)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,22 +137,39 @@ class WeightPlan:
     def __str__(self) -> str:
         """Return a table of all layers with repeated blocks as one, then the algorithms."""
         others = [others_text(self.others)] if self.others else []
-        return "\n".join([self.table(WIDTH, fold=True), "", *self.shares.lines(), *others, *algorithm_lines(self.algorithms)])
+        return "\n".join(
+            [
+                self.table(WIDTH, fold=True),
+                "",
+                *self.shares.lines(),
+                *others,
+                *algorithm_lines(self.algorithms),
+            ]
+        )
 
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
-        """One row per layer and other weight: name, type, sizes, format, range rule, solver, which rule decided, why it stays float.
+        """One row per layer and other weight.
+
+        Name, type, sizes, format, range rule, solver, which rule decided, why it stays float.
 
         Args:
             width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.
             fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(plan)` does.
         """
-        rows: list[tuple[str, ...]] = [("layer", "type", "N x K", "weight", "range", "solver", "rule", "why float")]
+        rows: list[tuple[str, ...]] = [
+            ("layer", "type", "N x K", "weight", "range", "solver", "rule", "why float")
+        ]
         for d in self.decisions:
             sizes = f"{d.shape[0]} x {d.shape[1]}"
-            how = ("float", "-", "-") if d.form is None or d.solver is None else (str(d.form), d.rule, d.solver.name)
+            how = (
+                ("float", "-", "-")
+                if d.form is None or d.solver is None
+                else (str(d.form), d.rule, d.solver.name)
+            )
             rows.append((d.operator, d.kind, sizes, *how, str(d.decided), d.reason))
         rows += [
-            (name, "parameter", " x ".join(map(str, shape)), "float", "-", "-", "-", str(Cause.NO_LAYER())) for name, shape in self.others
+            (name, "parameter", " x ".join(map(str, shape)), "float", "-", "-", "-", str(Cause.NO_LAYER()))
+            for name, shape in self.others
         ]
         return format_table(folded(rows) if fold else rows, width)
 
@@ -148,7 +180,10 @@ class WeightPlan:
 
 
 def other_parts(others: Sequence[tuple[str, tuple[int, ...]]]) -> list[Part]:
-    """Return what weights that are in no linear or embedding contribute to the shares of a model. Their multiply-adds are not known."""
+    """Return what weights that are in no linear or embedding contribute to the shares of a model.
+
+    Their multiply-adds are not known.
+    """
     return [Part(operator=name, form="float", weights=((name, math.prod(shape)),)) for name, shape in others]
 
 

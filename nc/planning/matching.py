@@ -1,8 +1,8 @@
 """Which rules match an operator, and which of them wins. Needs names and types only, no data.
 
-Precedence is defined in this module only: exact name > pattern > type > global. Of two patterns, or two types, the one declared last wins.
-A field that the most specific rule does not set takes its value from the next rule of the same family of strategies. If no rule sets it,
-it has its default.
+Precedence is defined in this module only: exact name > pattern > type > global. Of two patterns, or two
+types, the one declared last wins. A field that the most specific rule does not set takes its value from the
+next rule of the same family of strategies. If no rule sets it, it has its default.
 """
 
 from __future__ import annotations
@@ -71,8 +71,13 @@ def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True) -> None
             _check_matches(key, graph, strict)
 
 
-def matches_of(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[Match]:
-    """All rules that match an operator, the most specific first. Of equally specific rules the one declared last comes first."""
+def matches_of(
+    op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]
+) -> list[Match]:
+    """All rules that match an operator, the most specific first.
+
+    Of equally specific rules the one declared last comes first.
+    """
     found: list[Match] = []
     for part in parts_of(config):
         if part.white_list is None:
@@ -87,7 +92,10 @@ def matches_of(op: Operator, config: AnyConfig, row: OpSupport | None, modules: 
             if level is not None:
                 found.append(Match(Rule(level, rule.key.text), rule.config))
     # of several global strategies, those with a kernel for this kind of operator come first
-    order = {id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or has_kernel(m.config, row), i) for i, m in enumerate(found)}
+    order = {
+        id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or has_kernel(m.config, row), i)
+        for i, m in enumerate(found)
+    }
     return sorted(found, key=lambda m: order[id(m)], reverse=True)
 
 
@@ -116,7 +124,8 @@ def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:
 def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> Level | None:
     """Return the level at which a key matches an operator; None if it does not match.
 
-    A string that is the name of one of the model's `modules` means this module, also if it is spelled like a type ("linear").
+    A string that is the name of one of the model's `modules` means this module, also if it is spelled like a
+    type ("linear").
     """
     if not key.is_type and key.text in (op.name, op.module_name):
         return Level.NAME

@@ -11,7 +11,14 @@ from nc.graph.plan import Decision, Plan
 
 _OTHER_DTYPE = (Cause.NOT_FP32, Cause.WEIGHTS_NOT_FP32)
 #: Reasons that a configuration gives on purpose.
-_WISHES = (Cause.ASKED, Cause.NOT_LISTED, Cause.NO_BF16_FORM, Cause.SLOW, Cause.OTHER_STRATEGY, Cause.NO_LAYER)
+_WISHES = (
+    Cause.ASKED,
+    Cause.NOT_LISTED,
+    Cause.NO_BF16_FORM,
+    Cause.SLOW,
+    Cause.OTHER_STRATEGY,
+    Cause.NO_LAYER,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,8 +27,8 @@ class Nothing:
 
     Attributes:
         text: why, and what to write.
-        error: what `prepare` raises with `strict`; None where the configuration itself leaves everything in fp32, and where
-            no engine has int8 for the operators.
+        error: what `prepare` raises with `strict`; None where the configuration itself leaves everything in
+            fp32, and where no engine has int8 for the operators.
     """
 
     text: str
@@ -29,7 +36,10 @@ class Nothing:
 
 
 def nothing_quantized(plan: Plan, config: AnyConfig) -> Nothing | None:
-    """Return what to say of a plan; None if an operator is quantized, computes in bf16 or has a low-bit weight."""
+    """Return what to say of a plan.
+
+    None if an operator is quantized, computes in bf16 or has a low-bit weight.
+    """
     if any(d.spec.quantized or d.spec.bf16 or d.stays_for(Cause.LOW_BIT) for d in plan.decisions):
         return None
     products = [d for d in plan.decisions if d.multiply_adds != 0]
@@ -40,7 +50,12 @@ def nothing_quantized(plan: Plan, config: AnyConfig) -> Nothing | None:
         return Nothing(text, None)
     if any(map(_has_other_dtype, products)):
         return Nothing(text, InputError)
-    return Nothing(text, UnsupportedError if _is_dynamic(config) and any(d.stays_for(Cause.NO_KERNEL) for d in products) else None)
+    return Nothing(
+        text,
+        UnsupportedError
+        if _is_dynamic(config) and any(d.stays_for(Cause.NO_KERNEL) for d in products)
+        else None,
+    )
 
 
 def _is_wish(decision: Decision) -> bool:
@@ -75,8 +90,14 @@ def _advice(decisions: list[Decision], config: AnyConfig) -> str:
         return "skip_slow=False quantizes them anyway."
     if any(d.stays_for(Cause.NO_KERNEL) for d in decisions):
         if _is_dynamic(config):
-            return "Ranges found at each call are for linears, LSTM, GRU, RNN; nc.StaticQuantConfig() quantizes convolutions and matmuls."
+            return (
+                "Ranges found at each call are for linears, LSTM, GRU, RNN; nc.StaticQuantConfig() "
+                "quantizes convolutions and matmuls."
+            )
         return "nc.DynamicQuantConfig() quantizes LSTM, GRU and RNN, and nc.StaticQuantConfig() the rest."
     if any(map(_is_wish, decisions)):
         return "The configuration and its rules leave them in fp32."
-    return "nc.describe(model, config, example_inputs) lists all; nc.WeightOnlyConfig() quantizes weights of linears and stacked experts."
+    return (
+        "nc.describe(model, config, example_inputs) lists all; nc.WeightOnlyConfig() quantizes weights of "
+        "linears and stacked experts."
+    )

@@ -1,6 +1,9 @@
-"""resolve(config, graph, capabilities) → Plan: which rule applies to which operator. A pure function that needs no data.
+"""resolve(config, graph, capabilities) → Plan: which rule applies to which operator.
 
-The most specific rule decides how an operator is quantized, or that it stays fp32; `nc.planning.matching` finds it.
+A pure function that needs no data.
+
+The most specific rule decides how an operator is quantized, or that it stays fp32; `nc.planning.matching`
+finds it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,18 @@ from nc.capture.capture import Graph
 from nc.capture.naming import Operator
 from nc.config import AnyConfig
 from nc.errors import ConfigError, NCError, UnsupportedError
-from nc.formats import BF16, FLOAT, Capabilities, FakeSpec, OpSpec, OpSupport, SmoothSpec, TensorSpec, dtype, granularity
+from nc.formats import (
+    BF16,
+    FLOAT,
+    Capabilities,
+    FakeSpec,
+    OpSpec,
+    OpSupport,
+    SmoothSpec,
+    TensorSpec,
+    dtype,
+    granularity,
+)
 from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
@@ -42,27 +56,37 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities, placemen
         placement: see `Plan`.
 
     Raises:
-        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values. Or outputs
-            should be codes in a model that changes tensors in place.
+        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator,
+            field and legal values. Or outputs should be codes in a model that changes tensors in place.
         ConfigError: fields of several levels contradict each other.
     """
     if placement == OUTPUTS and works_in_place(graph.module):
-        msg = 'The model changes tensors in place, so placement="outputs" has no one place for the codes of an output. Use "inputs".'
+        msg = (
+            'The model changes tensors in place, so placement="outputs" has no one place for the codes of '
+            'an output. Use "inputs".'
+        )
         raise UnsupportedError(msg)
     sizes = Sizes(graph)
     modules = frozenset(graph.submodules)
-    decisions = [_with_size(_decide(op, config, sizes, capabilities, modules), op, sizes) for op in graph.operators]
+    decisions = [
+        _with_size(_decide(op, config, sizes, capabilities, modules), op, sizes) for op in graph.operators
+    ]
     mixers = behind_matmul(graph.module)
     decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
     grouped = _with_channels_of_several_groups(graph)
-    decisions = [_with_grouped_weight(d, capabilities.row(d.kind)) if d.operator in grouped else d for d in decisions]
+    decisions = [
+        _with_grouped_weight(d, capabilities.row(d.kind)) if d.operator in grouped else d for d in decisions
+    ]
     # dynamic operators read and give fp32, so an int8 addition beside one gains nothing
     asked = {d.operator for d in decisions if d.spec.mode == "static"}
     # an operator that a rule names, by name or type, stays quantized
     explicit = {d.operator for d in decisions if d.decided.level is not Level.GLOBAL}
     fused_add = capabilities.fused_add if placement == INPUTS else frozenset()
     useless = useless_adds(graph.module, asked, keep=explicit, fused_add=fused_add)
-    decisions = [dataclasses.replace(d, spec=FLOAT, why=useless[d.operator]) if d.operator in useless else d for d in decisions]
+    decisions = [
+        dataclasses.replace(d, spec=FLOAT, why=useless[d.operator]) if d.operator in useless else d
+        for d in decisions
+    ]
     return plan_of(decisions, capabilities, placement)
 
 
@@ -75,7 +99,8 @@ def plan_of(decisions: Iterable[Decision], capabilities: Capabilities, placement
     low = next((d for d in decisions if d.spec.bf16), None)
     if low is not None and capabilities.why_no_bf16:
         msg = (
-            f"Operator {low.operator!r} can't compute in bf16 on backend {capabilities.backend!r}: {capabilities.why_no_bf16}. Leave "
+            f"Operator {low.operator!r} can't compute in bf16 on backend {capabilities.backend!r}: "
+            f"{capabilities.why_no_bf16}. Leave "
             'remainder="bf16" and dtypes "bf16" out of the configuration.'
         )
         raise UnsupportedError(msg)
@@ -95,8 +120,11 @@ def _with_channels_of_several_groups(graph: Graph) -> set[str]:
     return {node.meta["operator"] for node in weighted if weight_axis(node) is None}
 
 
-def _values(op: Operator, matches: list[Match], row: OpSupport | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields of the rules that match, completed by what the kernel takes, and where each comes from.
+def _values(
+    op: Operator, matches: list[Match], row: OpSupport | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of the rules that match, completed by what the kernel takes, and where each comes
+    from.
 
     Raises:
         NCError: they contradict each other.
@@ -105,7 +133,11 @@ def _values(op: Operator, matches: list[Match], row: OpSupport | None) -> tuple[
     values, sources = merged(matches)
     if row is not None and chosen.config.family == "dynamic":
         _take_granularity_of_kernel(values, sources, row)
-    if row is not None and row.symmetric and spec_of(chosen.config.algorithm, values, op.kind).mode == "static":
+    if (
+        row is not None
+        and row.symmetric
+        and spec_of(chosen.config.algorithm, values, op.kind).mode == "static"
+    ):
         _take_codes_of_kernel(values, sources, row, is_global=chosen.rule.level is Level.GLOBAL)
     try:
         chosen.config.check_values(values)
@@ -115,7 +147,9 @@ def _values(op: Operator, matches: list[Match], row: OpSupport | None) -> tuple[
     return values, sources
 
 
-def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
+def _decide(
+    op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]
+) -> Decision:
     base: dict[str, Any] = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
     row = capabilities.row(op.kind)
     matches = matches_of(op, config, row, modules)
@@ -128,7 +162,9 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     chosen = matches[0]
     base["decided"] = chosen.rule
     if chosen.config.is_float:
-        return _float(base, chosen.config.w_dtype, Cause.ASKED(dtype=chosen.config.w_dtype), _excluded(matches))
+        return _float(
+            base, chosen.config.w_dtype, Cause.ASKED(dtype=chosen.config.w_dtype), _excluded(matches)
+        )
     if chosen.config.family == "weight_only":  # its layers were replaced before capture
         return _float(base, "fp32", Cause.NO_LAYER())
     values, sources = _values(op, matches, row)
@@ -138,7 +174,9 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     spec = spec_of(chosen.config.algorithm, values, op.kind)
     base["keep_inaccurate"] = values.get("keep_inaccurate", False)
     base["fallback"] = "fp32" if "bf16" in _excluded(matches) else values.get("remainder", "fp32")
-    why = _why_no_kernel(op, spec, row, chosen, capabilities) or _why_no_projections(op, spec, row, sizes, capabilities)
+    why = _why_no_kernel(op, spec, row, chosen, capabilities) or _why_no_projections(
+        op, spec, row, sizes, capabilities
+    )
     if why is None and values.get("skip_slow"):
         why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)
     if why is not None:
@@ -149,7 +187,12 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
 
 
 def _simulated(
-    base: Mapping[str, Any], op: Operator, values: Mapping[str, Any], row: OpSupport | None, sizes: Sizes, capabilities: Capabilities
+    base: Mapping[str, Any],
+    op: Operator,
+    values: Mapping[str, Any],
+    row: OpSupport | None,
+    sizes: Sizes,
+    capabilities: Capabilities,
 ) -> Decision:
     """Return the decision for an operator whose formats are simulated.
 
@@ -179,7 +222,10 @@ def _float(base: Mapping[str, Any], dtype: str, why: Reason, excluded: Collectio
         ConfigError: a rule asks for a precision that another one excludes.
     """
     if dtype == "bf16" and dtype in excluded:
-        msg = f"Operator {base['operator']!r} (rule: {base['decided']}): {why}, but {dtype!r} is in excluded_precisions={tuple(excluded)}."
+        msg = (
+            f"Operator {base['operator']!r} (rule: {base['decided']}): {why}, but {dtype!r} is in "
+            f"excluded_precisions={tuple(excluded)}."
+        )
         raise ConfigError(msg)
     if dtype == "bf16" and base["kind"] not in PRODUCTS:
         return Decision(**base, why=Cause.NO_BF16_FORM(reason=why, kind=base["kind"]))
@@ -209,10 +255,14 @@ def _with_granularity_of_kernel(decision: Decision, row: OpSupport) -> Decision:
     _take_granularity_of_kernel(values, sources, row)
     changed = dataclasses.replace(activation, granularity=granularity(values["act_granularity"]))
     new = tuple((name, values[name], sources[name]) for name in fields)
-    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, activation=changed), fields=new)
+    return dataclasses.replace(
+        decision, spec=dataclasses.replace(decision.spec, activation=changed), fields=new
+    )
 
 
-def _take_codes_of_kernel(values: dict[str, Any], sources: dict[str, str], row: OpSupport, *, is_global: bool) -> None:
+def _take_codes_of_kernel(
+    values: dict[str, Any], sources: dict[str, str], row: OpSupport, *, is_global: bool
+) -> None:
     """Use the codes of a kernel that takes symmetric ones only, if no rule for this operator or type sets others."""
     for name, value in (("act_dtype", row.activations[0]), ("act_sym", True)):
         if values[name] != value and (is_global or sources[name] == DEFAULT):
@@ -234,7 +284,9 @@ def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
         narrow=True,
     )
     activation = TensorSpec(
-        dtype=dtype(values["act_dtype"]), symmetric=values["act_sym"], granularity=granularity(values["act_granularity"])
+        dtype=dtype(values["act_dtype"]),
+        symmetric=values["act_sym"],
+        granularity=granularity(values["act_granularity"]),
     )
     if algorithm == "dynamic":
         return OpSpec(activation=dataclasses.replace(activation, dynamic=True), weight=weight)
@@ -262,18 +314,31 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
             decisions.append(d)
         elif d.spec.mode == "fake_quant" and (row is None or not row.supports("fake_quant")):
             raise _not_simulated(d.operator, d.kind, d.decided, capabilities)
-        elif row is None or not row.supports(d.spec.mode) or (row.symmetric and not _are_codes_of_kernel(d.spec, row)):
+        elif (
+            row is None
+            or not row.supports(d.spec.mode)
+            or (row.symmetric and not _are_codes_of_kernel(d.spec, row))
+        ):
             low = d.fallback == "bf16" and d.kind in PRODUCTS
-            decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)))
+            decisions.append(
+                dataclasses.replace(
+                    d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)
+                )
+            )
         else:
-            d = _with_granularity_of_kernel(d, row)  # noqa: PLW2901 - the same decision for this backend
+            d = _with_granularity_of_kernel(d, row)  # the same decision for this backend
             _check_dtypes(d.operator, d.spec, row, d.decided, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
     return dataclasses.replace(plan_of(decisions, capabilities, plan.placement), algorithms=plan.algorithms)
 
 
-def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Match, capabilities: Capabilities) -> Reason | None:
-    """Why an operator stays fp32; None if there is a kernel. Raises UnsupportedError for a dtype that no kernel takes."""
+def _why_no_kernel(
+    op: Operator, spec: OpSpec, row: OpSupport | None, match: Match, capabilities: Capabilities
+) -> Reason | None:
+    """Why an operator stays fp32; None if there is a kernel.
+
+    Raises UnsupportedError for a dtype that no kernel takes.
+    """
     if row is None or not has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
     _check_dtypes(op.name, spec, row, match.rule, capabilities)
@@ -283,14 +348,22 @@ def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Mat
 def _not_simulated(operator: str, kind: str, rule: Rule, capabilities: Capabilities) -> UnsupportedError:
     """Return the error for a backend that would compute an operator in fp32 though formats were to be simulated."""
     return UnsupportedError(
-        f"Operator {operator!r} ({kind}, rule: {rule}): backend {capabilities.backend!r} simulates no number formats. Leave backend out, "
+        f"Operator {operator!r} ({kind}, rule: {rule}): backend {capabilities.backend!r} simulates no number "
+        "formats. Leave backend out, "
         'or say backend="reference", which does.'
     )
 
 
-def _why_no_projections(op: Operator, spec: OpSpec, row: OpSupport | None, sizes: Sizes, capabilities: Capabilities) -> Reason | None:
+def _why_no_projections(
+    op: Operator, spec: OpSpec, row: OpSupport | None, sizes: Sizes, capabilities: Capabilities
+) -> Reason | None:
     """Why an LSTM with projections stays fp32; None where there is a kernel, and for other operators."""
-    if row is None or op.kind != "lstm" or str(spec.input(0).granularity) in row.projections or not is_projected(sizes.node(op)):
+    if (
+        row is None
+        or op.kind != "lstm"
+        or str(spec.input(0).granularity) in row.projections
+        or not is_projected(sizes.node(op))
+    ):
         return None
     return Cause.PROJECTIONS(backend=capabilities.backend, granularity=spec.input(0).granularity)
 
@@ -300,7 +373,9 @@ def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
     return Cause.NO_KERNEL(backend=capabilities.backend, how=how, kind=kind)
 
 
-def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capabilities: Capabilities) -> None:
+def _check_dtypes(
+    operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capabilities: Capabilities
+) -> None:
     """Raise UnsupportedError if the kernel of a row does not take the dtype or granularity of an operator."""
     value: object
     if spec.mode == "fake_quant":
@@ -321,11 +396,19 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
 
 
 def _unsmoothed(decision: Decision) -> Decision:
-    """Return the decision without SmoothQuant, unless a rule names it: a multiplication there splits the int8 group of attention."""
+    """Return the decision without SmoothQuant, unless a rule names it.
+
+    A multiplication there splits the int8 group of attention.
+    """
     if decision.spec.smooth is None or decision.decided.level in (Level.NAME, Level.PATTERN):
         return decision
-    fields = tuple(("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field for field in decision.fields)
-    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields, unsmoothed=True)
+    fields = tuple(
+        ("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field
+        for field in decision.fields
+    )
+    return dataclasses.replace(
+        decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields, unsmoothed=True
+    )
 
 
 def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:
@@ -334,9 +417,13 @@ def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:
     if weight is None or row is None or str(weight.granularity) in row.grouped_weights:
         return decision
     text = row.grouped_weights[0]
-    fields = tuple(("w_granularity", text, "kernel") if f[0] == "w_granularity" else f for f in decision.fields)
+    fields = tuple(
+        ("w_granularity", text, "kernel") if f[0] == "w_granularity" else f for f in decision.fields
+    )
     weight = dataclasses.replace(weight, granularity=granularity(text))
-    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, weight=weight), fields=fields)
+    return dataclasses.replace(
+        decision, spec=dataclasses.replace(decision.spec, weight=weight), fields=fields
+    )
 
 
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:

@@ -1,1 +1,4 @@
-"""What belongs to the whole process: its lock, torch's settings and modes, warnings, the installation, the cache of compiled code."""
+"""What belongs to the whole process.
+
+Its lock, torch's settings and modes, warnings, the installation, the cache of compiled code.
+"""

@@ -1,6 +1,7 @@
 """Small files that can be made again, kept between processes in the user's cache folder.
 
-What is kept here is run, or jumped to. So it is read through descriptors that were checked, never by a name that was checked before.
+What is kept here is run, or jumped to. So it is read through descriptors that were checked, never by a name
+that was checked before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _UNFINISHED = "unfinished-"
 def folder() -> Path:
     """Return the folder, which need not exist."""
     named = Path(env.XDG_CACHE_HOME.get())
-    if named.is_absolute():  # the XDG specification ignores others, which would mean another folder in each working directory
+    if (
+        named.is_absolute()
+    ):  # the XDG specification ignores others, which would mean another folder in each working directory
         return named / "nc"
     try:
         return Path.home() / ".cache" / "nc"
@@ -121,7 +124,8 @@ def write(path: Path, content: bytes) -> bool:
     """Write a file as a whole.
 
     Returns:
-        Whether it is there: without a folder to write to, the next process makes its content again, which costs time only.
+        Whether it is there: without a folder to write to, the next process makes its content again, which
+            costs time only.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,6 +146,10 @@ def prune(pattern: str, most: int) -> None:
     """Remove files of a pattern in the folder but for those that were used last, and what an interrupted process has left."""
     with contextlib.suppress(OSError):  # another process removes the same
         files = sorted(folder().glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
-        old = [path for path in folder().glob(f"{_UNFINISHED}*") if time.time() - path.stat().st_mtime > _ABANDONED_S]
+        old = [
+            path
+            for path in folder().glob(f"{_UNFINISHED}*")
+            if time.time() - path.stat().st_mtime > _ABANDONED_S
+        ]
         for path in (*files[most:], *old):
             path.unlink(missing_ok=True)

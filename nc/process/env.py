@@ -1,4 +1,7 @@
-"""The environment variables that nc reads; no other module reads any. A variable is read when its value is needed, never at import."""
+"""The environment variables that nc reads; no other module reads any.
+
+A variable is read when its value is needed, never at import.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ NC_ONEDNN = Variable(
     "NC_ONEDNN",
     "`torch`, `package`, `system`, the path of a library, or `none`",
     "`torch`, then `package`, then `system`",
-    "which oneDNN library the plans of `native` call: the copy inside torch, `libdnnl.so.3` of a Python package or of the system, this "
-    "file, or no library, which leaves everything to torch's operators",
+    "which oneDNN library the plans of `native` call: the copy inside torch, `libdnnl.so.3` of a Python "
+    "package or of the system, this file, or no library, which leaves everything to torch's operators",
 )
 CC = Variable(
     "CC",
@@ -53,24 +56,33 @@ NC_MAX_ISA = Variable(
     "NC_MAX_ISA",
     "`avx2`, `avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16` or `amx`",
     "no limit",
-    "the best instruction set that nc's C kernels use and that plans count on; any other value is an error. Set it when the process starts",
+    "the best instruction set that nc's C kernels use and that plans count on; any other value is an error. "
+    "Set it when the process starts",
 )
 CXX = Variable("CXX", "a command", "`g++`", "the C++ compiler that `compile=True` and `export_pt2` need")
 XDG_CACHE_HOME = Variable(
     "XDG_CACHE_HOME",
     "an absolute path",
     "`~/.cache`",
-    "compiled kernels and addresses of oneDNN's functions are kept in its folder `nc`; a path that is not absolute does not count",
+    "compiled kernels and addresses of oneDNN's functions are kept in its folder `nc`; a path that is not "
+    "absolute does not count",
 )
-COLUMNS = Variable("COLUMNS", "a number", "the terminal's width; 160 in a file or pipe", "width of the tables that the command line prints")
+COLUMNS = Variable(
+    "COLUMNS",
+    "a number",
+    "the terminal's width; 160 in a file or pipe",
+    "width of the tables that the command line prints",
+)
 ONEDNN_MAX_CPU_ISA = Variable(
     "ONEDNN_MAX_CPU_ISA",
     "a name of oneDNN, for example `AVX2` or `AVX512_CORE`",
     "no limit",
-    "limits the instruction sets of oneDNN and of nc's C kernels; a CPU with VNNI counts as one without where the limit excludes it. Set "
-    "it when the process starts",
+    "limits the instruction sets of oneDNN and of nc's C kernels; a CPU with VNNI counts as one without "
+    "where the limit excludes it. Set it when the process starts",
 )
-DNNL_MAX_CPU_ISA = Variable("DNNL_MAX_CPU_ISA", "the same", "no limit", "older name of `ONEDNN_MAX_CPU_ISA`, which has priority")
+DNNL_MAX_CPU_ISA = Variable(
+    "DNNL_MAX_CPU_ISA", "the same", "no limit", "older name of `ONEDNN_MAX_CPU_ISA`, which has priority"
+)
 FBGEMM_ENABLE_INSTRUCTIONS = Variable(
     "FBGEMM_ENABLE_INSTRUCTIONS",
     "`AVX2`, `AVX512`, `AVX512_256`, …",
@@ -91,14 +103,24 @@ VARIABLES = (
 )
 #: Variables that nc does not read, and that change what it does, because a library reads them; for documents.
 OTHERS = (
-    Variable("OMP_NUM_THREADS", "a number", "the number of cores", "threads of torch and of nc's kernels, as `torch.set_num_threads`"),
+    Variable(
+        "OMP_NUM_THREADS",
+        "a number",
+        "the number of cores",
+        "threads of torch and of nc's kernels, as `torch.set_num_threads`",
+    ),
     Variable(
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
         "a number",
         "1024",
         "primitives that oneDNN keeps, about half a megabyte each; `0` keeps only those that nc's plans hold",
     ),
-    Variable("PYTORCH_JIT", "`0` or `1`", "`1`", "`0` switches TorchScript off, which `ipex` and `export_torchscript` need"),
+    Variable(
+        "PYTORCH_JIT",
+        "`0` or `1`",
+        "`1`",
+        "`0` switches TorchScript off, which `ipex` and `export_torchscript` need",
+    ),
 )
 
 

@@ -1,4 +1,7 @@
-"""What errors of torch and ONNX Runtime mean that have no class of their own. All texts of other libraries that nc looks at are here."""
+"""What errors of torch and ONNX Runtime mean that have no class of their own.
+
+All texts of other libraries that nc looks at are here.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,26 @@ def is_of_unknown_output(error: BaseException) -> bool:
 
 
 def is_of_data_dependence(error: BaseException) -> bool:
-    """Whether torch.export met a value that depends on data. torch 2.8 says of a slice only that its bound is no number."""
+    """Whether torch.export met a value that depends on data.
+
+    Torch 2.8 says of a slice only that its bound is no number.
+    """
     text = str(error)
-    return "DataDependent" in type(error).__name__ or "data-dependent" in text or "found type 'FakeTensor'" in text
+    return (
+        "DataDependent" in type(error).__name__
+        or "data-dependent" in text
+        or "found type 'FakeTensor'" in text
+    )
 
 
 def is_of_index(error: BaseException) -> bool:
-    """Whether an index is out of its range, in the words of torch or IPEX; TorchScript gives errors a type of its own."""
-    return isinstance(error, IndexError) or any(words in str(error) for words in ("index out of range", "out of DATA bounds"))
+    """Whether an index is out of its range, in the words of torch or IPEX.
+
+    TorchScript gives errors a type of its own.
+    """
+    return isinstance(error, IndexError) or any(
+        words in str(error) for words in ("index out of range", "out of DATA bounds")
+    )
 
 
 def is_of_gradients(error: BaseException) -> bool:

@@ -1,7 +1,8 @@
 """Check that the module `nc` is the one of the distribution nc-quant.
 
-Another project is called `nc` on PyPI. It installs a module `nc` too, so each overwrites files of the other, and uninstalling one takes
-files of the other with it. This module needs the standard library and `nc.errors` only: it works where `nc/__init__.py` is not ours.
+Another project is called `nc` on PyPI. It installs a module `nc` too, so each overwrites files of the other,
+and uninstalling one takes files of the other with it. This module needs the standard library and `nc.errors`
+only: it works where `nc/__init__.py` is not ours.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ _ADVICE = f"Run `pip uninstall nc {DISTRIBUTION}`, then install {DISTRIBUTION} a
 
 
 def why_not_ours() -> str:
-    """Return what to do when `nc/__init__.py` is missing or another project's; "" when the imported package is ours."""
+    """Return what to do when `nc/__init__.py` is missing or another project's.
+
+    "" when the imported package is ours.
+    """
     package = sys.modules["nc"]
-    if vars(package).get("NCError") is NCError:  # getattr would ask the other project's object, which answers to many names
+    if (
+        vars(package).get("NCError") is NCError
+    ):  # getattr would ask the other project's object, which answers to many names
         return ""
     path = getattr(package, "__file__", None)
-    found = f"{path} is not part of {DISTRIBUTION}" if path else f"nc/__init__.py of {DISTRIBUTION} is missing"
+    found = (
+        f"{path} is not part of {DISTRIBUTION}" if path else f"nc/__init__.py of {DISTRIBUTION} is missing"
+    )
     return f"{found}: another project called nc has overwritten or removed it. {_ADVICE}"
 
 
@@ -34,20 +42,33 @@ def other_distribution() -> str:
         if not found.read_text("METADATA") and not found.read_text("PKG-INFO"):
             continue  # what an interrupted uninstallation left
         summary = found.metadata.get_all("Summary", ["without a summary"])[0]
-        return f"nc {found.version} ({summary}) is another project that installs a module called nc, over this one's files. {_ADVICE}"
+        return (
+            f"nc {found.version} ({summary}) is another project that installs a module called nc, over this "
+            f"one's files. {_ADVICE}"
+        )
     return ""
 
 
 def altered_files() -> str:
-    """Which of the installed files are missing or not as they were installed, and what to do; "" for an editable or no installation."""
+    """Which of the installed files are missing or not as they were installed, and what to do.
+
+    "" for an editable or no installation.
+    """
     try:
         installed = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return ""
-    altered = [str(path) for path in installed if path.parts[0] == "nc" and path.hash is not None and _digest(path) != path.hash.value]
+    altered = [
+        str(path)
+        for path in installed
+        if path.parts[0] == "nc" and path.hash is not None and _digest(path) != path.hash.value
+    ]
     if not altered:
         return ""
-    return f"Files that are missing or not as {DISTRIBUTION} installed them: {len(altered)}, e.g. {altered[0]}. {_ADVICE}"
+    return (
+        f"Files that are missing or not as {DISTRIBUTION} installed them: {len(altered)}, e.g. {altered[0]}. "
+        f"{_ADVICE}"
+    )
 
 
 def _digest(path: importlib.metadata.PackagePath) -> str:

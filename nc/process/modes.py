@@ -1,4 +1,7 @@
-"""Modes for a while: eval mode, after which modules whose `train` does more than set a flag are as before; attention's plain path."""
+"""Modes for a while: eval mode, after which modules whose `train` does more than set a flag are as before.
+
+Attention's plain path.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 
 class PlainPath(TorchFunctionMode):
-    """Changes nothing. While a mode is active, attention and encoders of torch do not take their fast path, which hides products.
+    """Changes nothing.
+
+    While a mode is active, attention and encoders of torch do not take their fast path, which hides products.
 
     Torch's own switch for that, `torch.backends.mha.set_fastpath_enabled`, is for all threads.
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -26,8 +35,8 @@ class PlainPath(TorchFunctionMode):
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Put a model in eval mode; afterwards each module has its own flag again.
 
-    Some modules do work when the mode changes: adapters add their product to the weight. Of those, the parameters and attributes are put
-    back too. A model that is in eval mode already is left alone.
+    Some modules do work when the mode changes: adapters add their product to the weight. Of those, the
+    parameters and attributes are put back too. A model that is in eval mode already is left alone.
     """
     flags = {module: module.training for module in model.modules()}
     if not any(flags.values()):

@@ -10,13 +10,24 @@ from nc.errors import StateError
 
 
 def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off: the plan decides the precision of each operator, also inside the user's autocast block."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
+    """Switch autocast off.
+
+    The plan decides the precision of each operator, also inside the user's autocast block.
+    """
+    return (
+        torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
+    )
 
 
 def check_default_device(step: str) -> None:
-    """Raise StateError if new tensors would not be on the CPU: `step` is the public function that makes some."""
+    """Raise StateError if new tensors would not be on the CPU.
+
+    `step` is the public function that makes some.
+    """
     device = torch.get_default_device()
     if device.type != "cpu":
-        msg = f'{step}() makes tensors on the CPU, but torch\'s default device is {device}. Call it inside `with torch.device("cpu"):`.'
+        msg = (
+            f"{step}() makes tensors on the CPU, but torch's default device is {device}. Call it inside "
+            '`with torch.device("cpu"):`.'
+        )
         raise StateError(msg)

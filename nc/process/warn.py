@@ -19,4 +19,6 @@ def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
         frame = frame.f_back
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry)
+    warnings.warn_explicit(
+        text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+    )

@@ -1,7 +1,7 @@
 """Tensors of a QDQ graph at which engines can be compared: codes, fp32 results of int8 operators, outputs.
 
-A point cuts the graph. What stands between two points an engine may fuse, so points are where values are in memory anyway: codes, and fp32
-values that several operators read.
+A point cuts the graph. What stands between two points an engine may fuse, so points are where values are in
+memory anyway: codes, and fp32 values that several operators read.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Point:
 
     Attributes:
         node: a quantize node, whose codes are compared, or any other node that yields a tensor.
-        how: "codes"; "fp32"; "dynamic" and "recurrent" for fp32 results of operators that quantize their inputs themselves; "exact" for
-            outputs of another dtype.
-        operator: name of the int8 operator that made it; where none stands between it and the points above, of another operator, or of
-            the input.
+        how: "codes"; "fp32"; "dynamic" and "recurrent" for fp32 results of operators that quantize their
+            inputs themselves; "exact" for outputs of another dtype.
+        operator: name of the int8 operator that made it; where none stands between it and the points above,
+            of another operator, or of the input.
         operators: names of all operators between it and the points above, in execution order.
         above: indices of the points that it is computed from.
     """
@@ -61,12 +61,16 @@ def places_of(module: fx.GraphModule, quantized: frozenset[str]) -> tuple[fx.Nod
     if not works_in_place(module):  # else a value depends on when it is read
         for node in (n for n in nodes if n.meta.get("operator") in quantized or n.target in _RECURRENT):
             chosen.update(_results(node))
-        chosen.update(input_node(n) for n in nodes if n.target is quantize_dequantize_dynamic or n.target in _RECURRENT)
+        chosen.update(
+            input_node(n) for n in nodes if n.target is quantize_dequantize_dynamic or n.target in _RECURRENT
+        )
     chosen -= {*outputs_of(module)}
     return tuple(n for n in nodes if n in chosen and n.op == "call_function")
 
 
-def points_at(module: fx.GraphModule, places: Iterable[fx.Node], quantized: frozenset[str]) -> tuple[Point, ...]:
+def points_at(
+    module: fx.GraphModule, places: Iterable[fx.Node], quantized: frozenset[str]
+) -> tuple[Point, ...]:
     """Points at these nodes and the outputs, in execution order; `quantized` as in `places_of`."""
     chosen = {*places, *outputs_of(module)}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
@@ -78,7 +82,9 @@ def points_at(module: fx.GraphModule, places: Iterable[fx.Node], quantized: froz
         operators = tuple(dict.fromkeys(n.meta["operator"] for n in named))
         int8 = [name for name in operators if name in quantized]
         start = next((n.name for n in between if n.op == "placeholder"), node.name)
-        found.append(Point(node, _how(node), [start, *operators[-1:], *int8[-1:]][-1], operators, tuple(sorted(above))))
+        found.append(
+            Point(node, _how(node), [start, *operators[-1:], *int8[-1:]][-1], operators, tuple(sorted(above)))
+        )
     return tuple(found)
 
 
@@ -88,7 +94,10 @@ def name_of(place: fx.Node) -> str:
 
 
 def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a copy of a QDQ graph that also returns the values of nodes, behind its outputs; of codes the fp32 values behind them."""
+    """Return a copy of a QDQ graph that also returns the values of nodes, behind its outputs.
+
+    Of codes the fp32 values behind them.
+    """
     copy, mapping = copy_module(module)
     output = next(iter(reversed(copy.graph.nodes)))
     values = []
@@ -107,7 +116,10 @@ def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphM
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """Return the fp32 tensors in which the result of an int8 operator is first kept in memory; none where it is kept as codes."""
+    """Return the fp32 tensors in which the result of an int8 operator is first kept in memory.
+
+    None where it is kept as codes.
+    """
     if node.target in _RECURRENT:
         return list(node.users)
     source = first_input(node)

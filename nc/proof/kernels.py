@@ -1,8 +1,9 @@
-"""Compare every kernel of an engine with the quantized graph, each given the values that the engine itself had in front of it.
+"""Compare every kernel of an engine with the quantized graph, each given the values that the engine itself
+had in front of it.
 
-The outputs of a deep model say little of one kernel: rounding grows on the way, so that a wrong operator and a healthy one look alike.
-Between two tensors that were read only their own kernel computes, and what it may be off by is known: a code by its rounding, a fp32
-value by the rounding of fp32.
+The outputs of a deep model say little of one kernel: rounding grows on the way, so that a wrong operator and
+a healthy one look alike. Between two tensors that were read only their own kernel computes, and what it may
+be off by is known: a code by its rounding, a fp32 value by the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from nc.ops import quantize_per_tensor
 from nc.proof.intermediates import Point, name_of, outputs_of, places_of, points_at
 from nc.proof.teacher_forcing import Local, recompute
 
-#: A code may be this many quanta further from the real number than the nearest code is, on any element, and on the mean. The mean is that
-#: of noise of 0.22 quanta: 60 dB below the range of 8 bits.
+#: A code may be this many quanta further from the real number than the nearest code is, on any element, and
+#: on the mean. The mean is that of noise of 0.22 quanta: 60 dB below the range of 8 bits.
 MOST_QUANTA = 1.0
 MOST_QUANTA_ON_THE_MEAN = 0.05
 #: Of fp32 results.
 LEAST_DB = 60.0
-#: Where roundings that were not read feed operators that nothing bounds, a tensor is judged as a whole: an LSTM rounds in every step what
-#: the last step made.
+#: Where roundings that were not read feed operators that nothing bounds, a tensor is judged as a whole: an
+#: LSTM rounds in every step what the last step made.
 LEAST_DB_UNBOUNDED = 30.0
-#: (dtype of an engine's codes, dtype of the graph's) → what to add to the engine's: kernels take one signedness only.
+#: (dtype of an engine's codes, dtype of the graph's) → what to add to the engine's: kernels take one
+#: signedness only.
 _SHIFTS = {(torch.int8, torch.uint8): 128, (torch.uint8, torch.int8): -128}
 
 
@@ -66,7 +68,8 @@ class KernelCheck:
         db: the smallest SQNR of a fp32 result; infinity where there is none.
         unread: names of tensors that the engine does not keep; they were judged together with the next ones.
         faults: what is wrong, in execution order.
-        outputs_only: no kernel was looked at, because the outputs agree so well that none can be wrong; `tensors` are the outputs.
+        outputs_only: no kernel was looked at, because the outputs agree so well that none can be wrong;
+            `tensors` are the outputs.
     """
 
     tensors: int
@@ -83,8 +86,13 @@ class KernelCheck:
         if self.faults:
             return f"{len(self.faults)} of {self.tensors} tensors are wrong, the first of {self.faults[0]}"
         fp32 = "" if math.isinf(self.db) else f", fp32 results to {self.db:.0f} dB"
-        together = f"; {len(self.unread)} that are in no memory were judged with the next" if self.unread else ""
-        return f"{self.tensors} tensors, codes within {max(self.quanta, 0.01):.2f} quanta of their rounding{fp32}{together}"
+        together = (
+            f"; {len(self.unread)} that are in no memory were judged with the next" if self.unread else ""
+        )
+        return (
+            f"{self.tensors} tensors, codes within {max(self.quanta, 0.01):.2f} quanta of their "
+            f"rounding{fp32}{together}"
+        )
 
 
 def compared_names(module: fx.GraphModule, quantized: frozenset[str]) -> frozenset[str]:
@@ -108,7 +116,11 @@ def check_kernels(
         outputs: flat outputs of the call.
         values: name of a node of the QDQ graph → the engine's value. Codes may have the other signedness.
     """
-    given = {leaf: value for leaf, value in zip(returned(module), outputs, strict=True) if isinstance(leaf, fx.Node)}
+    given = {
+        leaf: value
+        for leaf, value in zip(returned(module), outputs, strict=True)
+        if isinstance(leaf, fx.Node)
+    }
     read = {node: given[node] for node in outputs_of(module)}
     places = places_of(module, quantized)
     inner = {node: _as_in_graph(node, values[node.name]) for node in places if node.name in values}
@@ -131,7 +143,10 @@ def check_kernels(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Error:
-    """How far a tensor is off: codes in quanta, fp32 results in dB; `wrong` says what is too much, "" where nothing is."""
+    """How far a tensor is off: codes in quanta, fp32 results in dB.
+
+    `wrong` says what is too much, "" where nothing is.
+    """
 
     quanta: float = 0.0
     db: float = math.inf
@@ -139,7 +154,10 @@ class _Error:
 
 
 def _as_in_graph(node: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
-    """Return an engine's value in the form that the graph has it in; None where it is rounded otherwise, for example to bf16."""
+    """Return an engine's value in the form that the graph has it in.
+
+    None where it is rounded otherwise, for example to bf16.
+    """
     if node.target is not quantize_per_tensor:
         return value if value.dtype is torch.float32 else None
     dtype = Quantize.of(node).dtype
@@ -164,15 +182,22 @@ def _error(point: Point, value: torch.Tensor, local: Local) -> _Error:
 
 
 def _of_codes(codes: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> _Error:
-    """Return the distance of codes from real numbers, beyond that of the nearest code. A code of NaN is no error: none is right."""
-    beyond = ((codes.double() - exact).abs() - (exact.round() - exact).abs() - slack).clamp_min(0).nan_to_num(nan=0.0)
+    """Return the distance of codes from real numbers, beyond that of the nearest code.
+
+    A code of NaN is no error: none is right.
+    """
+    beyond = (
+        ((codes.double() - exact).abs() - (exact.round() - exact).abs() - slack)
+        .clamp_min(0)
+        .nan_to_num(nan=0.0)
+    )
     if not beyond.numel():
         return _Error()
     largest, mean = beyond.max().item(), beyond.mean().item()
     wrong = largest > MOST_QUANTA or mean > MOST_QUANTA_ON_THE_MEAN
     text = (
-        f"codes are up to {largest:.3g} quanta beyond their rounding and {mean:.2g} on the mean, expected at most {MOST_QUANTA:g} and "
-        f"{MOST_QUANTA_ON_THE_MEAN:g}"
+        f"codes are up to {largest:.3g} quanta beyond their rounding and {mean:.2g} on the mean, expected at "
+        f"most {MOST_QUANTA:g} and {MOST_QUANTA_ON_THE_MEAN:g}"
     )
     return _Error(quanta=largest, wrong=text if wrong else "")
 
@@ -181,13 +206,20 @@ def _of_values(value: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) ->
     """Return the SQNR of fp32 values, without what ties above may have done to them."""
     error = (_difference(value, exact) - slack).clamp_min(0)
     db = _db(exact, error)
-    return _Error(db=db, wrong="" if db >= LEAST_DB else f"fp32 values have {db:.1f} dB, expected at least {LEAST_DB:.0f}")
+    return _Error(
+        db=db,
+        wrong="" if db >= LEAST_DB else f"fp32 values have {db:.1f} dB, expected at least {LEAST_DB:.0f}",
+    )
 
 
 def _whole(point: Point, value: torch.Tensor, exact: torch.Tensor) -> _Error:
     zero_point = Quantize.of(point.node).numbers[1] if point.how == "codes" else 0
     db = sqnr_db(exact - zero_point, value.double() - zero_point)
-    return _Error(wrong="" if db >= LEAST_DB_UNBOUNDED else f"values have {db:.1f} dB, expected at least {LEAST_DB_UNBOUNDED:.0f}")
+    return _Error(
+        wrong=""
+        if db >= LEAST_DB_UNBOUNDED
+        else f"values have {db:.1f} dB, expected at least {LEAST_DB_UNBOUNDED:.0f}"
+    )
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

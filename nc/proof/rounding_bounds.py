@@ -1,7 +1,7 @@
 """Bounds on the error of a tensor from earlier codes at a tie, for which two codes are correct.
 
-Slack is a tensor of the value's shape: an upper bound of each element's error, to first order the sum of what every tie can do. It starts
-where codes are made that nobody reads, and ends at the next tensor that is read.
+Slack is a tensor of the value's shape: an upper bound of each element's error, to first order the sum of what
+every tie can do. It starts where codes are made that nobody reads, and ends at the next tensor that is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic
 
 #: In quanta: what is no further from a tie may be rounded either way.
 TIE = 1e-3
-#: Activations change their input's error by no more than this factor; silu's and gelu's steepest slopes are 1.10 and 1.13.
+#: Activations change their input's error by no more than this factor; silu's and gelu's steepest slopes are
+#: 1.10 and 1.13.
 _STEEPEST = 1.2
 
 
@@ -34,7 +35,8 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         slacks: slack of those inputs that have some.
 
     Returns:
-        Slack, shaped as the result, infinite where there is no bound; of quantize nodes in codes. None where there is no slack.
+        Slack, shaped as the result, infinite where there is no bound; of quantize nodes in codes. None where
+        there is no slack.
     """
     if node.target is quantize_per_tensor:
         return _rounded(node, value, env, slacks)
@@ -53,7 +55,9 @@ def position(x: torch.Tensor, codes: Quantize) -> torch.Tensor:
     return (x.double() / scale + zero_point).clamp_(codes.quant_min, codes.quant_max)
 
 
-def _rounded(node: fx.Node, codes: torch.Tensor, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> torch.Tensor | None:
+def _rounded(
+    node: fx.Node, codes: torch.Tensor, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]
+) -> torch.Tensor | None:
     view = Quantize.of(node)
     exact = position(env[view.input], view)
     reach = slacks.get(view.input, torch.zeros((), dtype=torch.float32)).double() / view.numbers[0] + TIE
@@ -67,7 +71,9 @@ def _rounded_to_bf16(value: torch.Tensor, x: torch.Tensor, slack: torch.Tensor |
     quantum = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 8)
     reach = TIE * quantum if slack is None else TIE * quantum + slack
     ends = [(x + side * reach).to(torch.bfloat16).float() for side in (-1, 1)]
-    found = torch.maximum(*[(end - value.float()).abs().nan_to_num(nan=0.0) for end in ends])  # an infinity stays one
+    found = torch.maximum(
+        *[(end - value.float()).abs().nan_to_num(nan=0.0) for end in ends]
+    )  # an infinity stays one
     return found if bool(found.any()) else None
 
 
@@ -76,7 +82,9 @@ def _dynamic(x: torch.Tensor, view: DynamicQDQ) -> torch.Tensor:
     if not x.numel():
         return torch.zeros_like(x)
     low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if view.per_token else torch.aminmax(x)
-    scale, _ = affine.choose_qparams(low, high, quant_min=view.quant_min, quant_max=view.quant_max, symmetric=view.symmetric)
+    scale, _ = affine.choose_qparams(
+        low, high, quant_min=view.quant_min, quant_max=view.quant_max, symmetric=view.symmetric
+    )
     steps = x.double() / scale
     return ((steps - steps.floor() - 0.5).abs() <= TIE) * scale
 
@@ -115,7 +123,9 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
     if name == "mul" or kind_of_node(node) == "matmul":
         sizes = [_magnitude(value) for value in (env[input_node(node)], rest[0])]
-        return target(*(size + slacks.get(side, 0) for size, side in zip(sizes, Binary.of(node).sides, strict=True))) - target(*sizes)
+        return target(
+            *(size + slacks.get(side, 0) for size, side in zip(sizes, Binary.of(node).sides, strict=True))
+        ) - target(*sizes)
     if name == "div" and Binary.of(node).right not in slacks and not Binary.of(node).rounding_mode:
         return slack(first) / abs(rest[0])
     if name == "softmax":

@@ -1,4 +1,6 @@
-"""Run a QDQ graph with an engine's values at every compared tensor: the expected value of each tensor for the inputs that the engine had.
+"""Run a QDQ graph with an engine's values at every compared tensor.
+
+The expected value of each tensor for the inputs that the engine had.
 
 This separates the error of an operator from errors of earlier operators.
 """
@@ -24,16 +26,19 @@ class Local:
     """What a point should be.
 
     Attributes:
-        value: of codes the real number that is to be rounded, `x / scale + zero_point`, clamped, as float64; else the tensor itself.
-        slack: how far each element may be off, in the units of `value`, because of ties between this point and those above;
-            see `nc.proof.rounding_bounds`. None where there are none.
+        value: of codes the real number that is to be rounded, `x / scale + zero_point`, clamped, as float64;
+            else the tensor itself.
+        slack: how far each element may be off, in the units of `value`, because of ties between this point
+            and those above; see `nc.proof.rounding_bounds`. None where there are none.
     """
 
     value: torch.Tensor
     slack: torch.Tensor | None = None
 
 
-def recompute(module: fx.GraphModule, inputs: Sequence[torch.Tensor], values: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Local]:
+def recompute(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], values: Mapping[fx.Node, torch.Tensor]
+) -> dict[fx.Node, Local]:
     """Every point from the engine's values above it.
 
     Args:
@@ -49,7 +54,9 @@ def recompute(module: fx.GraphModule, inputs: Sequence[torch.Tensor], values: Ma
 class _Forced:
     def __init__(self, module: fx.GraphModule, values: Mapping[fx.Node, torch.Tensor]) -> None:
         in_place = works_in_place(module)  # then a tensor is what it should be at the end only
-        self.values = {node: v for node, v in values.items() if not in_place or node.target is quantize_per_tensor}
+        self.values = {
+            node: v for node, v in values.items() if not in_place or node.target is quantize_per_tensor
+        }
         self.late = set(values) - set(self.values)
         self.locals: dict[fx.Node, Local] = {}
         self.slacks: dict[fx.Node, Any] = {}
@@ -57,7 +64,11 @@ class _Forced:
     def see(self, node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
         """Return the engine's value at a point, the graph's own elsewhere."""
         if node.op == "output":
-            self.locals |= {leaf: Local(env[leaf], self.slacks.get(leaf)) for leaf in node.all_input_nodes if leaf in self.late}
+            self.locals |= {
+                leaf: Local(env[leaf], self.slacks.get(leaf))
+                for leaf in node.all_input_nodes
+                if leaf in self.late
+            }
         if node not in self.values:
             slack = slack_of(node, value, env, self.slacks) if node.op == "call_function" else None
             if slack is not None:

@@ -1,4 +1,7 @@
-"""The arguments of a stored call against the schema of its operator: a graph that could not run is refused before it is built."""
+"""The arguments of a stored call against the schema of its operator.
+
+A graph that could not run is refused before it is built.
+"""
 
 from __future__ import annotations
 
@@ -108,9 +111,12 @@ def _check_value(target: torch._ops.OpOverload, argument: Argument, value: Any) 
 
 
 def check_codes(module: fx.GraphModule) -> None:
-    """Raise ValueError where codes are read otherwise than they were made: engines merge what stands between them.
+    """Raise ValueError where codes are read otherwise than they were made.
 
-    Codes are constants, or made by a quantize node, and only dequantize nodes read those; scales of channels are constants.
+    Engines merge what stands between them.
+
+    Codes are constants, or made by a quantize node, and only dequantize nodes read those; scales of channels
+    are constants.
     """
     for node in module.graph.nodes:
         what = _why_misread(node)
@@ -157,7 +163,10 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
     """Kernels take two int8 matrices, two fp32 biases and a projection for each layer and direction, all constant."""
     layer = Recurrent.of(node)
     layers = layer.num_layers * (1 + layer.bidirectional)
-    counts = [2 + 2 * layer.has_biases, *([3 + 2 * layer.has_biases] if node.target is RECURRENT["lstm"] else [])]
+    counts = [
+        2 + 2 * layer.has_biases,
+        *([3 + 2 * layer.has_biases] if node.target is RECURRENT["lstm"] else []),
+    ]
     if layers < 1 or len(layer.params) not in [layers * count for count in counts]:
         msg = f"node {node.name!r}: {len(layer.params)} weights are none of {layers} layers"
         raise ValueError(msg)
@@ -190,7 +199,11 @@ def _check_dequantize(module: fx.GraphModule, node: fx.Node) -> None:
         raise ValueError(msg)
     if view.axis is None or view.group_size is not None:
         return
-    scale = constant_of(module, view.scale) if isinstance(view.scale, fx.Node) and view.scale.op == "get_attr" else None
+    scale = (
+        constant_of(module, view.scale)
+        if isinstance(view.scale, fx.Node) and view.scale.op == "get_attr"
+        else None
+    )
     fits = (
         constant is not None
         and scale is not None
@@ -199,12 +212,18 @@ def _check_dequantize(module: fx.GraphModule, node: fx.Node) -> None:
         and scale.shape == constant.shape[view.axis :][:1]
     )
     if not fits:
-        msg = f"node {node.name!r}: expected constant codes, and a constant fp32 scale for each index of axis {view.axis}"
+        msg = (
+            f"node {node.name!r}: expected constant codes, and a constant fp32 scale for each index of axis "
+            f"{view.axis}"
+        )
         raise ValueError(msg)
 
 
 def _check_dequantize_float(module: fx.GraphModule, node: fx.Node) -> None:
-    """Codes, if they are constant, are codes of the format; a scale, if it is, has one number for all of them or for each block."""
+    """Codes, if they are constant, are codes of the format.
+
+    A scale, if it is, has one number for all of them or for each block.
+    """
     arguments = schema_arguments(node)
     codes, scale, dtype = arguments["codes"], arguments["scale"], DTYPES[arguments["dtype"]]
     if codes.op == "get_attr":
@@ -213,8 +232,14 @@ def _check_dequantize_float(module: fx.GraphModule, node: fx.Node) -> None:
             msg = f"node {node.name!r}: {codes.name!r} holds no codes of {dtype}"
             raise ValueError(msg)
         sizes = constant_of(module, scale).shape if scale.op == "get_attr" else ()
-        if sizes and (len(sizes) != constant.dim() or any(size % count for size, count in zip(constant.shape, sizes, strict=True))):
-            msg = f"node {node.name!r}: a scale of shape {tuple(sizes)} does not fit codes of shape {tuple(constant.shape)}"
+        if sizes and (
+            len(sizes) != constant.dim()
+            or any(size % count for size, count in zip(constant.shape, sizes, strict=True))
+        ):
+            msg = (
+                f"node {node.name!r}: a scale of shape {tuple(sizes)} does not fit codes of shape "
+                f"{tuple(constant.shape)}"
+            )
             raise ValueError(msg)
     elif codes.target is not quantize_float:
         msg = f"node {node.name!r}: {codes.name!r} gives no codes of {dtype}"
@@ -229,10 +254,14 @@ def _fits(expected: str, value: Any, length: int | None = None) -> bool:
         if isinstance(value, (list, tuple)):
             return all(_fits(expected[5:-1], v) for v in value)
         # a node may give a list, as `split` does
-        return (isinstance(value, fx.Node) and _yields(value) in ("list", "any")) or (length is not None and _fits(expected[5:-1], value))
+        return (isinstance(value, fx.Node) and _yields(value) in ("list", "any")) or (
+            length is not None and _fits(expected[5:-1], value)
+        )
     if isinstance(value, fx.Node):
         kind = _yields(value)
-        return kind in ("any", "number") or (kind == "tensor" and expected == "Tensor")  # for a number as a tensor see below
+        return kind in ("any", "number") or (
+            kind == "tensor" and expected == "Tensor"
+        )  # for a number as a tensor see below
     if expected in _TAGGED:
         return isinstance(value, _TAGGED[expected])
     if expected == "Tensor":
@@ -243,7 +272,10 @@ def _fits(expected: str, value: Any, length: int | None = None) -> bool:
 
 
 def _yields(node: fx.Node) -> str:
-    """Return what a node gives: "tensor", "number", "list" (several values), or "any" where only running it would tell."""
+    """Return what a node gives.
+
+    "tensor", "number", "list" (several values), or "any" where only running it would tell.
+    """
     if node.op in ("placeholder", "get_attr"):
         return "tensor"
     if node.op != "call_function":

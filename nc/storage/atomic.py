@@ -25,7 +25,9 @@ def check_no_directory(target: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path to write a file to. It replaces `path` when the block ends without an exception; else `path` stays as it was.
+    """Yield a path to write a file to.
+
+    It replaces `path` when the block ends without an exception; else `path` stays as it was.
 
     Parents are created. A link stays a link, to the new file.
 

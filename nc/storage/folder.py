@@ -1,7 +1,9 @@
-"""A directory of model.json, weights.safetensors and checksums.json: written atomically, checked when it is read.
+"""A directory of model.json, weights.safetensors and checksums.json.
 
-What the document says is the business of the format: `store` for graphs, `nc.weights.files.artefact` for models with low-bit weights.
-Checksums find accidents, not attackers, who can write new checksums.
+Written atomically, checked when it is read.
+
+What the document says is the business of the format: `store` for graphs, `nc.weights.files.artefact` for
+models with low-bit weights. Checksums find accidents, not attackers, who can write new checksums.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from nc.storage.atomic import staging_path
 from nc.storage.mapped import MappedFile
 from nc.storage.tensor_file import Source
 
-#: The formats, each with the newest schema that this version reads. A number goes up when a reader of the number before would misread
-#: the files; docs/contribute/extending.md has the policy.
+#: The formats, each with the newest schema that this version reads. A number goes up when a reader of the
+#: number before would misread the files; docs/contribute/extending.md has the policy.
 FORMATS = {"nc-model": 1, "nc-weights": 1}
 
 MODEL, WEIGHTS, CHECKSUMS = "model.json", "weights.safetensors", "checksums.json"
@@ -47,7 +49,8 @@ class Content:
         directory: where they lie.
         document: the content of model.json.
         weights: the bytes of weights.safetensors.
-        check: raises ArtefactCorruptError when these bytes are not those that were written; waits until that is known.
+        check: raises ArtefactCorruptError when these bytes are not those that were written; waits until that
+            is known.
     """
 
     directory: Path
@@ -57,7 +60,10 @@ class Content:
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
-        """Check the weights at the end of a block: if they are damaged, that is the cause of whatever fails in it."""
+        """Check the weights at the end of a block.
+
+        If they are damaged, that is the cause of whatever fails in it.
+        """
         try:
             yield
         finally:
@@ -68,18 +74,24 @@ class Content:
         """Which of `FORMATS` it is."""
         return str(self.document["format"])
 
-    def tensors(self, in_file: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False) -> dict[str, torch.Tensor]:
+    def tensors(
+        self, in_file: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False
+    ) -> dict[str, torch.Tensor]:
         """Return the tensors by name.
 
         Args:
-            in_file: (name, tensor) → whether it may stay in the memory of the file; see `nc.storage.mapped` for what that means.
+            in_file: (name, tensor) → whether it may stay in the memory of the file; see `nc.storage.mapped`
+                for what that means.
 
         Raises:
             ArtefactCorruptError: the file is not what it should be.
         """
         with malformed(self.directory / WEIGHTS):
             # into torch's own, aligned memory: matrix kernels round differently where it isn't
-            return {n: t if in_file(n, t) else tensor_file.copy(t) for n, t in tensor_file.views(self.weights.buffer).items()}
+            return {
+                n: t if in_file(n, t) else tensor_file.copy(t)
+                for n, t in tensor_file.views(self.weights.buffer).items()
+            }
 
 
 def replaceable(directory: str | os.PathLike[str]) -> Path:
@@ -99,9 +111,11 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
     """Write an artefact; the same content gives the same bytes.
 
     Args:
-        target: the result of `replaceable`; created with its parents. An artefact that is there is replaced as a whole.
+        target: the result of `replaceable`; created with its parents. An artefact that is there is replaced
+            as a whole.
         document: with the keys "format" and "schema".
-        tensors: contiguous ones that share no memory, or such that lie in files; these are copied from there piece by piece.
+        tensors: contiguous ones that share no memory, or such that lie in files; these are copied from there
+            piece by piece.
 
     Raises:
         ArtefactError: something else is there by now.
@@ -125,13 +139,16 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def read(directory: str | os.PathLike[str], formats: Collection[str] = tuple(FORMATS), *, wait: bool = True) -> Content:
+def read(
+    directory: str | os.PathLike[str], formats: Collection[str] = tuple(FORMATS), *, wait: bool = True
+) -> Content:
     """Read and check an artefact.
 
     Args:
         directory: where it lies.
         formats: those that are expected, out of `FORMATS`.
-        wait: until the weights are checked. False: the caller works on them meanwhile, and calls `Content.check`.
+        wait: until the weights are checked. False: the caller works on them meanwhile, and calls
+            `Content.check`.
 
     Raises:
         ArtefactMissingError: the directory or a file of it is not there.
@@ -162,7 +179,10 @@ def read(directory: str | os.PathLike[str], formats: Collection[str] = tuple(FOR
 
 
 def _weights(folder: Path, sums: dict[str, Any]) -> tuple[MappedFile, Callable[[], None]]:
-    """Return the weights, and what raises ArtefactCorruptError when they are altered; a thread computes their checksum."""
+    """Return the weights, and what raises ArtefactCorruptError when they are altered.
+
+    A thread computes their checksum.
+    """
     path = folder / WEIGHTS
     _check_is_there(path)
     weights = MappedFile.of(path)
@@ -186,9 +206,14 @@ def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> d
     if found not in formats:
         ours = found in tuple(FORMATS)
         what = (
-            "that is another kind of model; use nc.load()." if ours else "nc.save() wrote none of this. Give the directory that it wrote."
+            "that is another kind of model; use nc.load()."
+            if ours
+            else "nc.save() wrote none of this. Give the directory that it wrote."
         )
-        msg = f"{folder / MODEL}: expected the format {' or '.join(map(repr, formats))}, but got {found!r}: {what}"
+        msg = (
+            f"{folder / MODEL}: expected the format {' or '.join(map(repr, formats))}, but got {found!r}: "
+            f"{what}"
+        )
         raise ArtefactSchemaError(msg)
     schema = document.get("schema")
     if not isinstance(schema, int) or not 1 <= schema <= FORMATS[found]:
@@ -212,7 +237,9 @@ def _checked(folder: Path, name: str, sums: dict[str, Any]) -> bytes:
 def _compare(path: Path, expected: Any, got: dict[str, Any]) -> None:
     if expected != got:
         size = expected.get("size") if isinstance(expected, dict) else None
-        what = "its SHA-256 differs" if size == got["size"] else f"it has {got['size']} bytes instead of {size}"
+        what = (
+            "its SHA-256 differs" if size == got["size"] else f"it has {got['size']} bytes instead of {size}"
+        )
         msg = f"{path}: damaged, or {CHECKSUMS} beside it is: {what}. {_ADVICE}"
         raise ArtefactCorruptError(msg)
 
@@ -267,7 +294,9 @@ def versions(*, transformers: bool) -> dict[str, str]:
     """Of nc, torch and Python, and if asked of transformers."""
     found = {"nc": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if transformers:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a loaded model is saved again where there is none
+        with contextlib.suppress(
+            importlib.metadata.PackageNotFoundError
+        ):  # a loaded model is saved again where there is none
             found["transformers"] = importlib.metadata.version("transformers")
     return found
 
@@ -288,8 +317,15 @@ def _check_replaceable(target: Path) -> None:
     names = sorted(p.name for p in target.iterdir()) if target.is_dir() else None
     if names == [] or (names is not None and set(names) <= {*_FILES, CHECKSUMS} and _is_ours(target)):
         return
-    what = "is a file" if names is None else f"holds other files ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-    msg = f"{str(target)!r} exists and {what}; save() replaces only an earlier artefact. Choose another directory, or remove this one."
+    what = (
+        "is a file"
+        if names is None
+        else f"holds other files ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+    )
+    msg = (
+        f"{str(target)!r} exists and {what}; save() replaces only an earlier artefact. Choose another "
+        "directory, or remove this one."
+    )
     raise ArtefactError(msg)
 
 

@@ -40,9 +40,10 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return a graph as JSON and tensors.
 
     Returns:
-        Plain values with the keys signature, plan, notes, float_bytes, sqnr_vs_fp32_db, algorithms, changes, health, nodes,
-        sizes and memory_order; and contiguous tensors named "constant.<name>", "example.<index>" and, where the graph knows them,
-        "expected.<index>" for outputs that are tensors; none of them share memory.
+        Plain values with the keys signature, plan, notes, float_bytes, sqnr_vs_fp32_db, algorithms, changes,
+        health, nodes, sizes and memory_order; and contiguous tensors named "constant.<name>",
+        "example.<index>" and, where the graph knows them, "expected.<index>" for outputs that are tensors;
+        none of them share memory.
 
     Raises:
         ArtefactOperatorError: an operator is not on the allow-list.
@@ -52,7 +53,9 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     sizes = _Sizes(signature, module)
     order: dict[str, list[int]] = {}
     tensors: dict[str, torch.Tensor] = {}
-    constants = {f"constant.{n.target}": getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    constants = {
+        f"constant.{n.target}": getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"
+    }
     examples = {f"example.{i}": tensor for i, tensor in enumerate(graph.example)}
     expected = {f"expected.{i}": tensor for i, tensor in _storable(graph.expected).items()}
     for name, tensor in {**constants, **examples, **expected}.items():
@@ -63,7 +66,9 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "plan": graph.plan.to_dict(),
         "notes": dict(graph.notes),
         "float_bytes": graph.float_bytes,
-        "sqnr_vs_fp32_db": graph.sqnr_vs_fp32_db if math.isfinite(graph.sqnr_vs_fp32_db) else str(graph.sqnr_vs_fp32_db),
+        "sqnr_vs_fp32_db": graph.sqnr_vs_fp32_db
+        if math.isfinite(graph.sqnr_vs_fp32_db)
+        else str(graph.sqnr_vs_fp32_db),
         "algorithms": [dataclasses.asdict(applied) for applied in graph.applied],
         "changes": list(graph.changes),
         "health": [dataclasses.asdict(finding) for finding in graph.health],
@@ -122,7 +127,11 @@ def _storable(outputs: tuple[Any, ...] | None) -> dict[int, torch.Tensor]:
 
 def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...] | None:
     """Return what the graph gives for its example; None where nobody stored it."""
-    outputs = {int(name.removeprefix("expected.")): tensor for name, tensor in tensors.items() if name.startswith("expected.")}
+    outputs = {
+        int(name.removeprefix("expected.")): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("expected.")
+    }
     count = len(returned(module))
     if any(i >= count for i in outputs):
         msg = f"there are {count} outputs, but an expected value for number {max(outputs)}"
@@ -132,7 +141,10 @@ def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tu
 
 def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
     """Return what each algorithm did."""
-    return tuple(Applied(str(a["algorithm"]), tuple(map(str, a["operators"])), str(a["text"])) for a in document["algorithms"])
+    return tuple(
+        Applied(str(a["algorithm"]), tuple(map(str, a["operators"])), str(a["text"]))
+        for a in document["algorithms"]
+    )
 
 
 def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple[torch.Tensor, ...]) -> None:
@@ -158,7 +170,10 @@ def _check_parameters(signature: Signature) -> None:
     names = [p.name for p in signature.parameters]
     captured = [p.name for p in signature.parameters if p.captured]
     if len(set(names)) != len(names) or captured != list(signature.in_spec.context):
-        msg = f"the parameters {', '.join(map(str, names))} are not those of the inputs, {signature.in_spec.context}"
+        msg = (
+            f"the parameters {', '.join(map(str, names))} are not those of the inputs, "
+            f"{signature.in_spec.context}"
+        )
         raise ValueError(msg)
     structures = dict(zip(captured, children(signature.in_spec), strict=True))
     for p in signature.parameters:
@@ -170,7 +185,11 @@ def _check_parameters(signature: Signature) -> None:
 
 def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan) -> None:
     """Whether what the report prints has the types that it needs, and every operator a decision."""
-    types: dict[str, type | tuple[type, ...]] = {"notes": dict, "float_bytes": int, "sqnr_vs_fp32_db": (int, float, str)}
+    types: dict[str, type | tuple[type, ...]] = {
+        "notes": dict,
+        "float_bytes": int,
+        "sqnr_vs_fp32_db": (int, float, str),
+    }
     wrong = [key for key, expected in types.items() if not isinstance(document[key], expected)]
     if wrong or not all(isinstance(text, str) for pair in document["notes"].items() for text in pair):
         msg = f"unexpected types in {', '.join(wrong) or 'notes'}"
@@ -190,7 +209,10 @@ def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan
 
 
 def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch.Tensor:
-    """Return a tensor whose memory can be written as it lies; `order` notes the order of dimensions, if another."""
+    """Return a tensor whose memory can be written as it lies.
+
+    `order` notes the order of dimensions, if another.
+    """
     if _is_unstorable(tensor):
         msg = (
             f"Tensor {name!r} ({tensor.dtype}, {tensor.layout}) can't be stored: artefacts hold plain dense "
@@ -268,12 +290,18 @@ class _Sizes:
     def encode(self, value: object) -> json_values.Json:
         """Dtype and shape of a traced tensor, or of several; None for everything else: nobody asks for it."""
         if isinstance(value, TENSORS):
-            return {"dtype": json_values.dtype_name(value.dtype, "A traced value"), "shape": [self.of_value(s) for s in value.shape]}
+            return {
+                "dtype": json_values.dtype_name(value.dtype, "A traced value"),
+                "shape": [self.of_value(s) for s in value.shape],
+            }
         return [self.encode(v) for v in value] if isinstance(value, (list, tuple)) else None
 
 
 def _key(size: torch.SymInt | Size) -> object:
-    """Return what equal sizes have in common; of a symbol an expression, compared as it is: to print long ones takes seconds."""
+    """Return what equal sizes have in common.
+
+    Of a symbol an expression, compared as it is: to print long ones takes seconds.
+    """
     return size if isinstance(size, Size) else size.node.expr
 
 
@@ -283,7 +311,9 @@ def _decode_value(data: Any, sizes: Mapping[str, Size]) -> Any:
         return None
     if isinstance(data, list):
         return [_decode_value(v, sizes) for v in data]
-    return Traced(json_values.DTYPES[data["dtype"]], tuple(sizes[s] if isinstance(s, str) else s for s in data["shape"]))
+    return Traced(
+        json_values.DTYPES[data["dtype"]], tuple(sizes[s] if isinstance(s, str) else s for s in data["shape"])
+    )
 
 
 # --- nodes ---
@@ -310,7 +340,9 @@ def _encode_node(node: fx.Node, sizes: _Sizes) -> dict[str, Any]:
     return entry
 
 
-def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.Tensor], sizes: Mapping[str, Size]) -> fx.GraphModule:
+def _decode_module(
+    entries: list[dict[str, Any]], constants: Mapping[str, torch.Tensor], sizes: Mapping[str, Size]
+) -> fx.GraphModule:
     root = torch.nn.Module()
     for name, tensor in constants.items():
         _check_word(name)
@@ -395,15 +427,24 @@ def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
                 entry["held"] = list(leaf.held)
         leaves.append(entry)
     parameters = [
-        {"name": p.name, "positional": p.positional, "captured": p.captured, "variadic": p.variadic} for p in signature.parameters
+        {"name": p.name, "positional": p.positional, "captured": p.captured, "variadic": p.variadic}
+        for p in signature.parameters
     ]
     return {
         "parameters": parameters,
         "inputs": pytree_json.encode(signature.in_spec, "inputs"),
         "leaves": leaves,
         "outputs": pytree_json.encode(signature.out_spec, "outputs"),
-        **({"reads": [{"value": r.value, "where": r.where} for r in signature.reads]} if signature.reads else {}),
-        **({"conditions": [dataclasses.asdict(c) for c in signature.conditions]} if signature.conditions else {}),
+        **(
+            {"reads": [{"value": r.value, "where": r.where} for r in signature.reads]}
+            if signature.reads
+            else {}
+        ),
+        **(
+            {"conditions": [dataclasses.asdict(c) for c in signature.conditions]}
+            if signature.conditions
+            else {}
+        ),
         **({"effects": _encode_effects(signature.effects)} if signature.effects else {}),
     }
 
@@ -415,9 +456,13 @@ def _decode_signature(data: dict[str, Any]) -> Signature:
         if "dtype" in entry:
             dims = tuple(entry["dims"])
             held = tuple(map(int, entry.get("held", ())))
-            leaves.append(Leaf(entry["path"], json_values.DTYPES[entry["dtype"]], dims, used=entry["used"], held=held))
+            leaves.append(
+                Leaf(entry["path"], json_values.DTYPES[entry["dtype"]], dims, used=entry["used"], held=held)
+            )
         else:
-            leaves.append(Leaf(entry["path"], None, value=json_values.decode(entry["value"]), used=entry["used"]))
+            leaves.append(
+                Leaf(entry["path"], None, value=json_values.decode(entry["value"]), used=entry["used"])
+            )
     parameters = tuple(Parameter(**p) for p in data["parameters"])
     reads = tuple(_decode_read(entry) for entry in data.get("reads", ()))
     conditions = tuple(_decode_condition(entry, leaves) for entry in data.get("conditions", ()))
@@ -431,7 +476,11 @@ def _encode_effects(effects: Effects) -> dict[str, Any]:
     if effects.after is not None:
         entries = {"after": pytree_json.encode(effects.after, "inputs"), "sources": list(effects.sources)}
         entries["objects"] = [[list(out), list(given)] for out, given in effects.objects]
-    return {"written": list(effects.written), "returned": [list(pair) for pair in effects.returned], **entries}
+    return {
+        "written": list(effects.written),
+        "returned": [list(pair) for pair in effects.returned],
+        **entries,
+    }
 
 
 def _decode_effects(data: dict[str, Any], leaves: Sequence[Leaf], out_spec: pytree.TreeSpec) -> Effects:
@@ -444,7 +493,10 @@ def _decode_effects(data: dict[str, Any], leaves: Sequence[Leaf], out_spec: pytr
     are_outputs = len(dict(returned)) == len(returned) and all(
         0 <= i < out_spec.num_leaves and 0 <= value < effects.values for i, value in returned
     )
-    are_containers = all(after is not None and _is_container(out_spec, out) and _is_container(after, given) for out, given in objects)
+    are_containers = all(
+        after is not None and _is_container(out_spec, out) and _is_container(after, given)
+        for out, given in objects
+    )
     if not (are_inputs and are_outputs and are_containers):
         msg = "the effects are not those of the inputs and outputs"
         raise ValueError(msg)
@@ -480,7 +532,11 @@ def _decode_read(entry: dict[str, Any]) -> ValueRead:
 
 def _decode_condition(entry: dict[str, Any], leaves: Sequence[Leaf]) -> SizeCondition:
     condition = SizeCondition(**entry)
-    if not isinstance(condition.text, str) or not isinstance(condition.where, str) or not isinstance(condition.silent, bool):
+    if (
+        not isinstance(condition.text, str)
+        or not isinstance(condition.where, str)
+        or not isinstance(condition.silent, bool)
+    ):
         msg = f"a condition on sizes is {entry!r}, expected two texts and a bool"
         raise TypeError(msg)
     parsed(condition.text)

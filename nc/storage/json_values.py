@@ -95,7 +95,10 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 
 
 def _unstorable(value: object, where: str) -> str:
-    return f"{where} holds {value!r} ({type(value).__name__}), which an artefact can't store; use numbers, strings or tensors."
+    return (
+        f"{where} holds {value!r} ({type(value).__name__}), which an artefact can't store; use numbers, "
+        "strings or tensors."
+    )
 
 
 def decode(data: Json, nodes: Mapping[str, fx.Node] = _NO_NODES) -> Any:

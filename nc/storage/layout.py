@@ -1,4 +1,7 @@
-"""What the files of an artefact hold, by name: documents show these tables, and tests compare them with what is written."""
+"""What the files of an artefact hold, by name.
+
+Documents show these tables, and tests compare them with what is written.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ FILES = {
 }
 _COMMON = {
     "format": "which of the two kinds of artefacts it is",
-    "schema": "number of this description; a version of nc reads every number up to its own, and refuses a newer one",
+    "schema": (
+        "number of this description; a version of nc reads every number up to its own, and refuses a newer "
+        "one"
+    ),
     "versions": "versions of nc, torch and other packages that wrote it; information only",
 }
 #: Keys of model.json of a captured model.
@@ -33,15 +39,23 @@ GRAPH_KEYS = {
 GRAPH_TENSORS = {
     "constant.NAME": "a constant of the graph: weights, codes, scales, zero points",
     "example.INDEX": "an example input; `load` verifies the engine with them",
-    "expected.INDEX": "the output for them, unless the outputs take more than 1 MB and more than a quarter of the constants",
+    "expected.INDEX": (
+        "the output for them, unless the outputs take more than 1 MB and more than a quarter of the constants"
+    ),
 }
 #: Keys of model.json of a model with low-bit weights.
 WEIGHT_KEYS = {
     **_COMMON,
     "class": "the class of the model; information only",
-    "transformers": "class, configuration, generation configuration and attention of a model of transformers; null for others",
+    "transformers": (
+        "class, configuration, generation configuration and attention of a model of transformers; null for "
+        "others"
+    ),
     "record": "plan, algorithms and configuration, as the report shows them",
-    "layers": "for each layer with a low-bit weight: kind, shape [N, K], number format, dtypes of activations and results, and its result",
+    "layers": (
+        "for each layer with a low-bit weight: kind, shape [N, K], number format, dtypes of activations and "
+        "results, and its result"
+    ),
     "tensors": "name of each parameter and buffer → name of its tensor in weights.safetensors",
 }
 #: Names of tensors of a low-bit weight, behind the name of its layer.

@@ -14,8 +14,9 @@ from nc.errors import ArtefactCorruptError
 class Identity:
     """Which file it was, and in which state.
 
-    A file that is deleted, or replaced by renaming another one to its name (as `save` does), lives on as long as it is mapped. One that
-    another program writes into changes in memory too, and one that it cuts ends the process when a missing page is read.
+    A file that is deleted, or replaced by renaming another one to its name (as `save` does), lives on as long
+    as it is mapped. One that another program writes into changes in memory too, and one that it cuts ends the
+    process when a missing page is read.
 
     Attributes:
         path: where it was.
@@ -33,15 +34,19 @@ class Identity:
         return Identity(path, (status.st_dev, status.st_ino), (status.st_size, status.st_mtime_ns))
 
     def check(self) -> None:
-        """Raise ArtefactCorruptError when the file was written into since; to be called before its pages are read again."""
+        """Raise ArtefactCorruptError when the file was written into since.
+
+        To be called before its pages are read again.
+        """
         try:
             now = Identity.of(self.path, self.path.stat())
         except OSError:
             return  # deleted: the pages are what they were
         if now.file == self.file and now.state != self.state:
             msg = (
-                f"{self.path} was changed while a model that was loaded from it is in use. Load it again. To replace a model that is in "
-                "use, save the new one, or rename it to this name; do not write into its files."
+                f"{self.path} was changed while a model that was loaded from it is in use. Load it again. To "
+                "replace a model that is in use, save the new one, or rename it to this name; do not write "
+                "into its files."
             )
             raise ArtefactCorruptError(msg)
 
@@ -64,13 +69,18 @@ class MappedFile:
         with path.open("rb") as file:
             identity = Identity.of(path, os.fstat(file.fileno()))
             try:
-                buffer = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                buffer = mmap.mmap(
+                    file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
             except (OSError, ValueError):  # ValueError: it is empty
                 return MappedFile(bytearray(file.read()), identity)
         buffer.madvise(mmap.MADV_WILLNEED)
         return MappedFile(buffer, identity)
 
     def release(self) -> None:
-        """Give the memory back; what is read again comes from the file again. Nobody may have written into the bytes."""
+        """Give the memory back; what is read again comes from the file again.
+
+        Nobody may have written into the bytes.
+        """
         if isinstance(self.buffer, mmap.mmap):
             self.buffer.madvise(mmap.MADV_DONTNEED)

@@ -1,7 +1,10 @@
-"""Models of transformers ↔ the name of their class and their configuration. A model is rebuilt without weights.
+"""Models of transformers ↔ the name of their class and their configuration.
 
-Only a model class that a file of transformers' own package defines is accepted, so what is called is transformers' own code, never that of
-an artefact or of a hub. Options that would fetch something (weights of a backbone, kernels, quantizers) are left out or refused.
+A model is rebuilt without weights.
+
+Only a model class that a file of transformers' own package defines is accepted, so what is called is
+transformers' own code, never that of an artefact or of a hub. Options that would fetch something (weights of
+a backbone, kernels, quantizers) are left out or refused.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ _MOST = 1_000_000
 
 
 def description(model: torch.nn.Module) -> dict[str, Any] | None:
-    """Return what `build` needs for a model: class, configuration, generation configuration, attention; None for unlisted classes."""
+    """Return what `build` needs for a model: class, configuration, generation configuration, attention.
+
+    None for unlisted classes.
+    """
     cls = type(model)
     config: Any = getattr(model, "config", None)
     if type(config) is not _config_class(cls) or _fetches(config):
@@ -54,7 +60,9 @@ def description(model: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
-    """Return the model of a description, in eval mode. Its parameters are on the meta device or hold first values; nothing is read.
+    """Return the model of a description, in eval mode.
+
+    Its parameters are on the meta device or hold first values; nothing is read.
 
     Args:
         data: a result of `description`.
@@ -68,10 +76,16 @@ def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
     try:
         cls = _class_named(name, data.get("module"))
     except ImportError as error:
-        msg = f"The artefact holds a {name} of transformers, which is not installed here: {error}. Install it, or give model=…"
+        msg = (
+            f"The artefact holds a {name} of transformers, which is not installed here: {error}. Install it, "
+            "or give model=…"
+        )
         raise ArtefactError(msg) from error
     if cls is None:
-        msg = f"transformers {_version()} has no model class {name!r}; use the version that saved it, or give model=…"
+        msg = (
+            f"transformers {_version()} has no model class {name!r}; use the version that saved it, or give "
+            "model=…"
+        )
         raise ArtefactError(msg)
     if attention is not None and attention not in _ATTENTION:
         msg = f"attention {attention!r}"
@@ -82,8 +96,10 @@ def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
         if _fetches(config):
             msg = "its configuration asks for weights of another model"
             raise ValueError(msg)
-        if attention == "eager":  # "sdpa" is what transformers takes itself, for those parts of a model that have it
-            config._attn_implementation = attention  # noqa: SLF001 - there is no public setter in all versions
+        if (
+            attention == "eager"
+        ):  # "sdpa" is what transformers takes itself, for those parts of a model that have it
+            config._attn_implementation = attention  # there is no public setter in all versions
         with LOCK, torch.random.fork_rng(devices=[]), _WithoutWeights(most=4 * tensors + 1000):
             model: torch.nn.Module = cls(config)
         if data["generation_config"] is not None and hasattr(model, "generation_config"):
@@ -91,8 +107,8 @@ def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
             model.generation_config = generation.from_dict(_without_code(data["generation_config"]))
     except Exception as error:
         msg = (
-            f"transformers {_version()} cannot build the {name} of the artefact ({type(error).__name__}: {error}). Use the version that "
-            "saved it, or give model=…, a model of that class."
+            f"transformers {_version()} cannot build the {name} of the artefact ({type(error).__name__}: "
+            f"{error}). Use the version that saved it, or give model=…, a model of that class."
         )
         raise ArtefactError(msg) from error
     return model.eval()
@@ -123,7 +139,9 @@ def _listed() -> frozenset[str]:
     for table in (value for name, value in vars(tables).items() if name.endswith("_MAPPING_NAMES")):
         for entry in table.values():
             found.update((entry,) if isinstance(entry, str) else entry)
-    return frozenset(name for name in found if "timm" not in name.lower())  # these are classes of another package
+    return frozenset(
+        name for name in found if "timm" not in name.lower()
+    )  # these are classes of another package
 
 
 def _class_named(name: object, file: object) -> Any:
@@ -152,7 +170,10 @@ def _is_model_of(cls: Any, file: str) -> bool:
     """Whether a class is a model that a file of transformers defines itself, and is made of a configuration alone."""
     if not isinstance(cls, type) or cls.__module__ != file or not _FILE.fullmatch(file):
         return False
-    if not issubclass(cls, importlib.import_module("transformers").PreTrainedModel) or "timm" in cls.__name__.lower():
+    if (
+        not issubclass(cls, importlib.import_module("transformers").PreTrainedModel)
+        or "timm" in cls.__name__.lower()
+    ):
         return False
     others = list(inspect.signature(cls).parameters.values())[1:]
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -188,17 +209,28 @@ def _with_names(data: Any) -> Any:
 
 
 def _without_code(data: Any) -> Any:
-    """Return a configuration without private keys and those in `_LEFT_OUT`, at every depth; named floats are floats again."""
+    """Return a configuration without private keys and those in `_LEFT_OUT`, at every depth.
+
+    Named floats are floats again.
+    """
     if isinstance(data, dict) and data.keys() == {_FLOAT} and data[_FLOAT] in list(_FLOATS):
         return _FLOATS[data[_FLOAT]]
     if isinstance(data, dict):
-        return {key: _without_code(value) for key, value in data.items() if not key.startswith("_") and key not in _LEFT_OUT}
+        return {
+            key: _without_code(value)
+            for key, value in data.items()
+            if not key.startswith("_") and key not in _LEFT_OUT
+        }
     return [_without_code(value) for value in data] if isinstance(data, list) else data
 
 
 def _check_counts(data: Any) -> None:
     for key, value in _entries(data):
-        if isinstance(value, (int, float)) and abs(value) > _MOST and (key.startswith(("num_", "n_")) or key.endswith(("layer", "layers"))):
+        if (
+            isinstance(value, (int, float))
+            and abs(value) > _MOST
+            and (key.startswith(("num_", "n_")) or key.endswith(("layer", "layers")))
+        ):
             msg = f"{key} is {value}"
             raise ValueError(msg)
 

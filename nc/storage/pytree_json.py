@@ -88,8 +88,8 @@ pytree.register_pytree_node(
 class ModelOutputs:
     """Stands in a structure for a class of transformers, whose import would make up half of a cold start.
 
-    It has no instances. Each call makes one of the class itself where the process has imported transformers, for nobody else could tell
-    it apart from an `OutputDict`, and else that.
+    It has no instances. Each call makes one of the class itself where the process has imported transformers,
+    for nobody else could tell it apart from an `OutputDict`, and else that.
     """
 
 
@@ -159,7 +159,11 @@ def _member_names(context: object, count: int) -> list[str] | None:
     # a list of names (ModelOutput), or such a list and the names of members that are None
     # (pytree.register_dataclass)
     for names in (context, context[0] if isinstance(context, (list, tuple)) and context else None):
-        if isinstance(names, (list, tuple)) and len(names) == count and all(isinstance(n, str) for n in names):
+        if (
+            isinstance(names, (list, tuple))
+            and len(names) == count
+            and all(isinstance(n, str) for n in names)
+        ):
             return list(names)
     return None
 
@@ -203,7 +207,10 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
 
 
 def _decode_keys(names: Sequence[json_values.Json]) -> list[Any]:
-    """Return the keys of a dict; raises ValueError where two are equal, and TypeError for a list, which can't be a key."""
+    """Return the keys of a dict.
+
+    Raises ValueError where two are equal, and TypeError for a list, which can't be a key.
+    """
     keys = [json_values.decode(name) for name in names]
     if len(set(keys)) < len(keys):
         msg = f"keys {keys!r} of one dict"
@@ -211,7 +218,9 @@ def _decode_keys(names: Sequence[json_values.Json]) -> list[Any]:
     return keys
 
 
-def _decode_object(name: str, members: list[str], items: list[pytree.TreeSpec], *, inputs: bool) -> pytree.TreeSpec:
+def _decode_object(
+    name: str, members: list[str], items: list[pytree.TreeSpec], *, inputs: bool
+) -> pytree.TreeSpec:
     """Return the structure of an output of transformers, of a cache, or of an object of a class that is not known here."""
     is_cache = tuple(members) == caches.MEMBERS.get(name)
     if not inputs and (is_cache or _TRANSFORMERS.fullmatch(name)):
@@ -222,7 +231,10 @@ def _decode_object(name: str, members: list[str], items: list[pytree.TreeSpec], 
 
 
 def _class_of(name: str, members: Sequence[str]) -> type | None:
-    """Return the class of that name, if it is an output of transformers with these members; None for all else."""
+    """Return the class of that name, if it is an output of transformers with these members.
+
+    None for all else.
+    """
     match = _TRANSFORMERS.fullmatch(name)
     if match is None:
         return None
@@ -230,7 +242,7 @@ def _class_of(name: str, members: Sequence[str]) -> type | None:
         from transformers.utils import ModelOutput  # type: ignore[attr-defined] # it is loaded lazily
 
         cls = vars(importlib.import_module(match[1])).get(match[2])
-    except Exception:  # noqa: BLE001 - not installed, or this module of it does not import here: outputs are an OutputDict
+    except Exception:  # not installed, or this module of it does not import here: outputs are an OutputDict
         return None
     if not isinstance(cls, type) or cls.__module__ != match[1] or cls not in pytree.SUPPORTED_NODES:
         return None

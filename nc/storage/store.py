@@ -27,7 +27,9 @@ SCHEMA = folder.FORMATS[FORMAT]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """A graph's artefact with complete, unaltered files and listed operators only; nothing of it is built yet.
+    """A graph's artefact with complete, unaltered files and listed operators only.
+
+    Nothing of it is built yet.
 
     Attributes:
         content: the files, their document in the form of the newest schema.
@@ -58,7 +60,8 @@ class Stored:
             wait: until the weights are checked. False: see `folder.read`.
 
         Raises:
-            ArtefactCorruptError: the weights are altered, or agree with their checksum but are not what `write` writes.
+            ArtefactCorruptError: the weights are altered, or agree with their checksum but are not what
+                `write` writes.
             ArtefactOperatorError: this version of torch lacks an operator.
         """
         with contextlib.nullcontext() if not wait else self.content.checked():
@@ -89,7 +92,11 @@ def write(graph: QDQGraph, backend: str, directory: str | os.PathLike[str]) -> N
     target = folder.replaceable(directory)
     document, tensors = graph_json.encode(graph)
     versions = folder.versions(transformers='"transformers.' in json.dumps(document["signature"]))
-    folder.write(target, {"format": FORMAT, "schema": SCHEMA, "versions": versions, "backend": backend, **document}, tensors)
+    folder.write(
+        target,
+        {"format": FORMAT, "schema": SCHEMA, "versions": versions, "backend": backend, **document},
+        tensors,
+    )
 
 
 def read(directory: str | os.PathLike[str]) -> Stored:

@@ -1,6 +1,9 @@
-"""One safetensors file, written tensor by tensor, of tensors in memory and of those that lie in other files. It is never in memory whole.
+"""One safetensors file, written tensor by tensor, of tensors in memory and of those that lie in other files.
 
-The layout is that of the safetensors library: a header of JSON, then the tensors, those of wide elements first, so that all are aligned.
+It is never in memory whole.
+
+The layout is that of the safetensors library: a header of JSON, then the tensors, those of wide elements
+first, so that all are aligned.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ def stored_in(path: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file by name; only the header is read.
 
     Raises:
-        ArtefactCorruptError: it is not a safetensors file, is cut, or has a tensor of a dtype that torch has not.
+        ArtefactCorruptError: it is not a safetensors file, is cut, or has a tensor of a dtype that torch has
+            not.
     """
     try:
         with safe_open(path, "pt"):  # checks the header against the size of the file
@@ -103,7 +107,9 @@ def stored_in(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
         return {
-            name: Stored(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            name: Stored(
+                path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+            )
             for name, entry in header.items()
             if name != "__metadata__"
         }
@@ -111,18 +117,25 @@ def stored_in(path: Path) -> dict[str, Stored]:
         msg = f"{path} cannot be read: {error}."
         raise ArtefactCorruptError(msg) from error
     except KeyError as error:
-        msg = f"{path} cannot be read: it has a tensor of dtype {error}; dtypes that can be read: {', '.join(_DTYPES)}."
+        msg = (
+            f"{path} cannot be read: it has a tensor of dtype {error}; dtypes that can be read: "
+            f"{', '.join(_DTYPES)}."
+        )
         raise ArtefactCorruptError(msg) from error
 
 
 def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file by name, in the memory of its content. They may lie at any address.
+    """Return the tensors of a safetensors file by name, in the memory of its content.
+
+    They may lie at any address.
 
     Raises:
         ValueError, KeyError, TypeError: it is not a safetensors file, or is cut.
     """
     length = int.from_bytes(content[:8], "little")
-    entries = {name: entry for name, entry in json.loads(content[8 : 8 + length]).items() if name != "__metadata__"}
+    entries = {
+        name: entry for name, entry in json.loads(content[8 : 8 + length]).items() if name != "__metadata__"
+    }
     found, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -131,7 +144,11 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
         if entry["data_offsets"] != [begin, end] or min(shape, default=0) < 0:
             msg = f"the tensor {name!r} does not begin where the one before it ends, or has another size"
             raise ValueError(msg)
-        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=8 + length + begin) if count else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(content, dtype=dtype, count=count, offset=8 + length + begin)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
         found[name] = flat.view(shape)
     if 8 + length + end != len(content):
         msg = f"{end} bytes of tensors were expected, but there are {len(content) - 8 - length}"
@@ -140,18 +157,26 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in memory of its own, copied by this thread alone: torch's threads would wait for the one that hashes."""
+    """Return a contiguous tensor in memory of its own, copied by this thread alone.
+
+    Torch's threads would wait for the one that hashes.
+    """
     result = torch.empty_like(tensor)
     _bytes(result)[:] = _bytes(tensor)
     return result
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor | Source], told: Callable[[bytes | memoryview], object] = len) -> None:
+def write(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor | Source],
+    told: Callable[[bytes | memoryview], object] = len,
+) -> None:
     """Write a file.
 
     Args:
         path: of the file.
-        tensors: by name; those in memory are contiguous CPU tensors of a dtype that safetensors has. Others are read one after the other.
+        tensors: by name; those in memory are contiguous CPU tensors of a dtype that safetensors has. Others
+            are read one after the other.
         told: gets all bytes in order, e.g. the `update` of a checksum.
     """
     names = sorted(tensors, key=lambda name: (-_ORDER.index(_NAMES[tensors[name].dtype]), name))
@@ -159,7 +184,11 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor | Source], told: Callab
     for name in names:
         tensor = tensors[name]
         begin, end = end, end + _size(tensor)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as opened:

@@ -18,7 +18,8 @@ _NARROWEST, _NAMES = 8, 20
 _INDEX = re.compile(r"(?<![^._@])\d+(?![^._@])")
 #: What stands for several indices, with what is in front of it.
 _SPAN = re.compile(r"(.*?)\{(\d+)\.\.(\d+)\}")
-#: Where a cell may be broken into lines: behind a space or a sign, and behind a single dot that is not within a number.
+#: Where a cell may be broken into lines: behind a space or a sign, and behind a single dot that is not within
+#: a number.
 _BREAKS = re.compile(r"(?<=[ /_,:;@])|(?<=[^.]\.)(?=[^.])(?<!\d\.(?=\d))")
 
 
@@ -27,8 +28,9 @@ def format_table(rows: Sequence[Row], width: int | None = None) -> str:
 
     Args:
         rows: of equal length, or of one cell: a heading for the rows below it.
-        width: of the table. Where it is too narrow for texts of the last column, these stand below the table, each once, and the column has
-            their numbers; other cells that are too long are broken into lines. None: as wide as the cells are.
+        width: of the table. Where it is too narrow for texts of the last column, these stand below the table,
+            each once, and the column has their numbers; other cells that are too long are broken into lines.
+            None: as wide as the cells are.
     """
     rows, notes = (rows, []) if width is None else _noted(rows, width)
     widths = _widths(rows)
@@ -48,7 +50,8 @@ def _whole(rows: Sequence[Row]) -> list[int]:
     """For each column the length of its header, or of its longest part that is not broken."""
     columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
     return [
-        max(len(part.rstrip()) for part in (head, *(part for cell in cells for part in _BREAKS.split(cell)))) for head, *cells in columns
+        max(len(part.rstrip()) for part in (head, *(part for cell in cells for part in _BREAKS.split(cell))))
+        for head, *cells in columns
     ]
 
 
@@ -64,9 +67,15 @@ def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
 
 
 def _narrowed(widths: Sequence[int], whole: Sequence[int], width: int) -> list[int]:
-    """Return the widths that fit, the widest columns made narrower first; none is narrower than `whole`, see `_whole`, or `_NARROWEST`."""
+    """Return the widths that fit, the widest columns made narrower first.
+
+    None is narrower than `whole`, see `_whole`, or `_NARROWEST`.
+    """
     found = list(widths)
-    least = [min(w, max(each, _NARROWEST if i else _NAMES)) for i, (w, each) in enumerate(zip(widths, whole, strict=True))]
+    least = [
+        min(w, max(each, _NARROWEST if i else _NAMES))
+        for i, (w, each) in enumerate(zip(widths, whole, strict=True))
+    ]
     while sum(found) + 2 * (len(found) - 1) > width:
         wide = [i for i in range(len(found)) if found[i] > least[i]]
         if not wide:
@@ -95,8 +104,13 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def flowing(text: str, width: int) -> list[str]:
-    """Lines of text, each broken at spaces where it is too long; what goes on is indented. Words stay whole."""
-    words = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    """Lines of text, each broken at spaces where it is too long; what goes on is indented.
+
+    Words stay whole.
+    """
+    words = textwrap.TextWrapper(
+        width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
     return [part for line in text.splitlines() for part in words.wrap(line) or [""]]
 
 
@@ -112,10 +126,13 @@ def largest(cells: Sequence[str]) -> str:
 
 
 def folded(rows: Sequence[Row], merge: _Merge | None = None) -> list[Row]:
-    """Return a table's rows with equal blocks as one: those of "layer.0", "layer.1", … come once, below "layer.{0..11} (12 times)".
+    """Return a table's rows with equal blocks as one.
 
-    Blocks are rows in sequence whose names begin alike up to an index. They are equal where they have the same names behind it and the same
-    cells; an index that a cell repeats with the name in front of it does not count. A block of one row has no heading.
+    Those of "layer.0", "layer.1", … come once, below "layer.{0..11} (12 times)".
+
+    Blocks are rows in sequence whose names begin alike up to an index. They are equal where they have the
+    same names behind it and the same cells; an index that a cell repeats with the name in front of it does
+    not count. A block of one row has no heading.
 
     Args:
         rows: the first one is the header; the first cell of the others is a name.
@@ -176,7 +193,11 @@ class _Repeated:
         found = []
         for same in zip(*self.blocks, strict=True):
             first = _without(same[0], self.prefix, self.start, span)
-            found.append(tuple(merge[i]([row[i] for row in same]) if i in merge else cell for i, cell in enumerate(first)))
+            found.append(
+                tuple(
+                    merge[i]([row[i] for row in same]) if i in merge else cell for i, cell in enumerate(first)
+                )
+            )
         return found
 
 
@@ -218,7 +239,9 @@ def _block(rows: Sequence[Row], at: int, prefix: str) -> Sequence[Row]:
     return rows[at:end]
 
 
-def _alike(one: Sequence[Row], other: Sequence[Row], prefix: str, first: int, second: int, merge: _Merge) -> bool:
+def _alike(
+    one: Sequence[Row], other: Sequence[Row], prefix: str, first: int, second: int, merge: _Merge
+) -> bool:
     """Whether two blocks differ by their index alone."""
 
     def bare(block: Sequence[Row], number: int) -> list[list[str]]:

@@ -1,8 +1,8 @@
 """torchao's affine primitives: every integer granularity as a block size, with torchao's arithmetic.
 
-The blocks are those of `nc.numerics.affine`, from which all integer granularities of this package are built. Two things differ from it, so
-that results are those of torchao: here `x` is multiplied by `1 / scale` (there divided, so codes near a tie can differ by one), and all is
-computed in the dtype of the input.
+The blocks are those of `nc.numerics.affine`, from which all integer granularities of this package are built.
+Two things differ from it, so that results are those of torchao: here `x` is multiplied by `1 / scale` (there
+divided, so codes near a tie can differ by one), and all is computed in the dtype of the input.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MappingType(enum.Enum):
 
 
 def choose_qparams_affine(
-    input: torch.Tensor,  # noqa: A002 - torchao's name
+    input: torch.Tensor,  # torchao's name
     mapping_type: MappingType | str,
     block_size: Sequence[int],
     target_dtype: torch.dtype,
@@ -59,10 +59,12 @@ def choose_qparams_affine(
         keepdim: keep dimensions that one block covers.
 
     Returns:
-        Scale and zero point: of the shape of the grid of blocks, without the dimensions (longer than 1) that one block covers.
+        Scale and zero point: of the shape of the grid of blocks, without the dimensions (longer than 1) that
+            one block covers.
 
     Raises:
-        ConfigError: an unknown mapping type or dtype, codes out of its range, or blocks that do not cover the input.
+        ConfigError: an unknown mapping type or dtype, codes out of its range, or blocks that do not cover the
+            input.
     """
     kind = mapping_type if isinstance(mapping_type, str) else getattr(mapping_type, "name", str(mapping_type))
     if kind not in MappingType.__members__:
@@ -71,7 +73,10 @@ def choose_qparams_affine(
     lowest, highest = _codes(target_dtype, quant_min, quant_max)
     _check(input, block_size)
     if not input.is_floating_point() or not input.numel():
-        msg = f"Expected a floating-point tensor with elements, but got {input.dtype} of shape {tuple(input.shape)}."
+        msg = (
+            f"Expected a floating-point tensor with elements, but got {input.dtype} of shape "
+            f"{tuple(input.shape)}."
+        )
         raise ConfigError(msg)
     low, high = affine.block_range(input, block_size)
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -86,13 +91,17 @@ def choose_qparams_affine(
             scale = torch.maximum(low / float(lowest), high / float(highest))
         scale = scale.clamp(min=least)
         zero_point = torch.full_like(scale, int((highest + lowest + 1) / 2))
-    kept = [n for n, part, size in zip(scale.shape, block_size, input.shape, strict=True) if keepdim or part != size or part == 1]
+    kept = [
+        n
+        for n, part, size in zip(scale.shape, block_size, input.shape, strict=True)
+        if keepdim or part != size or part == 1
+    ]
     scale, zero_point = scale.reshape(kept), zero_point.reshape(kept)
     return scale.to(scale_dtype or input.dtype), zero_point.to(zero_point_dtype or torch.int32)
 
 
 def quantize_affine(
-    input: torch.Tensor,  # noqa: A002 - torchao's name
+    input: torch.Tensor,  # torchao's name
     block_size: Sequence[int],
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
@@ -102,7 +111,8 @@ def quantize_affine(
 ) -> torch.Tensor:
     """Codes: `clamp(round(input * (1 / scale)) + zero_point)`; arguments as in `choose_qparams_affine`.
 
-    Of an `output_dtype` with fewer than 8 bits they are int8 or uint8: torch computes nothing with such dtypes.
+    Of an `output_dtype` with fewer than 8 bits they are int8 or uint8: torch computes nothing with such
+    dtypes.
     """
     lowest, highest = _codes(output_dtype, quant_min, quant_max)
     _check(input, block_size)
@@ -114,7 +124,7 @@ def quantize_affine(
 
 
 def dequantize_affine(
-    input: torch.Tensor,  # noqa: A002 - torchao's name
+    input: torch.Tensor,  # torchao's name
     block_size: Sequence[int],
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
@@ -143,24 +153,32 @@ def dequantize_affine(
 def _in_blocks(
     x: torch.Tensor, block_size: Sequence[int], scale: torch.Tensor, zero_point: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Each dimension of `x` as two, which block and where in it; scale and zero point so that they broadcast."""
+    """Each dimension of `x` as two, which block and where in it.
+
+    Scale and zero point so that they broadcast.
+    """
     counts = [size // part for size, part in zip(x.shape, block_size, strict=True)]
     split = [n for count, part in zip(counts, block_size, strict=True) for n in (count, part)]
     outer = [n for count in counts for n in (count, 1)]
     for name, part in (("scale", scale), ("zero_point", zero_point)):
         if part is not None and part.numel() != math.prod(counts):
-            msg = f"{name} has shape {tuple(part.shape)}, but the blocks are {counts}, {math.prod(counts)} in all."
+            msg = (
+                f"{name} has shape {tuple(part.shape)}, but the blocks are {counts}, {math.prod(counts)} in "
+                "all."
+            )
             raise ConfigError(msg)
     return x.reshape(split), scale.reshape(outer), None if zero_point is None else zero_point.reshape(outer)
 
 
 def _check(x: torch.Tensor, block_size: Sequence[int]) -> None:
     sizes = tuple(block_size) if isinstance(block_size, Sequence) else (block_size,)
-    fits = len(sizes) == x.dim() and all(is_whole(part, 1) and size % part == 0 for size, part in zip(x.shape, sizes, strict=False))
+    fits = len(sizes) == x.dim() and all(
+        is_whole(part, 1) and size % part == 0 for size, part in zip(x.shape, sizes, strict=False)
+    )
     if not fits:
         msg = (
-            f"block_size={sizes} does not cover a tensor of shape {tuple(x.shape)}: it needs a whole number for each dimension, which "
-            "divides that dimension."
+            f"block_size={sizes} does not cover a tensor of shape {tuple(x.shape)}: it needs a whole number "
+            "for each dimension, which divides that dimension."
         )
         raise ConfigError(msg)
 

@@ -1,4 +1,7 @@
-"""How far a model with low-bit weights is from the float model: in the first call of the prepared model, and layer by layer."""
+"""How far a model with low-bit weights is from the float model.
+
+In the first call of the prepared model, and layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from nc.algorithms.inputs.layers import is_low_bit
 from nc.calibration.costly import HOPELESS_DB
 from nc.numerics.metrics import worst_sqnr_db
 
-#: So many values of each output are kept, evenly spaced: logits of a large vocabulary are larger than some models.
+#: So many values of each output are kept, evenly spaced: logits of a large vocabulary are larger than some
+#: models.
 _VALUES = 2**18
 
 
@@ -38,12 +42,20 @@ def first_call(sample: Sample, output: Any) -> FirstCall:
 
 
 def goes_on(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call goes on where others stopped: samples are kept without caches, so it can't be made again."""
-    return any(is_cache(leaf) for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache)) or kwargs.get("past_key_values") is not None
+    """Whether a call goes on where others stopped.
+
+    Samples are kept without caches, so it can't be made again.
+    """
+    return (
+        any(is_cache(leaf) for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache))
+        or kwargs.get("past_key_values") is not None
+    )
 
 
 def accuracy_db(model: torch.nn.Module, first: FirstCall) -> float | None:
-    """SQNR in dB of the worst output of a call against the float model's; None where outputs have no values, or other sizes.
+    """SQNR in dB of the worst output of a call against the float model's.
+
+    None where outputs have no values, or other sizes.
 
     Args:
         model: the quantized model, in eval mode.
@@ -59,13 +71,25 @@ def accuracy_db(model: torch.nn.Module, first: FirstCall) -> float | None:
 
 
 def hopeless_layers(model: torch.nn.Module) -> list[tuple[str, float]]:
-    """Return the low-bit layers whose output has less than `HOPELESS_DB` against the float layer's: (name, dB), the worst first."""
-    found = [(name, module.result.loss) for name, module in model.named_modules() if is_low_bit(module) and module.result is not None]
-    return sorted(((name, -10 * math.log10(loss)) for name, loss in found if loss > 10 ** (-HOPELESS_DB / 10)), key=lambda each: each[1])
+    """Return the low-bit layers whose output has less than `HOPELESS_DB` against the float layer's.
+
+    (name, dB), the worst first.
+    """
+    found = [
+        (name, module.result.loss)
+        for name, module in model.named_modules()
+        if is_low_bit(module) and module.result is not None
+    ]
+    return sorted(
+        ((name, -10 * math.log10(loss)) for name, loss in found if loss > 10 ** (-HOPELESS_DB / 10)),
+        key=lambda each: each[1],
+    )
 
 
 def hopeless_text(decibels: float | None, layers: Sequence[tuple[str, float]]) -> str:
-    """Return what to say of a model that is far from the float one; "" for one that is not, as far as is known.
+    """Return what to say of a model that is far from the float one.
+
+    "" for one that is not, as far as is known.
 
     Args:
         decibels: of its outputs in a call; None where they were not compared.
@@ -79,16 +103,26 @@ def hopeless_text(decibels: float | None, layers: Sequence[tuple[str, float]]) -
     if decibels is None:
         first = f"HOPELESS {alone}"
     else:
-        whole = f"HOPELESS accuracy: {decibels:.1f} dB against the float model in the first call of the prepared model"
+        whole = (
+            f"HOPELESS accuracy: {decibels:.1f} dB against the float model in the first call of the prepared "
+            "model"
+        )
         first = f"{whole}; {alone}" if layers else whole
     return (
-        f"{first}\nways out: w_dtype with more bits, a smaller group_size, solver=nc.GPTQ() with data; for single layers config.set_local()"
+        f"{first}\nways out: w_dtype with more bits, a smaller group_size, solver=nc.GPTQ() with data; for "
+        "single layers config.set_local()"
     )
 
 
 def _values(output: Any, keep: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    tensors = [leaf for leaf in pytree.tree_leaves(output, is_leaf=is_cache) if type(leaf) is torch.Tensor and leaf.is_floating_point()]
-    return tuple(_some(t if keep is None or t.shape[:2] != keep.shape else t[keep]) for t in tensors if not t.is_nested)
+    tensors = [
+        leaf
+        for leaf in pytree.tree_leaves(output, is_leaf=is_cache)
+        if type(leaf) is torch.Tensor and leaf.is_floating_point()
+    ]
+    return tuple(
+        _some(t if keep is None or t.shape[:2] != keep.shape else t[keep]) for t in tensors if not t.is_nested
+    )
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:

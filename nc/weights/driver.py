@@ -1,7 +1,8 @@
-"""The driver: block after block it collects statistics, applies transforms, solves the layers and runs the quantized block.
+"""The driver: block after block it collects statistics, applies transforms, solves the layers and runs the
+quantized block.
 
-So each block is solved for the inputs that it gets from the quantized blocks in front of it, and the memory needed is that of one block,
-its statistics and its activations.
+So each block is solved for the inputs that it gets from the quantized blocks in front of it, and the memory
+needed is that of one block, its statistics and its activations.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import Any, Protocol
 import torch
 
 from nc.algorithms.inputs.activations import Activations
-from nc.algorithms.inputs.block_calls import Call, Sample, block_lists, called, filled, record, run, with_forwards
+from nc.algorithms.inputs.block_calls import (
+    Call,
+    Sample,
+    block_lists,
+    called,
+    filled,
+    record,
+    run,
+    with_forwards,
+)
 from nc.algorithms.inputs.collect import Collector, inputs_of
 from nc.algorithms.inputs.copies import sharing
 from nc.algorithms.inputs.layers import Layer, layers_of
@@ -64,7 +74,9 @@ class Calls(Sequence[Call]):
 
 
 class Store(Protocol):
-    """Gives a model its weights part by part, for models that are larger than the memory; see `nc.weights.files.streamed`.
+    """Gives a model its weights part by part, for models that are larger than the memory.
+
+    See `nc.weights.files.streamed`.
 
     Attributes:
         parts: names of the blocks, and of output heads outside of them.
@@ -73,7 +85,10 @@ class Store(Protocol):
     parts: tuple[str, ...]
 
     def load(self, name: str) -> bool:
-        """Give a module's parameters their values; "" is all that is in no part. False: it has them already."""
+        """Give a module's parameters their values; "" is all that is in no part.
+
+        False: it has them already.
+        """
 
     def drop(self, name: str) -> None:
         """Let the values go that `load` gave, or those of a finished block."""
@@ -108,7 +123,10 @@ class Driver:
         self._packed: dict[str, tuple[PackedWeight, LayerResult]] = {}
         self._find_ties()
         needs = Needs()
-        for wanted in (*(d.solver.needs for d in plan.quantized if d.solver is not None), *(t.needs for t in plan.transforms)):
+        for wanted in (
+            *(d.solver.needs for d in plan.quantized if d.solver is not None),
+            *(t.needs for t in plan.transforms),
+        ):
             needs |= wanted
         self.needs = needs
         block_solvers = [d.solver for d in plan.quantized if isinstance(d.solver, BlockSolver)]
@@ -122,7 +140,9 @@ class Driver:
         """Of layers that share a weight and ask for the same, the first is solved, once."""
         owners: dict[Any, str] = {}
         self._first = {
-            name: owners.setdefault((id(self.model.get_submodule(name).weight), d.form, d.rule, d.solver, d.transforms), name)
+            name: owners.setdefault(
+                (id(self.model.get_submodule(name).weight), d.form, d.rule, d.solver, d.transforms), name
+            )
             for name, d in self.asked.items()
         }
         self._first_of_several = {first for name, first in self._first.items() if name != first}
@@ -133,23 +153,29 @@ class Driver:
             if transform.level == "model":
                 calls, keeps = [s.call for s in self.all_samples], [s.keep for s in self.all_samples]
                 scope = self._scope("", self.model, self._targets(self.asked, transform, None), calls, keeps)
-                self.applied.append(self.share.transformed(self.model, partial(transform.apply, scope), everywhere=True))
+                self.applied.append(
+                    self.share.transformed(self.model, partial(transform.apply, scope), everywhere=True)
+                )
         self._find_ties()  # a transform may have given tied layers weights of their own
         lists = block_lists(self.model, self.asked)
         total = sum(map(len, lists)) + 1
         done = 0
         for names in lists:
             blocks = [self.model.get_submodule(name) for name in names]
-            hidden, float_hidden = (Activations(len(self.samples) if wanted else 0) for wanted in (True, self.with_float))
+            hidden, float_hidden = (
+                Activations(len(self.samples) if wanted else 0) for wanted in (True, self.with_float)
+            )
 
-            def first(index: int, tensor: torch.Tensor, of: Sequence[Activations] = (hidden, float_hidden)) -> None:
+            def first(
+                index: int, tensor: torch.Tensor, of: Sequence[Activations] = (hidden, float_hidden)
+            ) -> None:
                 for activations in of[: 1 + self.with_float]:
                     activations.put(index, tensor)
 
             with self.share.ranks.together(), self._callable():
                 recorded = record(self.model, blocks, self.samples, first)
             if not self.share.ranks.all(recorded is not None) or recorded is None:
-                continue  # its blocks are not simply called one after the other: they are solved with the rest
+                continue  # its blocks are not called one after the other: they are solved with the rest
             for index, name in enumerate(names):
                 self.progress(done, total, name)
                 behind = self._block(name, [calls[index] for calls in recorded], hidden, float_hidden)
@@ -198,13 +224,20 @@ class Driver:
             with self._callable():
                 if store is not None:
                     for name in rest:
-                        store.load(next((part for part in store.parts if f"{name}.".startswith(f"{part}.")), ""))
+                        store.load(
+                            next((part for part in store.parts if f"{name}.".startswith(f"{part}.")), "")
+                        )
                 self._block_of("", self.model, rest, Calls([sample.call for sample in self.samples]), None)
                 if store is not None:
                     store.settle()
 
-    def _block(self, name: str, recorded: Sequence[Call], hidden: Activations, float_hidden: Activations) -> Activations:
-        """Solve a block, and replace the hidden states in front of it by those behind it; those of the float model are the result."""
+    def _block(
+        self, name: str, recorded: Sequence[Call], hidden: Activations, float_hidden: Activations
+    ) -> Activations:
+        """Solve a block, and replace the hidden states in front of it by those behind it.
+
+        Those of the float model are the result.
+        """
         block = self.model.get_submodule(name)
         if self.store is not None:
             self.store.load(name)
@@ -239,10 +272,13 @@ class Driver:
     ) -> None:
         inputs = self._transformed(prefix, module, inside, calls, float_calls)
         solvers = [self.asked[name].solver for name in inside]
-        if float_calls is None or not any(solver is not None and solver.needs.float_inputs for solver in solvers):
+        if float_calls is None or not any(
+            solver is not None and solver.needs.float_inputs for solver in solvers
+        ):
             self._solve_together(prefix, module, inside, inputs, calls, targets)
             return
-        # layers correct what those in front of them left: if all were solved at once, each would correct all of the block's error again
+        # layers correct what those in front of them left: if all were solved at once, each would correct all
+        # of the block's error again
         whole = sharing(module)
         stages, _ = self.share.ranks.from_first(_stages(inside, inputs), {})
         for stage in stages:
@@ -251,9 +287,17 @@ class Driver:
             self._solve_together(prefix, module, stage, inputs, calls, targets)
 
     def _transformed(
-        self, prefix: str, module: torch.nn.Module, inside: Sequence[str], calls: Calls, float_calls: Calls | None
+        self,
+        prefix: str,
+        module: torch.nn.Module,
+        inside: Sequence[str],
+        calls: Calls,
+        float_calls: Calls | None,
     ) -> dict[str, InputStatistics]:
-        """Apply the transforms that layers of a block ask for; returns the statistics of the layers' inputs after them."""
+        """Apply the transforms that layers of a block ask for.
+
+        Returns the statistics of the layers' inputs after them.
+        """
         inputs = self._collect(module, inside, calls, float_calls)
         is_block = bool(prefix) or len(inside) == len(self.asked)
         for transform in self.plan.transforms:
@@ -302,7 +346,9 @@ class Driver:
         layers = {layer.name: layer for layer in layers_of(self.model)}
         found: dict[str, PackedWeight] = {}
         for solver, mine in by_solver.items():
-            problems = {layer.removeprefix(f"{name}."): self._problem(layers[layer], inputs) for layer in mine}
+            problems = {
+                layer.removeprefix(f"{name}."): self._problem(layers[layer], inputs) for layer in mine
+            }
             solved = solver.solve_block(
                 BlockProblem(
                     name=name,
@@ -321,7 +367,14 @@ class Driver:
         assert decision.form is not None
         weight = layer.weight.float().contiguous()
         clip = self._clips.get(layer.name)
-        return Problem(name=layer.name, weight=weight, form=decision.form, rule=decision.rule, inputs=inputs.get(layer.name), clip=clip)
+        return Problem(
+            name=layer.name,
+            weight=weight,
+            form=decision.form,
+            rule=decision.rule,
+            inputs=inputs.get(layer.name),
+            clip=clip,
+        )
 
     def _collect(
         self,
@@ -332,11 +385,18 @@ class Driver:
         float_module: torch.nn.Module | None = None,
         prefix: str = "",
     ) -> dict[str, InputStatistics]:
-        """Statistics of the inputs of some layers; `float_module` is `module` as it was before some of its layers were quantized."""
-        layers = {name: self.model.get_submodule(name) for name in inside if self.asked[name].kind == "linear"}
+        """Statistics of the inputs of some layers.
+
+        `float_module` is `module` as it was before some of its layers were quantized.
+        """
+        layers = {
+            name: self.model.get_submodule(name) for name in inside if self.asked[name].kind == "linear"
+        }
         float_layers = layers
         if float_module is not None:
-            float_layers = {name: float_module.get_submodule(name.removeprefix(f"{prefix}.")) for name in layers}
+            float_layers = {
+                name: float_module.get_submodule(name.removeprefix(f"{prefix}.")) for name in layers
+            }
         # an expert may get other tokens than in the float model
         float_layers = {n: layer for n, layer in float_layers.items() if not is_expert(self.model, n)}
         collector = Collector(layers, self.needs)
@@ -350,7 +410,9 @@ class Driver:
                     run(module, calls[i])
         return self.share.merged(collector.of)
 
-    def _targets(self, names: Iterable[str], transform: Transform, inputs: Mapping[str, InputStatistics] | None) -> dict[str, Target]:
+    def _targets(
+        self, names: Iterable[str], transform: Transform, inputs: Mapping[str, InputStatistics] | None
+    ) -> dict[str, Target]:
         targets = {}
         for name in names:
             decision = self.asked[name]
@@ -358,7 +420,9 @@ class Driver:
             found = None if inputs is None else inputs.get(name)
             asked = transform.level == "model" or transform in decision.transforms
             module = self.model.get_submodule(name)
-            targets[name] = Target(module=module, form=decision.form, rule=decision.rule, inputs=found, asked=asked)
+            targets[name] = Target(
+                module=module, form=decision.form, rule=decision.rule, inputs=found, asked=asked
+            )
         return targets
 
     def _scope(
@@ -369,12 +433,16 @@ class Driver:
         calls: Sequence[Call],
         keeps: Sequence[torch.Tensor | None],
     ) -> Scope:
-        return Scope(model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, keeps=keeps)
+        return Scope(
+            model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, keeps=keeps
+        )
 
     def _is_done(self, name: str) -> bool:
         return isinstance(self.model.get_submodule(name), (QuantLinear, QuantEmbedding))
 
-    def _solve(self, names: Sequence[str], inputs: dict[str, InputStatistics], learned: Mapping[str, PackedWeight]) -> None:
+    def _solve(
+        self, names: Sequence[str], inputs: dict[str, InputStatistics], learned: Mapping[str, PackedWeight]
+    ) -> None:
         """Solve layers and put them in place. Their statistics and weights are let go one after the other."""
         if self.store is not None:
             give_back_small_pieces()
@@ -383,7 +451,9 @@ class Driver:
             decision, layer, first = self.asked[name], layers.pop(name), self._first[name]
             if first not in self._packed:
                 assert decision.form is not None
-                self._packed[first] = self.share.solved(decision.form, partial(self._solved, layer, inputs, learned.get(name)))
+                self._packed[first] = self.share.solved(
+                    decision.form, partial(self._solved, layer, inputs, learned.get(name))
+                )
             inputs.pop(name, None)
             replace(self.model, layer, decision, *self._packed[first])
             if first not in self._first_of_several:
@@ -407,7 +477,10 @@ class Driver:
 
 
 def _stages(inside: Sequence[str], inputs: Mapping[str, InputStatistics]) -> list[list[str]]:
-    """Layers that read one tensor, in the order in which a block calls them; last those that nothing reaches."""
+    """Layers that read one tensor, in the order in which a block calls them.
+
+    Last those that nothing reaches.
+    """
     stages: dict[int, list[str]] = {}
     for name, found in inputs.items():
         stages.setdefault(id(found), []).append(name)

@@ -1,7 +1,10 @@
-"""Experts that transformers keeps in one parameter of three dimensions, as linears of their own: then each can have a low-bit weight.
+"""Experts that transformers keeps in one parameter of three dimensions, as linears of their own.
 
-Newer versions of transformers stack the experts of a layer, `gate_up_proj [E, N, K]`, and index the stack in a loop over the experts that
-are needed. The loop stays theirs. What it finds at an index computes `F.linear(x, weight)`, or `x @ weight`, by a linear.
+Then each can have a low-bit weight.
+
+Newer versions of transformers stack the experts of a layer, `gate_up_proj [E, N, K]`, and index the stack in
+a loop over the experts that are needed. The loop stays theirs. What it finds at an index computes
+`F.linear(x, weight)`, or `x @ weight`, by a linear.
 """
 
 from __future__ import annotations
@@ -52,18 +55,28 @@ class _Weight:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Collection[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return the product, by the linear; other functions have no weight to read."""
         x, weight, *bias = (*args, *(kwargs or {}).values())
-        known = function in _PRODUCTS if isinstance(weight, cls) and weight._transposed else function is torch.nn.functional.linear
+        known = (
+            function in _PRODUCTS
+            if isinstance(weight, cls) and weight._transposed
+            else function is torch.nn.functional.linear
+        )
         if not isinstance(weight, cls) or not known or len(bias) > 1:
             return NotImplemented
         result = weight._linear(x)
         return result if not bias or bias[0] is None else result + bias[0]
 
 
-def separated(model: torch.nn.Module, *, inplace: bool = False, names: Collection[str] | None = None) -> torch.nn.Module:
+def separated(
+    model: torch.nn.Module, *, inplace: bool = False, names: Collection[str] | None = None
+) -> torch.nn.Module:
     """Return the model with a linear for each expert.
 
     Args:
@@ -76,10 +89,12 @@ def separated(model: torch.nn.Module, *, inplace: bool = False, names: Collectio
     model = model if inplace else sharing(model)
     for name, module, leaf in list(_stacks(model)):
         if names is None or name in names:
-            stack = module._parameters.pop(leaf)  # noqa: SLF001 - `delattr` is the same, but `setattr` needs the name to be free
+            stack = module._parameters.pop(
+                leaf
+            )  # `delattr` is the same, but `setattr` needs the name to be free
             assert stack is not None
             module.add_module(leaf, Experts(stack, module.is_transposed).train(module.training))  # type: ignore[arg-type]
-            module.config._experts_implementation = _LOOP  # type: ignore[union-attr] # noqa: SLF001 - it has no other name
+            module.config._experts_implementation = _LOOP  # type: ignore[union-attr]
     return model
 
 
@@ -94,7 +109,10 @@ def is_expert(model: torch.nn.Module, name: str) -> bool:
 
 
 def _stacks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Name, module and name there of each parameter; transformers marks the classes whose forward is a loop."""
+    """Name, module and name there of each parameter.
+
+    Transformers marks the classes whose forward is a loop.
+    """
     for prefix, module in model.named_modules():
         if not hasattr(getattr(module, "config", None), "_experts_implementation") or not isinstance(
             getattr(module, "is_transposed", None), bool

@@ -28,8 +28,8 @@ def note(model: torch.nn.Module, run: Run, names: Collection[str] | None = None)
 def history_of(model: torch.nn.Module) -> Run:
     """Return the run that made the layers of a model; for layers of several runs, these put together.
 
-    A model can hold one that was quantized, or be a part of it. Then names are those in this model, and what was measured of the
-    other model is left out.
+    A model can hold one that was quantized, or be a part of it. Then names are those in this model, and what
+    was measured of the other model is left out.
     """
     places: list[tuple[Run, str, str]] = []
     for name, module in model.named_modules():
@@ -43,7 +43,10 @@ def history_of(model: torch.nn.Module) -> Run:
 
 
 def _apart(here: str, there: str) -> tuple[str, str]:
-    """Return what two names of one layer have in front of what they have in common: ("0", "") for "0.fc" and "fc"."""
+    """Return what two names of one layer have in front of what they have in common.
+
+    ("0", "") for "0.fc" and "fc".
+    """
     a, b = here.split("."), there.split(".")
     while a and b and a[-1] == b[-1]:
         del a[-1], b[-1]
@@ -58,9 +61,19 @@ def _moved(run: Run, here: str, there: str) -> Run:
             return None
         return ".".join(filter(None, (here, name[len(there) :].removeprefix("."))))
 
-    decisions = [{**d, "operator": moved(d["operator"])} for d in run.plan["decisions"]] if run.plan is not None else []
-    applied = (dataclasses.replace(a, operators=tuple(filter(None, map(moved, a.operators)))) for a in run.applied)
-    plan = None if run.plan is None else {**run.plan, "decisions": [d for d in decisions if d["operator"] is not None]}
+    decisions = (
+        [{**d, "operator": moved(d["operator"])} for d in run.plan["decisions"]]
+        if run.plan is not None
+        else []
+    )
+    applied = (
+        dataclasses.replace(a, operators=tuple(filter(None, map(moved, a.operators)))) for a in run.applied
+    )
+    plan = (
+        None
+        if run.plan is None
+        else {**run.plan, "decisions": [d for d in decisions if d["operator"] is not None]}
+    )
     return dataclasses.replace(run, plan=plan, applied=tuple(applied), sqnr_db=None, verdict=None)
 
 

@@ -1,7 +1,7 @@
 """What a prepared model was called with: save, load and merge it, and gather that of all processes.
 
-Blocks are solved for inputs that come from the quantized blocks in front of them. So sums over these inputs exist only while a model is
-converted, and what can be kept is what they are made from: the calls.
+Blocks are solved for inputs that come from the quantized blocks in front of them. So sums over these inputs
+exist only while a model is converted, and what can be kept is what they are made from: the calls.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class RecordedCalls:
 
     Example:
         >>> import nc, torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)).eval()
-        >>> one, other = (nc.prepare(model, nc.WeightOnlyConfig(group_size=32, solver=nc.GPTQ())) for _ in range(2))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32,
+        32)).eval()
+        >>> one, other = (nc.prepare(model, nc.WeightOnlyConfig(group_size=32, solver=nc.GPTQ())) for _ in
+        range(2))
         >>> _ = one(torch.randn(64, 32)), other(torch.randn(64, 32))
         >>> other.statistics.save("/tmp/calls.safetensors")
         >>> one.statistics.merge("/tmp/calls.safetensors")
@@ -59,13 +61,16 @@ class RecordedCalls:
         """Replace the calls of this model by those of a file. The configuration may be another one.
 
         Raises:
-            ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError: the file is missing, damaged, or of a newer version.
+            ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError: the file is missing, damaged, or
+            of a newer version.
             StateError: the file belongs to another model.
         """
         self._samples[:] = self._read(path)
 
     def merge(self, other: RecordedCalls | str | os.PathLike[str]) -> None:
-        """Add the calls of another run behind those here. The result is that of one run over both, bit for bit.
+        """Add the calls of another run behind those here.
+
+        The result is that of one run over both, bit for bit.
 
         Args:
             other: those of another prepared model, or a file.
@@ -74,13 +79,16 @@ class RecordedCalls:
             As `load`.
         """
         if isinstance(other, RecordedCalls):
-            theirs, mine = (magnitudes(_tensors_of(m)) for m in (other._model, self._model))  # noqa: SLF001
+            theirs, mine = (magnitudes(_tensors_of(m)) for m in (other._model, self._model))
             refuse_other_weights(theirs, mine, "the other model")
-            self._samples += list(other._samples)  # noqa: SLF001
+            self._samples += list(other._samples)
         elif isinstance(other, (str, os.PathLike)):
             self._samples += self._read(other)
         else:
-            msg = f"merge() takes the statistics of another prepared model, or a file, but got {type(other).__name__}."
+            msg = (
+                "merge() takes the statistics of another prepared model, or a file, but got "
+                f"{type(other).__name__}."
+            )
             raise InputError(msg)
 
     def of_all(self, ranks: Ranks, configuration: Callable[[], Any]) -> list[Sample]:
@@ -101,13 +109,20 @@ class RecordedCalls:
             tensors = dict(_tensors_of(self._model))
             shapes = [type(self._model).__qualname__, *((name, list(t.shape)) for name, t in tensors.items())]
             config = json.dumps(configuration(), sort_keys=True, default=str)
-            return {"model": json.dumps(shapes).encode(), "configuration": config.encode(), "weights": checksum("", tensors).encode()}
+            return {
+                "model": json.dumps(shapes).encode(),
+                "configuration": config.encode(),
+                "weights": checksum("", tensors).encode(),
+            }
 
         ranks.agree(same)
         data = b""
         with ranks.together():
             data = tensor_file.encode(_KIND, *_unparsed(self._samples))
-        parts = (tensor_file.decode(_KIND, part, f"rank {rank}", _parsed) for rank, part in enumerate(ranks.each(data)))
+        parts = (
+            tensor_file.decode(_KIND, part, f"rank {rank}", _parsed)
+            for rank, part in enumerate(ranks.each(data))
+        )
         return [sample for part in parts for sample in part]
 
     def _read(self, path: str | os.PathLike[str]) -> list[Sample]:
@@ -130,15 +145,21 @@ def _unparsed(samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, torc
     for i, sample in enumerate(samples):
         leaves, structure = pytree.tree_flatten(sample.call)
         try:
-            plain = [None if isinstance(leaf, torch.Tensor) else [json_values.encode(leaf, "A call")] for leaf in leaves]
+            plain = [
+                None if isinstance(leaf, torch.Tensor) else [json_values.encode(leaf, "A call")]
+                for leaf in leaves
+            ]
             calls.append({"structure": pytree_json.encode(structure, "arguments of a call"), "leaves": plain})
         except ArtefactError as error:
             msg = (
-                f"{error} So the calibration data cannot be saved, or sent to other processes. Call the prepared model with tensors, "
-                "numbers and strings, in tuples, lists and dicts; or calibrate and convert in one process."
+                f"{error} So the calibration data cannot be saved, or sent to other processes. Call the "
+                "prepared model with tensors, numbers and strings, in tuples, lists and dicts; or calibrate "
+                "and convert in one process."
             )
             raise InputError(msg) from error
-        tensors |= {f"{i}.{j}": leaf.contiguous() for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        tensors |= {
+            f"{i}.{j}": leaf.contiguous() for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
+        }
         if sample.keep is not None:
             tensors[f"{i}.keep"] = sample.keep
     return {"calls": calls}, tensors
@@ -147,7 +168,10 @@ def _unparsed(samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, torc
 def _parsed(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[Sample]:
     samples = []
     for i, call in enumerate(document["calls"]):
-        leaves = [tensors[f"{i}.{j}"] if leaf is None else json_values.decode(leaf[0]) for j, leaf in enumerate(call["leaves"])]
+        leaves = [
+            tensors[f"{i}.{j}"] if leaf is None else json_values.decode(leaf[0])
+            for j, leaf in enumerate(call["leaves"])
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, pytree_json.decode(call["structure"], inputs=True))
         samples.append(Sample((tuple(args), dict(kwargs)), tensors.get(f"{i}.keep")))
     return samples

@@ -1,4 +1,6 @@
-"""Quantizing one model with several processes: each runs its part of the calibration data, rank 0 solves, and all get its bits.
+"""Quantizing one model with several processes.
+
+Each runs its part of the calibration data, rank 0 solves, and all get its bits.
 
 So processes may run on different CPUs, whose kernels round differently: no decision is made twice.
 """
@@ -29,14 +31,16 @@ class Share:
     """The part of one process.
 
     Attributes:
-        samples: that it runs. Those of rank 0 are the first ones, and at least those that transforms and block solvers look at.
-        counted: the first so many of them go into the statistics: each sample of the whole is counted by one process.
+        samples: that it runs. Those of rank 0 are the first ones, and at least those that transforms and
+            block solvers look at.
+        counted: the first so many of them go into the statistics: each sample of the whole is counted by one
+            process.
         ranks: the processes.
     """
 
     samples: Sequence[Sample]
     counted: int
-    ranks: Ranks = Ranks()  # noqa: RUF009 - it is frozen
+    ranks: Ranks = Ranks()  # it is frozen
 
     @classmethod
     def of(cls, samples: Sequence[Sample], ranks: Ranks, looking: Iterable[Needs]) -> Share:
@@ -55,7 +59,8 @@ class Share:
         """Sum the statistics of all ranks, in the order of the ranks.
 
         Args:
-            mine: of the samples that this rank counts, by layer; layers that read one tensor have the same object.
+            mine: of the samples that this rank counts, by layer; layers that read one tensor have the same
+                object.
 
         Returns:
             On rank 0 those of all samples; on the others `mine`.
@@ -65,7 +70,10 @@ class Share:
         objects = list({id(found): found for found in mine.values()}.values())
         names = [[name for name, found in mine.items() if found is one] for one in objects]
         parts = [part for one in objects for part in one.tensors().values()]
-        document = [[[str(n) for n in group], one.tokens, list(one.tensors())] for group, one in zip(names, objects, strict=True)]
+        document = [
+            [[str(n) for n in group], one.tokens, list(one.tensors())]
+            for group, one in zip(names, objects, strict=True)
+        ]
         result = dict(mine)
         for theirs, tensors in self.ranks.on_first(document, parts):
             rest = list(tensors)
@@ -73,7 +81,9 @@ class Share:
                 add(result, group, InputStatistics(tokens, **{kind: rest.pop(0) for kind in kinds}))
         return result
 
-    def transformed(self, module: torch.nn.Module, apply: Callable[[], Applied], *, everywhere: bool = False) -> Applied:
+    def transformed(
+        self, module: torch.nn.Module, apply: Callable[[], Applied], *, everywhere: bool = False
+    ) -> Applied:
         """Change the float weights of a module on rank 0; the others get the same ones.
 
         Args:
@@ -95,17 +105,28 @@ class Share:
         for name, key, parameter in _parameters(module):
             if parameter is not None and parameter is not old.get((name, key)):
                 rows.append([name, key, new.setdefault(id(parameter), (str(len(new)), parameter))[0]])
-        told = [rows, [p.requires_grad for _, p in new.values()], [applied.algorithm, list(applied.operators), applied.text]]
-        (rows, flags, text), tensors = self.ranks.from_first(told, {number: p.data for number, p in new.values()})
+        told = [
+            rows,
+            [p.requires_grad for _, p in new.values()],
+            [applied.algorithm, list(applied.operators), applied.text],
+        ]
+        (rows, flags, text), tensors = self.ranks.from_first(
+            told, {number: p.data for number, p in new.values()}
+        )
         if not self.ranks.is_first:
-            made = {number: torch.nn.Parameter(t, flag) for (number, t), flag in zip(tensors.items(), flags, strict=True)}
+            made = {
+                number: torch.nn.Parameter(t, flag)
+                for (number, t), flag in zip(tensors.items(), flags, strict=True)
+            }
             for (name, key), parameter in old.items():
-                module.get_submodule(name)._parameters[key] = parameter  # noqa: SLF001 - ties have no other way
+                module.get_submodule(name)._parameters[key] = parameter  # ties have no other way
             for name, key, number in rows:
-                module.get_submodule(name)._parameters[key] = made[number]  # noqa: SLF001
+                module.get_submodule(name)._parameters[key] = made[number]
         return Applied(text[0], tuple(text[1]), text[2])
 
-    def solved(self, form: WeightFormat, solve: Callable[[], tuple[PackedWeight, LayerResult]]) -> tuple[PackedWeight, LayerResult]:
+    def solved(
+        self, form: WeightFormat, solve: Callable[[], tuple[PackedWeight, LayerResult]]
+    ) -> tuple[PackedWeight, LayerResult]:
         """Codes that rank 0 finds, on every rank.
 
         Args:
@@ -121,7 +142,10 @@ class Share:
             return found
         told = None if found is None else [list(found[0].shape), found[1].to_dict()]
         (shape, result), tensors = self.ranks.from_first(told, {} if found is None else found[0].tensors())
-        return found or (PackedWeight(form=form, shape=(shape[0], shape[1]), **tensors), LayerResult.from_dict(result))
+        return found or (
+            PackedWeight(form=form, shape=(shape[0], shape[1]), **tensors),
+            LayerResult.from_dict(result),
+        )
 
 
 def add(sums: dict[str, InputStatistics], names: Sequence[str], part: InputStatistics) -> None:
@@ -143,7 +167,7 @@ def add(sums: dict[str, InputStatistics], names: Sequence[str], part: InputStati
 
 
 def _parameters(module: torch.nn.Module) -> _Parameters:
-    return [(name, key, p) for name, part in module.named_modules() for key, p in part._parameters.items()]  # noqa: SLF001
+    return [(name, key, p) for name, part in module.named_modules() for key, p in part._parameters.items()]
 
 
 def _looked_at(needs: Needs, samples: Sequence[Sample]) -> int:
@@ -161,6 +185,8 @@ def _tokens(sample: Sample) -> int:
     """At least how many tokens a sample has: token ids are counted, of other inputs the rows."""
     if sample.keep is not None:
         return int(sample.keep.sum())
-    tensors = [v for v in (*sample.call[0], *sample.call[1].values()) if isinstance(v, torch.Tensor) and v.dim()]
+    tensors = [
+        v for v in (*sample.call[0], *sample.call[1].values()) if isinstance(v, torch.Tensor) and v.dim()
+    ]
     ids = [t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()]
     return min(ids or [t.shape[0] for t in tensors] or [1])

@@ -32,7 +32,9 @@ class LayerSpeed:
     calls: int
 
 
-def layer_speeds(model: torch.nn.Module, call: Call, clock: Callable[[], float] = time.perf_counter) -> dict[str, LayerSpeed]:
+def layer_speeds(
+    model: torch.nn.Module, call: Call, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, LayerSpeed]:
     """Return the times of the low-bit linears that a call of the model reaches, by name.
 
     Args:
@@ -68,4 +70,7 @@ def layer_speeds(model: torch.nn.Module, call: Call, clock: Callable[[], float] 
     finally:
         for handle in handles:
             handle.remove()
-    return {name: LayerSpeed(statistics.median(found), rows[name], len(found) // _CALLS) for name, found in times.items()}
+    return {
+        name: LayerSpeed(statistics.median(found), rows[name], len(found) // _CALLS)
+        for name, found in times.items()
+    }

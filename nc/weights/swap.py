@@ -10,7 +10,8 @@ from nc.nn.result import LayerResult
 from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import LayerDecision
 
-#: Where torch keeps the hooks of calls: of the forward and the backward pass, and which of them want keywords or run after errors.
+#: Where torch keeps the hooks of calls: of the forward and the backward pass, and which of them want keywords
+#: or run after errors.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -22,7 +23,13 @@ _HOOKS = (
 )
 
 
-def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult | None) -> None:
+def replace(
+    model: torch.nn.Module,
+    layer: Layer,
+    decision: LayerDecision,
+    packed: PackedWeight,
+    result: LayerResult | None,
+) -> None:
     """Put a module with a packed weight in the place of a layer, under all its names."""
     module = layer.module
     new: torch.nn.Module
@@ -39,7 +46,10 @@ def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packe
 
 
 def _keep_hooks(module: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Give a module the hooks of the one that it replaces. They share the tables, so that handles of `register_…_hook` still remove."""
+    """Give a module the hooks of the one that it replaces.
+
+    They share the tables, so that handles of `register_…_hook` still remove.
+    """
     for table in _HOOKS:
         setattr(new, table, getattr(module, table))
-    new._is_full_backward_hook = module._is_full_backward_hook  # noqa: SLF001 - what kind those of the backward pass are
+    new._is_full_backward_hook = module._is_full_backward_hook  # what kind those of the backward pass are

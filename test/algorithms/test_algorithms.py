@@ -1,4 +1,7 @@
-"""The protocol of algorithms: their order, what plan and report say of them, and that a solver that reads layer inputs is one file."""
+"""The protocol of algorithms.
+
+Their order, what plan and report say of them, and that a solver that reads layer inputs is one file.
+"""
 
 import dataclasses
 import warnings
@@ -10,7 +13,18 @@ from models import MLP
 from torch import nn
 
 import nc
-from nc import BiasCorrection, ConfigError, Equalization, SmoothQuantConfig, StaticQuantConfig, convert, describe, load, prepare, save
+from nc import (
+    BiasCorrection,
+    ConfigError,
+    Equalization,
+    SmoothQuantConfig,
+    StaticQuantConfig,
+    convert,
+    describe,
+    load,
+    prepare,
+    save,
+)
 from nc.algorithms import POST
 from nc.algorithms.base import Bound, Needs, Stage, Tap
 from nc.graph.plan import Applied, Plan
@@ -24,7 +38,10 @@ def add_products(state, x):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GPTQ:
-    """Codes of linears, column by column: the error of each is made up for in those that follow (Frantar et al., arXiv 2210.17323)."""
+    """Codes of linears, column by column.
+
+    The error of each is made up for in those that follow (Frantar et al., arXiv 2210.17323).
+    """
 
     damp: float = 0.01
     name: ClassVar[str] = "gptq_in_a_test"
@@ -32,7 +49,9 @@ class GPTQ:
 
     def needs(self, module, plan):
         linears = [d.operator for d in plan.quantized if d.kind == "linear"]
-        return Needs(samples=Bound(rows=1000), taps=tuple(Tap(name, "input", add_products) for name in linears))
+        return Needs(
+            samples=Bound(rows=1000), taps=tuple(Tap(name, "input", add_products) for name in linears)
+        )
 
     def apply(self, context):
         changed = []
@@ -46,7 +65,9 @@ class GPTQ:
         return Applied(self.name, tuple(changed), f"codes of {len(changed)} linears chosen")
 
     def codes(self, w, xx, weight):
-        inverse = torch.linalg.inv(xx + self.damp * xx.diagonal().mean() * torch.eye(len(xx), dtype=torch.float64))
+        inverse = torch.linalg.inv(
+            xx + self.damp * xx.diagonal().mean() * torch.eye(len(xx), dtype=torch.float64)
+        )
         upper = torch.linalg.cholesky(inverse, upper=True)
         scale, rest, codes = weight.scale.double(), w.clone(), torch.empty_like(w)
         for i in range(w.shape[1]):
@@ -85,7 +106,11 @@ def test_a_solver_that_reads_layer_inputs_is_one_file(tmp_path):
         weight = q.graph.module
         node = next(n for n in weight.graph.nodes if n.meta.get("operator") == "0")
         codes, scale = (getattr(weight, a.target).double() for a in node.args[1].args[:2])
-        return float((evaluation.double() @ (codes * scale[:, None]).T + model[0].bias.detach().double() - expected).square().mean())
+        return float(
+            (evaluation.double() @ (codes * scale[:, None]).T + model[0].bias.detach().double() - expected)
+            .square()
+            .mean()
+        )
 
     nearest = converted(model, StaticQuantConfig(post=()), batches)
     solved = converted(model, StaticQuantConfig(post=[GPTQ()]), batches)
@@ -131,7 +156,11 @@ def test_each_says_why_it_did_nothing():
     model, x = nn.Sequential(nn.Linear(16, 8)), torch.randn(4, 16)
     q = converted(model, SmoothQuantConfig(pre=[Equalization(), nc.BiasAbsorption()]).exclude("0"), [x])
     assert [a.operators for a in q.report().algorithms] == [(), (), ()]
-    starts = ("0 operators changed: no two layers", "0 operators changed: no layer", "nothing: no int8 operator has a weight")
+    starts = (
+        "0 operators changed: no two layers",
+        "0 operators changed: no layer",
+        "nothing: no int8 operator has a weight",
+    )
     assert all(a.text.startswith(start) for a, start in zip(q.report().algorithms, starts, strict=True))
 
 
@@ -172,11 +201,16 @@ def test_an_algorithm_that_changes_the_fp32_model_says_so(mean, warns):
         warnings.simplefilter("always")
         prepare(model, StaticQuantConfig(pre=[nc.BiasAbsorption()]), example_inputs=x, backend="reference")
     said = [str(w.message) for w in found if issubclass(w.category, nc.NCWarning)]
-    assert [text.startswith("bias_absorption changes what the fp32 model computes") for text in said] == [True] * warns
+    assert [text.startswith("bias_absorption changes what the fp32 model computes") for text in said] == [
+        True
+    ] * warns
 
 
 def test_smoothing_says_where_it_harms():
-    """Large channels meet large weights: with alpha 1 all of them go into the weights, whose rounding then counts in all channels alike."""
+    """Large channels meet large weights.
+
+    With alpha 1 all of them go into the weights, whose rounding then counts in all channels alike.
+    """
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64)).eval(), torch.randn(64, 64) * torch.logspace(-2, 0, 64)
     model[0].weight.data *= torch.logspace(-2, 0, 64)

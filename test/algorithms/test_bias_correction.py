@@ -1,4 +1,7 @@
-"""Bias correction is kept where it helps: padding does not steer it, few samples do not mislead it, and the report says what it did."""
+"""Bias correction is kept where it helps.
+
+Padding does not steer it, few samples do not mislead it, and the report says what it did.
+"""
 
 import pytest
 import torch
@@ -22,7 +25,12 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-NORMS = {"layer": lambda: nn.LayerNorm(32), "rms": RMSNorm, "batch": lambda: nn.BatchNorm1d(32), "none": nn.Identity}
+NORMS = {
+    "layer": lambda: nn.LayerNorm(32),
+    "rms": RMSNorm,
+    "batch": lambda: nn.BatchNorm1d(32),
+    "none": nn.Identity,
+}
 PADDINGS = {
     "zeros": lambda x: torch.cat([x[:32], 0 * x[:32]]),
     "mostly zeros": lambda x: torch.cat([x[:16], 0 * x[:48]]),
@@ -85,7 +93,9 @@ def depthwise():
         conv = nn.Conv2d(16, 16, 3, padding=1, groups=16)
         conv.weight.data *= torch.logspace(-1.5, 0, 16)[torch.randperm(16)].view(-1, 1, 1, 1)
         layers += [conv, nn.ReLU6(), nn.Conv2d(16, 16, 1), nn.ReLU6()]
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU6(), *layers, nn.Flatten(), nn.Linear(16 * 64, 4)).eval()
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU6(), *layers, nn.Flatten(), nn.Linear(16 * 64, 4)
+    ).eval()
 
 
 def pictures(count, border=0):
@@ -110,7 +120,9 @@ def test_depthwise_convolutions_gain(border, sizes):
 def test_all_outputs_are_judged():
     """One head would gain what the other one loses."""
     torch.manual_seed(1)
-    model = Function(lambda m, x: (m.a(x), m.norm(m.a(x))), a=nn.Linear(32, 32, bias=False), norm=nn.LayerNorm(32)).eval()
+    model = Function(
+        lambda m, x: (m.a(x), m.norm(m.a(x))), a=nn.Linear(32, 32, bias=False), norm=nn.LayerNorm(32)
+    ).eval()
     x = torch.cat([torch.randn(60, 32) + 1, torch.zeros(4, 32)])
     expected, corrected, bare = model(x), quantized(model, x)(x), quantized(model, x, BARE)(x)
     for e, c, b in zip(expected, corrected, bare, strict=True):
@@ -154,7 +166,9 @@ def test_the_mean_error_leaves_out_samples_one_by_one():
     got = expected + torch.randn(12, 5) * 0.1 + 0.05
     samples = torch.arange(12) // 3
     found, error = mean_error(expected, got, samples), (expected - got).double()
-    held_out = sum(float((error[samples == g] - error[samples != g].mean(0)).square().sum()) for g in range(4))
+    held_out = sum(
+        float((error[samples == g] - error[samples != g].mean(0)).square().sum()) for g in range(4)
+    )
     torch.testing.assert_close(found.delta, error.mean(0), rtol=1e-5, atol=1e-7)
     assert found.before == pytest.approx(float(error.square().sum()), rel=1e-5)
     assert found.held_out == pytest.approx(held_out, rel=1e-5)

@@ -30,7 +30,10 @@ def heavy(outputs, inputs):
 
 
 def rounded(group, part, bits, symmetric):
-    """One group of weights rounded to nearest with a clipped range; scale and zero point in fp32, as they are stored."""
+    """One group of weights rounded to nearest with a clipped range.
+
+    Scale and zero point in fp32, as they are stored.
+    """
     limit = group.abs().max() * part
     inside = group.clamp(-limit, limit)
     low, high = inside.min().clamp(max=0), inside.max().clamp(min=0)
@@ -48,7 +51,9 @@ def rounded(group, part, bits, symmetric):
 @pytest.mark.parametrize("group", [8, 24])
 def test_the_part_of_every_group_is_the_best_of_all(bits, symmetric, group):
     weight, x = heavy(5, 24)
-    form = WeightFormat(dtype=f"int{bits}" if symmetric else f"uint{bits}", group_size=group, symmetric=symmetric)
+    form = WeightFormat(
+        dtype=f"int{bits}" if symmetric else f"uint{bits}", group_size=group, symmetric=symmetric
+    )
     hessian = (x.double().T @ x.double() / len(x)).float()
     found = clipping.search(weight, form, hessian)
     clipped = choose(weight, form, "minmax", clip=found)
@@ -59,7 +64,9 @@ def test_the_part_of_every_group_is_the_best_of_all(bits, symmetric, group):
         for i in range(24 // group):
             part = slice(i * group, (i + 1) * group)
             tokens = x[:, part].double()
-            tried = [weight[row, part].double() - rounded(weight[row, part], p, bits, symmetric) for p in PARTS]
+            tried = [
+                weight[row, part].double() - rounded(weight[row, part], p, bits, symmetric) for p in PARTS
+            ]
             errors = [float((tokens @ error).square().sum()) for error in tried]
             own = float((tokens @ (weight[row, part].double() - weights[row, part])).square().sum())
             assert own == pytest.approx(min(errors), rel=1e-4)
@@ -84,8 +91,12 @@ def test_solvers_find_ranges_for_clipped_weights(solver):
     inputs.add(x)
     form, clip = WeightFormat(dtype="int4", group_size=8), torch.full((6, 4), 0.6)
     clip[0, 1] = 1.0
-    scale = solver.solve(Problem(name="", weight=weight, form=form, rule="minmax", inputs=inputs, clip=clip)).params.scale
-    whole = solver.solve(Problem(name="", weight=weight, form=form, rule="minmax", inputs=inputs)).params.scale
+    scale = solver.solve(
+        Problem(name="", weight=weight, form=form, rule="minmax", inputs=inputs, clip=clip)
+    ).params.scale
+    whole = solver.solve(
+        Problem(name="", weight=weight, form=form, rule="minmax", inputs=inputs)
+    ).params.scale
     assert bool((scale[1:] < 0.95 * whole[1:]).all())
     if solver.name == "rtn" or solver.static_groups or solver.order == "static":
         assert torch.allclose(scale, clip * 4 / 7)
@@ -95,7 +106,10 @@ def test_solvers_find_ranges_for_clipped_weights(solver):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.q_proj, self.k, self.up, self.down = nn.LayerNorm(24), *(nn.Linear(24, 24) for _ in range(4))
+        self.norm, self.q_proj, self.k, self.up, self.down = (
+            nn.LayerNorm(24),
+            *(nn.Linear(24, 24) for _ in range(4)),
+        )
 
     def forward(self, x):
         hidden = self.norm(x)
@@ -145,8 +159,14 @@ def scope_of(block, rule):
 def error_of(scope, name, clip):
     target = scope.targets[name]
     weight = sets.weight_of(target)
-    after = RTN().solve(Problem(name="", weight=weight, form=FORM, rule=target.rule, inputs=target.inputs, clip=clip)).dequantize()
-    return sets.BlockError(scope, 1000)({name.removeprefix("blocks.0."): after}), weighted_loss(weight, after, target.inputs)
+    after = (
+        RTN()
+        .solve(Problem(name="", weight=weight, form=FORM, rule=target.rule, inputs=target.inputs, clip=clip))
+        .dequantize()
+    )
+    return sets.BlockError(scope, 1000)({name.removeprefix("blocks.0."): after}), weighted_loss(
+        weight, after, target.inputs
+    )
 
 
 def test_clipped_layers_lose_less_and_queries_and_keys_are_left_alone():
@@ -157,16 +177,28 @@ def test_clipped_layers_lose_less_and_queries_and_keys_are_left_alone():
     assert set(scope.clips) <= {"blocks.0.up", "blocks.0.down"}
     assert f"ranges clipped in {', '.join(scope.clips)}" in applied.text
     for name, clip in scope.clips.items():
-        assert all(a < b for a, b in zip(error_of(scope, name, clip), error_of(scope, name, None), strict=True))
+        assert all(
+            a < b for a, b in zip(error_of(scope, name, clip), error_of(scope, name, None), strict=True)
+        )
         assert float(clip.min()) >= 0.55 - 1e-6
 
 
-RULES = [("minmax", None, True), ("minmax", False, False), ("wls", None, False), ("mse", None, False), ("mse", True, True)]
+RULES = [
+    ("minmax", None, True),
+    ("minmax", False, False),
+    ("wls", None, False),
+    ("mse", None, False),
+    ("mse", True, True),
+]
 
 
 @pytest.mark.parametrize(("rule", "clip", "clipped"), RULES)
 def test_clip_says_for_which_range_rules(rule, clip, clipped, monkeypatch):
-    monkeypatch.setattr(sets.BlockError, "__call__", lambda _, weights: float(sum(w.double().abs().sum() for w in weights.values())))
+    monkeypatch.setattr(
+        sets.BlockError,
+        "__call__",
+        lambda _, weights: float(sum(w.double().abs().sum() for w in weights.values())),
+    )
     asked = []
     search = clipping.search
     monkeypatch.setattr(clipping, "search", lambda *a: asked.append(a[3]) or search(*a))
@@ -197,7 +229,9 @@ def test_statistics_follow_the_scales_that_were_folded():
     (x,) = scope.samples[0][0]
     with torch.no_grad():
         now = block.norm(x).reshape(-1, 24).double()
-    assert torch.allclose(seen[block.q_proj.weight.data_ptr()].double(), now.T @ now / len(now), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(
+        seen[block.q_proj.weight.data_ptr()].double(), now.T @ now / len(now), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("solver", [RTN(), GPTQ()], ids=lambda s: s.name)

@@ -1,4 +1,7 @@
-"""Equalization and bias absorption: the function stays, ranges become equal, and what can't be equalized is left alone."""
+"""Equalization and bias absorption.
+
+The function stays, ranges become equal, and what can't be equalized is left alone.
+"""
 
 import copy
 import functools
@@ -52,7 +55,9 @@ def uneven(model):
     model = fresh(model)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data *= 10 ** torch.empty(parameter.shape[:2] + (1,) * (parameter.dim() - 2)).uniform_(-1, 1)
+            parameter.data *= 10 ** torch.empty(parameter.shape[:2] + (1,) * (parameter.dim() - 2)).uniform_(
+                -1, 1
+            )
     return model
 
 
@@ -153,7 +158,10 @@ def test_the_function_stays_and_ranges_become_equal(case):
 
 def test_one_pass_gives_the_geometric_mean():
     model = net(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-    model[0].weight.data, model[0].bias.data = torch.tensor([[4.0, -16.0], [1.0, 0.5]]), torch.tensor([8.0, 3.0])
+    model[0].weight.data, model[0].bias.data = (
+        torch.tensor([[4.0, -16.0], [1.0, 0.5]]),
+        torch.tensor([8.0, 3.0]),
+    )
     model[2].weight.data = torch.tensor([[1.0, -4.0]])
     graph = graph_of(model, torch.randn(3, 2))
     assert Equalization(iterations=1).change(graph.module) == ("0", "2")
@@ -163,14 +171,19 @@ def test_one_pass_gives_the_geometric_mean():
 
 
 def test_a_flattened_channel_is_a_block_of_inputs():
-    graph = graph_of(uneven(net(conv(3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))), torch.randn(IMAGE))
+    graph = graph_of(
+        uneven(net(conv(3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))),
+        torch.randn(IMAGE),
+    )
     Equalization().change(graph.module)
     first, second = constant(graph, "0", 1), constant(graph, "4", 1)
     assert torch.allclose(first.abs().amax((1, 2, 3)), second.view(5, 4, 4).abs().amax((0, 2)), rtol=1e-6)
 
 
 def test_more_passes_settle_a_chain():
-    graph = graph_of(uneven(net(conv(3, 8), nn.ReLU(), conv(8, 8, groups=8), nn.ReLU(), conv(8, 4, 1))), torch.randn(IMAGE))
+    graph = graph_of(
+        uneven(net(conv(3, 8), nn.ReLU(), conv(8, 8, groups=8), nn.ReLU(), conv(8, 4, 1))), torch.randn(IMAGE)
+    )
 
     def ranges_after(**options):
         copied = copy.deepcopy(graph)
@@ -239,14 +252,28 @@ def test_what_would_change_the_function_is_left_alone(case):
 
 
 def test_what_is_not_homogeneous_is_left_alone():
-    functions = (nn.ReLU6(), nn.Hardtanh(), nn.GELU(), nn.SiLU(), nn.ELU(), nn.Sigmoid(), nn.Hardswish(), nn.Softplus(), nn.GroupNorm(2, 8))
+    functions = (
+        nn.ReLU6(),
+        nn.Hardtanh(),
+        nn.GELU(),
+        nn.SiLU(),
+        nn.ELU(),
+        nn.Sigmoid(),
+        nn.Hardswish(),
+        nn.Softplus(),
+        nn.GroupNorm(2, 8),
+    )
     branches = nn.ModuleList(net(conv(3, 8), function, conv(8, 4)) for function in (*functions, nn.ReLU()))
-    graph = graph_of(Function(lambda m, x: [branch(x) for branch in m.branches], branches=branches), torch.randn(IMAGE))
+    graph = graph_of(
+        Function(lambda m, x: [branch(x) for branch in m.branches], branches=branches), torch.randn(IMAGE)
+    )
     assert Equalization().change(graph.module) == ("branches.9.0", "branches.9.2")
 
 
 def test_half_precision_is_left_alone():
-    graph = graph_of(uneven(net(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))).bfloat16(), torch.randn(5, 6).bfloat16())
+    graph = graph_of(
+        uneven(net(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))).bfloat16(), torch.randn(5, 6).bfloat16()
+    )
     assert Equalization().change(graph.module) == ()
 
 
@@ -263,9 +290,13 @@ def test_channels_without_weights_keep_their_scale():
     graph = graph_of(model, x)
     Equalization().change(graph.module)
     assert_close(model(x), run_graph(graph, x), 1e-12)
-    kept = (constant(graph, "0", 1) == model[0].weight).flatten(1).all(1) & (constant(graph, "0", 2) == model[0].bias)
+    kept = (constant(graph, "0", 1) == model[0].weight).flatten(1).all(1) & (
+        constant(graph, "0", 2) == model[0].bias
+    )
     assert kept.tolist() == [i in (1, 2) for i in range(8)]
-    assert (constant(graph, "2", 1) == model[2].weight).transpose(0, 1).flatten(1).all(1).tolist() == kept.tolist()
+    assert (constant(graph, "2", 1) == model[2].weight).transpose(0, 1).flatten(1).all(
+        1
+    ).tolist() == kept.tolist()
 
 
 def test_dead_channels_are_not_blown_up():
@@ -280,9 +311,17 @@ def test_dead_channels_are_not_blown_up():
 @pytest.mark.parametrize("share", [True, False])
 def test_the_users_model_stays_as_it_is(share):
     for model, x in (
-        (uneven(net(conv(3, 8), nn.ReLU(), conv(8, 8, groups=8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4))), torch.randn(IMAGE)),
+        (
+            uneven(
+                net(conv(3, 8), nn.ReLU(), conv(8, 8, groups=8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4))
+            ),
+            torch.randn(IMAGE),
+        ),
         (uneven(net(conv(3, 8), nn.ReLU(), conv(8, 4))).double(), torch.randn(IMAGE).double()),
-        (uneven(net(conv(3, 8), nn.ReLU(), conv(8, 4))).to(memory_format=torch.channels_last), torch.randn(IMAGE)),
+        (
+            uneven(net(conv(3, 8), nn.ReLU(), conv(8, 4))).to(memory_format=torch.channels_last),
+            torch.randn(IMAGE),
+        ),
     ):
         before = {k: v.clone() for k, v in model.eval().state_dict().items()}
         graph = capture(model, x, share_weights=share)
@@ -332,7 +371,11 @@ def test_planted_scales_are_taken_out(scales):
     scales = torch.tensor(scales)
     plain, scaled = copy.deepcopy(small_graph()), copy.deepcopy(small_graph())
     first, _, second = (n for n in scaled.module.graph.nodes if n.op == "call_function")
-    for node, factor in ((first.args[1], scales[:, None]), (first.args[2], scales), (second.args[1], 1 / scales)):
+    for node, factor in (
+        (first.args[1], scales[:, None]),
+        (first.args[2], scales),
+        (second.args[1], 1 / scales),
+    ):
         setattr(scaled.module, node.target, getattr(scaled.module, node.target) * factor)
     for graph in (plain, scaled):
         Equalization().change(graph.module)
@@ -344,7 +387,10 @@ def test_planted_scales_are_taken_out(scales):
 
 
 def planted_mobilenet():
-    """Depthwise blocks whose channels are scaled by 10^-2 to 10^2, and back by the next layer: the same function as without."""
+    """Depthwise blocks whose channels are scaled by 10^-2 to 10^2, and back by the next layer.
+
+    The same function as without.
+    """
     model = net(conv(3, 16), nn.ReLU(), conv(16, 16, groups=16), nn.ReLU(), conv(16, 16, 1), nn.ReLU(), conv(16, 16, groups=16),
                 nn.ReLU(), conv(16, 16, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))  # fmt: skip
     chain = [m for m in model if isinstance(m, (nn.Conv2d, nn.Linear))]
@@ -364,7 +410,9 @@ def rounded(graph):
         weight = getattr(graph.module, node.args[1].target)
         scale, _ = affine.choose_qparams(*weight.aminmax(), quant_min=-127, quant_max=127, symmetric=True)
         setattr(
-            graph.module, node.args[1].target, affine.dequantize(affine.quantize(weight, scale, 0, -127, 127, dtype=torch.int8), scale, 0)
+            graph.module,
+            node.args[1].target,
+            affine.dequantize(affine.quantize(weight, scale, 0, -127, 127, dtype=torch.int8), scale, 0),
         )
     return graph
 
@@ -413,7 +461,10 @@ def test_absorption_is_exact_above_c(case):
     first, norm, second, shape = ABSORBING[case]
     model, x = high(net(first, norm, RELU, second)), torch.randn(shape).double()
     first, norm, *_ = model
-    norm.running_mean[:], norm.running_var[:] = first(x).detach().transpose(0, 1).flatten(1).mean(1), 100.0  # nothing is below c
+    norm.running_mean[:], norm.running_var[:] = (
+        first(x).detach().transpose(0, 1).flatten(1).mean(1),
+        100.0,
+    )  # nothing is below c
     plain = graph_of(model, x)
     equalized = copy.deepcopy(plain)
     assert Equalization().change(equalized.module) == ("0", "3")
@@ -478,7 +529,10 @@ def test_what_is_not_exact_is_not_absorbed(case):
 def test_folding_notes_the_statistics_of_the_output(affine):
     norm = nn.BatchNorm2d(4, affine=affine)
     if affine:
-        norm.weight.data, norm.bias.data = torch.tensor([1.0, -2.0, 0.5, 0.0]), torch.tensor([3.0, 0.0, -1.0, 2.0])
+        norm.weight.data, norm.bias.data = (
+            torch.tensor([1.0, -2.0, 0.5, 0.0]),
+            torch.tensor([3.0, 0.0, -1.0, 2.0]),
+        )
     meta = layers(graph_of(net(conv(3, 4), norm), torch.randn(IMAGE)))["0"].meta
     assert meta["output_mean"].dtype == meta["output_std"].dtype == torch.float64
     assert meta["output_mean"].tolist() == ([3.0, 0.0, -1.0, 2.0] if affine else [0.0] * 4)
@@ -525,31 +579,52 @@ def test_names():
 # ---- the whole way ----
 
 
-@pytest.mark.parametrize("backend", [name for name, why in nc.available_backends().items() if name in ("ipex", "reference") and not why])
+@pytest.mark.parametrize(
+    "backend",
+    [name for name, why in nc.available_backends().items() if name in ("ipex", "reference") and not why],
+)
 def test_per_tensor_weights_recover(backend):
     """A depthwise network with badly scaled channels, quantized by a configuration."""
     model, batches = planted_mobilenet(), [torch.randn(8, 3, 12, 12) for _ in range(4)]
     noise, changes = {}, {}
-    for name, pre in {"plain": [], "equalized": [Equalization()], "absorbed": [Equalization(), BiasAbsorption()]}.items():
-        prepared = nc.prepare(model, nc.StaticQuantConfig(w_granularity="per_tensor", pre=pre), example_inputs=batches[0], backend=backend)
+    for name, pre in {
+        "plain": [],
+        "equalized": [Equalization()],
+        "absorbed": [Equalization(), BiasAbsorption()],
+    }.items():
+        prepared = nc.prepare(
+            model,
+            nc.StaticQuantConfig(w_granularity="per_tensor", pre=pre),
+            example_inputs=batches[0],
+            backend=backend,
+        )
         for batch in batches:
             assert sqnr_db(model(batch), prepared(batch)) > 60  # the fp32 function stays
         q = nc.convert(prepared, **({} if backend == "reference" else {"isolate": "never"}))
-        noise[name], changes[name] = sqnr_db(model(batches[0]), q(batches[0])), [str(a) for a in q.report().algorithms]
+        noise[name], changes[name] = (
+            sqnr_db(model(batches[0]), q(batches[0])),
+            [str(a) for a in q.report().algorithms],
+        )
         if backend == "ipex":
             assert q.report().ran_int8 == q.report().asked_int8
     assert min(noise["equalized"], noise["absorbed"]) > noise["plain"] + 8, noise
     assert not [line for line in changes["plain"] if "equalization" in line or "absorption" in line]
-    assert changes["equalized"][0].startswith("equalization: 6 operators changed; fp32 outputs before and after agree to 1")
+    assert changes["equalized"][0].startswith(
+        "equalization: 6 operators changed; fp32 outputs before and after agree to 1"
+    )
     assert changes["absorbed"][1].startswith("bias_absorption:")
 
 
 def test_transforms_are_part_of_a_configuration():
-    config = nc.StaticQuantConfig(pre=[Equalization(iterations=3), BiasAbsorption(n_sigma=2.0)], post=[nc.BiasCorrection()])
+    config = nc.StaticQuantConfig(
+        pre=[Equalization(iterations=3), BiasAbsorption(n_sigma=2.0)], post=[nc.BiasCorrection()]
+    )
     again = nc.StaticQuantConfig.from_json(config.to_json())
     assert again == config
     assert again.pre == (Equalization(iterations=3), BiasAbsorption(n_sigma=2.0))
     with pytest.raises(ConfigError, match="pre applies to whole models"):
         nc.StaticQuantConfig().set_local("a", nc.StaticQuantConfig(pre=[Equalization()]))
-    with pytest.raises(ConfigError, match=r"Expected pre to be a list out of Equalization\(\), BiasAbsorption\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"Expected pre to be a list out of Equalization\(\), BiasAbsorption\(\)"
+    ):
         nc.StaticQuantConfig(pre=["equalization"])

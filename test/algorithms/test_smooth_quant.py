@@ -10,7 +10,17 @@ from models import FP32, call, graph_of
 from torch import nn
 from torch.nn import functional as F
 
-from nc import ConfigError, SmoothQuantConfig, StateError, StaticQuantConfig, available_backends, convert, describe, load, prepare
+from nc import (
+    ConfigError,
+    SmoothQuantConfig,
+    StateError,
+    StaticQuantConfig,
+    available_backends,
+    convert,
+    describe,
+    load,
+    prepare,
+)
 from nc.algorithms.smooth_quant import smooth
 from nc.calibration.statistics import Samples
 from nc.formats import OpSpec, SmoothSpec, TensorSpec
@@ -73,7 +83,11 @@ def smoothed(model, x, **options):
             return values[node.name]
 
     Recorder(graph.module).run(x)
-    rows = {name: v.reshape(-1, v.shape[-1]) for name, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1}
+    rows = {
+        name: v.reshape(-1, v.shape[-1])
+        for name, v in values.items()
+        if isinstance(v, torch.Tensor) and v.dim() > 1
+    }
     channels = {name: (v.amin(0), v.amax(0)) for name, v in rows.items()}
     return graph, smooth(graph.module, specs, channels, [(x,)])
 
@@ -82,7 +96,11 @@ def smoothed(model, x, **options):
 
 
 @given(
-    st.lists(st.tuples(st.floats(-1e3, 0), st.floats(0, 1e3), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.floats(-1e3, 0), st.floats(0, 1e3), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)),
+        min_size=1,
+        max_size=6,
+    ),
     st.floats(0, 1),
     st.sampled_from(["max", "min", "mean"]),
 )
@@ -159,7 +177,9 @@ def test_a_tensor_with_another_reader_is_not_folded_into():
 
 def test_linears_of_one_input_with_alphas_of_their_own_do_not_share():
     model, batches = transformer(), data()
-    config = SmoothQuantConfig(scale_sharing=True, folding=True).set_local("0.k", SmoothQuantConfig(alpha=0.9))
+    config = SmoothQuantConfig(scale_sharing=True, folding=True).set_local(
+        "0.k", SmoothQuantConfig(alpha=0.9)
+    )
     q = quantized(model, config, batches)
     assert q.graph.plan["0.k"].spec.smooth.alpha == 0.9
     assert q.graph.plan["0.q"].spec.smooth.alpha == 0.5
@@ -238,7 +258,9 @@ def test_other_algorithms_look_at_the_samples_again():
     model, batches = transformer(), data()
     q = quantized(model, SmoothQuantConfig(act_algo="percentile", percentile=100.0), batches)
     minmax = quantized(model, SmoothQuantConfig(), batches)
-    scales = [[n.args[1] for n in m.graph.module.graph.nodes if n.name.startswith("quantize")] for m in (q, minmax)]
+    scales = [
+        [n.args[1] for n in m.graph.module.graph.nodes if n.name.startswith("quantize")] for m in (q, minmax)
+    ]
     assert scales[0] == pytest.approx(scales[1], rel=1e-5)  # the whole range either way
 
 
@@ -271,7 +293,12 @@ def test_blockwise_finds_one_alpha_for_each_block():
 
 def test_fallback_by_name_and_by_type():
     model, batches = transformer(), data()
-    config = SmoothQuantConfig().set_local("0.up", FP32).set_local("1.up", StaticQuantConfig()).exclude(torch.matmul)
+    config = (
+        SmoothQuantConfig()
+        .set_local("0.up", FP32)
+        .set_local("1.up", StaticQuantConfig())
+        .exclude(torch.matmul)
+    )
     q = quantized(model, config, batches)
     plan = q.graph.plan
     assert not plan["0.up"].spec.quantized
@@ -321,7 +348,14 @@ def test_batches_too_large_to_keep(monkeypatch):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("alpha", 1.5), ("alpha", "best"), ("alpha", True), ("alpha_step", 0.0), ("shared_criterion", "sum"), ("folding", 1)],
+    [
+        ("alpha", 1.5),
+        ("alpha", "best"),
+        ("alpha", True),
+        ("alpha_step", 0.0),
+        ("shared_criterion", "sum"),
+        ("folding", 1),
+    ],
 )
 def test_values_that_can_not_be(field, value):
     with pytest.raises(ConfigError, match=field):
@@ -394,7 +428,11 @@ def test_a_tensor_that_changes_between_two_readers_is_smoothed_for_each(folding)
 
 
 def test_the_report_says_that_smoothing_changed_nothing_in_fp32():
-    (line,) = [a.text for a in quantized(transformer(), SmoothQuantConfig(), data()).report().algorithms if "before and after" in a.text]
+    (line,) = [
+        a.text
+        for a in quantized(transformer(), SmoothQuantConfig(), data()).report().algorithms
+        if "before and after" in a.text
+    ]
     assert int(line.split()[-2]) > 100
 
 

@@ -106,7 +106,10 @@ def assert_same_nodes(before, after):
 
 
 def known(value, free):
-    """(dtype, sizes) of the tensors in a traced value; a free size is its number in order of appearance, as text."""
+    """(dtype, sizes) of the tensors in a traced value.
+
+    A free size is its number in order of appearance, as text.
+    """
 
     def size(s):
         fixed = s.node.maybe_as_int() if isinstance(s, torch.SymInt) else s
@@ -131,7 +134,13 @@ def test_a_cnn_comes_back_bit_for_bit(cnn, tmp_path):
     x = torch.randn(5, 3, 8, 8)
     assert_same(cnn(x), loaded(x))
     assert loaded.report().to_dict() == cnn.report().to_dict()
-    plain = {f.name for f in dataclasses.fields(QDQGraph)} - {"module", "signature", "example", "expected", "intact"}
+    plain = {f.name for f in dataclasses.fields(QDQGraph)} - {
+        "module",
+        "signature",
+        "example",
+        "expected",
+        "intact",
+    }
     assert {n: getattr(loaded.graph, n) for n in plain} == {n: getattr(cnn.graph, n) for n in plain}
     assert_same_nodes(cnn.graph.module, loaded.graph.module)
     # matrix kernels may round differently where memory is not aligned as torch aligns it
@@ -162,7 +171,10 @@ def test_what_load_would_refuse_is_not_saved(tmp_path):
     q = quantized(nn.Linear(8, 8).eval(), torch.randn(2, 8))
     (node,) = (n for n in q.graph.module.graph.nodes if n.target is torch.ops.aten.linear.default)
     node.args = (*node.args[:2], "bias")
-    with pytest.raises(ArtefactError, match=r"Node 'linear' can't be stored: aten\.linear\.default: argument 'bias' should be"):
+    with pytest.raises(
+        ArtefactError,
+        match=r"Node 'linear' can't be stored: aten\.linear\.default: argument 'bias' should be",
+    ):
         q.save(tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
@@ -181,7 +193,9 @@ def test_what_is_known_of_several_values_comes_back(tmp_path):
 
 
 def test_free_sizes_stay_free_and_apart():
-    sizes = {name: Size(name, hint) for name, hint in {"n0": 1, "n1": 1, "n2": 0, "n3": None}.items()}  # None: depends on data
+    sizes = {
+        name: Size(name, hint) for name, hint in {"n0": 1, "n1": 1, "n2": 0, "n3": None}.items()
+    }  # None: depends on data
     value = _decode_value({"dtype": "bfloat16", "shape": ["n0", "n1", "n2", "n3", 4]}, sizes)
     assert known(value, {}) == [(torch.bfloat16, ["0", "1", "2", "3", 4])]
     assert [hint_of(s) for s in value.shape] == [1, 1, 0, None, 4]
@@ -190,7 +204,10 @@ def test_free_sizes_stay_free_and_apart():
 
 def test_every_second_slice_of_what_is_known():
     free = Size("n0", 5)
-    for val, sizes in ((Traced(torch.float32, (2, free, 7)), [(2, 3, 7), (2, 5, 4)]), (torch.empty(2, 5, 7), [(2, 3, 7), (2, 5, 4)])):
+    for val, sizes in (
+        (Traced(torch.float32, (2, free, 7)), [(2, 3, 7), (2, 5, 4)]),
+        (torch.empty(2, 5, 7), [(2, 3, 7), (2, 5, 4)]),
+    ):
         assert [tuple(map(hint_of, strided(val, dim, 2).shape)) for dim in (1, 2)] == sizes
     assert strided(Traced(torch.float32, (free,)), 0, 2).shape[0] != free
 
@@ -205,7 +222,10 @@ def test_bert_returns_its_own_class(tmp_path):
     ids = torch.arange(12).reshape(2, 6)
     model = transformers.BertModel(transformers.BertConfig(**TINY))
     loaded = round_trip(quantized(model, {"input_ids": ids}), tmp_path / "m", {"input_ids": ids})
-    assert type(loaded(input_ids=ids)) is transformers.modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions
+    assert (
+        type(loaded(input_ids=ids))
+        is transformers.modeling_outputs.BaseModelOutputWithPoolingAndCrossAttentions
+    )
     versions = json.loads((tmp_path / "m" / "model.json").read_text())["versions"]
     assert versions["transformers"] == transformers.__version__
     assert versions["torch"] == torch.__version__
@@ -221,7 +241,9 @@ def test_without_transformers_outputs_are_a_dict_with_attributes(tmp_path, monke
     assert list(out) == list(expected)
     assert torch.equal(out.last_hidden_state, expected.last_hidden_state)
     assert out[0] is out["last_hidden_state"] is out.to_tuple()[0]
-    with pytest.raises(AttributeError, match="no member 'logits'; they have last_hidden_state, pooler_output"):
+    with pytest.raises(
+        AttributeError, match="no member 'logits'; they have last_hidden_state, pooler_output"
+    ):
         _ = out.logits
     assert_same(out, pytree.tree_map(lambda t: t, out))
 
@@ -232,7 +254,9 @@ def test_a_key_value_cache_comes_back(tmp_path, monkeypatch):
     loaded = round_trip(q_model, tmp_path / "m", ids)
     assert type(loaded(**ids).past_key_values) is transformers.DynamicCache
     expected = q_model.reference(**ids).past_key_values.layers[0].keys
-    monkeypatch.delitem(pytree.SUPPORTED_NODES, transformers.DynamicCache)  # as in a process that has captured nothing
+    monkeypatch.delitem(
+        pytree.SUPPORTED_NODES, transformers.DynamicCache
+    )  # as in a process that has captured nothing
     again = load(tmp_path / "m", backend="reference")(**ids).past_key_values
     assert type(again) is transformers.DynamicCache
     assert torch.equal(again.layers[0].keys, expected)
@@ -305,7 +329,9 @@ def test_a_registered_dataclass_comes_back_by_name(tmp_path):
 
 
 def test_memory_layout_survives(tmp_path):
-    model = Function(lambda self, x: self.conv(x), conv=nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)
+    model = Function(lambda self, x: self.conv(x), conv=nn.Conv2d(3, 8, 3)).to(
+        memory_format=torch.channels_last
+    )
     x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     q_model = quantized(model, x, FP32)
     loaded = round_trip(q_model, tmp_path / "m", x)
@@ -349,14 +375,17 @@ assert not {"models", "transformers"} & (set(sys.modules) - already)
 
 def run_python(source, *args, **env):
     command = [sys.executable, "-c", source, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **env})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **env}
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_a_fresh_process_needs_no_model_class_and_unpickles_nothing(cnn, saved):
     expected = cnn(torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8))
-    # other tests may have imported IPEX here, which brings kernels of its own for fp32: they may round another way
+    # other tests may have imported IPEX here, which brings kernels of its own for fp32: they may round
+    # another way
     engine = {"intel_extension_for_pytorch"} & set(sys.modules)
     got = run_python(FRESH, saved, *engine, OMP_NUM_THREADS=str(torch.get_num_threads())).splitlines()[-1]
     assert got == expected.numpy().tobytes().hex()
@@ -376,7 +405,13 @@ print(*heavy, type(out).__qualname__, type(model(input_ids=ids)).__qualname__)
 
 def test_loading_imports_neither_tracers_nor_transformers_whose_class_comes_with_it(tmp_path):
     """They would take longer than all else of a cold start."""
-    save(quantized(transformers.BertModel(transformers.BertConfig(**TINY)), {"input_ids": torch.arange(12).reshape(2, 6)}), tmp_path / "m")
+    save(
+        quantized(
+            transformers.BertModel(transformers.BertConfig(**TINY)),
+            {"input_ids": torch.arange(12).reshape(2, 6)},
+        ),
+        tmp_path / "m",
+    )
     words = run_python(SMALL_IMPORTS, tmp_path / "m", tmp_path / "again").split()
     assert words == ["OutputDict", "BaseModelOutputWithPoolingAndCrossAttentions"]
     assert content(tmp_path / "m") == content(tmp_path / "again")
@@ -438,7 +473,9 @@ def test_every_altered_byte_of_the_checksums_is_found(folder):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("cut", [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: raw[:-1], lambda raw: raw + b"\n"])
+@pytest.mark.parametrize(
+    "cut", [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: raw[:-1], lambda raw: raw + b"\n"]
+)
 def test_a_file_of_another_length_is_found(folder, name, cut):
     (folder / name).write_bytes(cut((folder / name).read_bytes()))
     with pytest.raises(ArtefactCorruptError, match=name):
@@ -557,7 +594,9 @@ def test_what_nc_does_not_write_is_refused_and_not_run(folder, change):
         load(folder, backend="reference")
 
 
-@pytest.mark.parametrize("raw", [b"[]", b"null", b"{", b"[" * 100_000, b'{"format": "nc-model", "schema": 1}'])
+@pytest.mark.parametrize(
+    "raw", [b"[]", b"null", b"{", b"[" * 100_000, b'{"format": "nc-model", "schema": 1}']
+)
 def test_a_document_of_another_form_is_refused(folder, raw):
     forge(folder, model_json=raw)
     with pytest.raises((ArtefactCorruptError, ArtefactSchemaError), match=r"model\.json"):
@@ -625,14 +664,20 @@ def test_other_classes_are_not_looked_up(folder, name, monkeypatch):
 
 
 def test_operators_that_are_not_listed_are_not_saved(tmp_path):
-    q_model = quantized(Function(lambda self, x: torch.special.airy_ai(self.fc(x)), fc=nn.Linear(8, 4)), torch.randn(3, 8))
-    with pytest.raises(ArtefactOperatorError, match=r"'special_airy_ai'.*'aten.special_airy_ai.default' is not on the list"):
+    q_model = quantized(
+        Function(lambda self, x: torch.special.airy_ai(self.fc(x)), fc=nn.Linear(8, 4)), torch.randn(3, 8)
+    )
+    with pytest.raises(
+        ArtefactOperatorError, match=r"'special_airy_ai'.*'aten.special_airy_ai.default' is not on the list"
+    ):
         save(q_model, tmp_path / "new" / "m")
     assert not list(tmp_path.iterdir())
 
 
 def test_containers_and_constants_without_a_form_are_not_saved(tmp_path):
-    q_model = quantized(Function(lambda self, x: collections.deque([self.fc(x)]), fc=nn.Linear(8, 4)), torch.randn(3, 8))
+    q_model = quantized(
+        Function(lambda self, x: collections.deque([self.fc(x)]), fc=nn.Linear(8, 4)), torch.randn(3, 8)
+    )
     with pytest.raises(ArtefactError, match="outputs hold a collections.deque"):
         save(q_model, tmp_path / "m")
     weights = nn.Linear(8, 4)
@@ -698,7 +743,10 @@ def test_export_torchscript_writes_the_engines_program(saved, stub, tmp_path, cn
     assert torch.equal(torch.jit.load(str(tmp_path / "a.pt"))(x), q_model.engine.script(x))
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "deep" / "b.pt").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "deep"]
-    with pytest.raises(UnsupportedError, match="Backend 'reference' has no form 'torchscript'; load or convert with backend=\"ipex\""):
+    with pytest.raises(
+        UnsupportedError,
+        match="Backend 'reference' has no form 'torchscript'; load or convert with backend=\"ipex\"",
+    ):
         export_torchscript(cnn, tmp_path / "c.pt")
 
 
@@ -767,7 +815,9 @@ def test_a_failure_leaves_the_old_one_and_nothing_else(cnn, folder, failing, mon
 
     def fail(*args, **kwargs):
         # of the renames, the one that would give the new directory its name while the old one stands aside
-        if failing.endswith("rename") and not (args[1] == folder and not folder.exists() and args[0].suffix == ".tmp"):
+        if failing.endswith("rename") and not (
+            args[1] == folder and not folder.exists() and args[0].suffix == ".tmp"
+        ):
             return real(*args)
         raise OSError(28, "No space left on device")
 
@@ -788,7 +838,10 @@ def test_many_savers_do_not_disturb_each_other(cnn, saved, tmp_path):
 
 
 def test_a_saver_waits_for_one_in_another_process(cnn, tmp_path):
-    """Held here as the other process would; only renaming is exclusive, so the files are written meanwhile."""
+    """Held here as the other process would.
+
+    Only renaming is exclusive, so the files are written meanwhile.
+    """
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     try:
@@ -821,7 +874,9 @@ def test_the_list_holds_operators_without_side_effects():
             continue
         schema = target._schema
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        assert written == (["self"] if schema.name.endswith("_") and not schema.name.endswith("__") else []), name
+        assert written == (
+            ["self"] if schema.name.endswith("_") and not schema.name.endswith("__") else []
+        ), name
         # a mutation of values only: what changes sizes or memory (resize_, set_) has no listed counterpart
         assert not written or name.split(".")[1].removesuffix("_") in functional, name
         assert not {"Storage", "Stream", "QScheme"} & {str(a.type) for a in schema.arguments}, name

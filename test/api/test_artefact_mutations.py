@@ -1,4 +1,7 @@
-"""Artefacts changed on purpose, with correct checksums: `load` refuses each with an ArtefactError, or it loads and runs."""
+"""Artefacts changed on purpose, with correct checksums.
+
+`load` refuses each with an ArtefactError, or it loads and runs.
+"""
 
 import copy
 import hashlib
@@ -22,12 +25,40 @@ KEPT = TEST / "data" / "schema1"
 #: `NC_MUTATIONS=1000` tries that many of each model.
 COUNT = int(os.environ.get("NC_MUTATIONS", "75"))
 FILES = ("model.json", "weights.safetensors")
-VALUES = [None, True, 0, 1, -1, 3, 300, 10**12, 0.5, -0.5, "", "x", [], [1, 2], {"node": "x"}, {"dtype": "int8"}, {"dtype": "float64"}]
-VALUES += [{"dtype": "bfloat16"}, {"float": "nan"}, {"memory_format": "channels_last"}, {"tuple": []}, {"slice": [0, 1, None]}, {}]
+VALUES = [
+    None,
+    True,
+    0,
+    1,
+    -1,
+    3,
+    300,
+    10**12,
+    0.5,
+    -0.5,
+    "",
+    "x",
+    [],
+    [1, 2],
+    {"node": "x"},
+    {"dtype": "int8"},
+    {"dtype": "float64"},
+]
+VALUES += [
+    {"dtype": "bfloat16"},
+    {"float": "nan"},
+    {"memory_format": "channels_last"},
+    {"tuple": []},
+    {"slice": [0, 1, None]},
+    {},
+]
 
 
 def lacks(name):
-    """What this CPU lacks to run an old artefact on "native"; "" for nothing. The static one computes in bf16 too."""
+    """What this CPU lacks to run an old artefact on "native"; "" for nothing.
+
+    The static one computes in bf16 too.
+    """
     return get_backend("native").capabilities().why_no_bf16 if name == "static" else ""
 
 
@@ -64,7 +95,11 @@ def places(value, found, path=()):
 
 def change_value(document, rng):
     found = places(
-        {key: document[key] for key in rng.choice([["nodes"], ["nodes"], ["signature"], ["plan"], ["sizes", "memory_order"]])}, []
+        {
+            key: document[key]
+            for key in rng.choice([["nodes"], ["nodes"], ["signature"], ["plan"], ["sizes", "memory_order"]])
+        },
+        [],
     )
     container, key, path = rng.choice(found[1:])
     old = container[key]
@@ -101,7 +136,9 @@ def change_reference(document, rng):
 def change_target(document, rng):
     calls = [n for n in document["nodes"] if n["op"] == "call_function"]
     entry = rng.choice(calls)
-    entry["target"] = rng.choice([*(n["target"] for n in calls), "aten.cat.default", "operator.getitem", "aten.sym_size.int"])
+    entry["target"] = rng.choice(
+        [*(n["target"] for n in calls), "aten.cat.default", "operator.getitem", "aten.sym_size.int"]
+    )
     return "target", entry["name"], entry["target"]
 
 
@@ -128,7 +165,15 @@ def drop_entry(document, rng):
     return "entry", path
 
 
-CHANGES = (change_value, change_value, change_arguments, change_reference, change_target, change_nodes, drop_entry)
+CHANGES = (
+    change_value,
+    change_value,
+    change_arguments,
+    change_reference,
+    change_target,
+    change_nodes,
+    drop_entry,
+)
 
 
 def forge(folder, document):
@@ -161,7 +206,9 @@ def change_effects(effects, rng):
     container, key, path = rng.choice(places(effects, []))
     how = rng.choice(["value", "value", "drop", "double"])
     if how == "value":
-        container[key] = copy.deepcopy(rng.choice([*VALUES, [0], [[0, 0]], [[[0], [0, 9]]], [[[1], [2]]], -1, 7]))
+        container[key] = copy.deepcopy(
+            rng.choice([*VALUES, [0], [[0, 0]], [[[0], [0, 9]]], [[[1], [2]]], -1, 7])
+        )
     elif how == "drop":
         del container[key]
     elif isinstance(container, list):
@@ -172,13 +219,20 @@ def change_effects(effects, rng):
 def test_changed_effects_are_refused_or_run(tmp_path):
     config = nc.StaticQuantConfig()
     model = Writes().eval()
-    q = nc.quantize(model, config, lambda p: p(*arguments()), example_inputs=arguments(), measure=False, backend="reference")
+    q = nc.quantize(
+        model,
+        config,
+        lambda p: p(*arguments()),
+        example_inputs=arguments(),
+        measure=False,
+        backend="reference",
+    )
     q.save(tmp_path / "saved")
     original = json.loads((tmp_path / "saved" / "model.json").read_text())
     assert original["signature"]["effects"]["written"]
     refused = 0
     for seed in range(max(COUNT, 150)):
-        rng = random.Random(f"effects {seed}")  # noqa: S311 - which change to try
+        rng = random.Random(f"effects {seed}")  # which change to try
         document = copy.deepcopy(original)
         effects = document["signature"]["effects"]
         whats = [change_effects(effects, rng) for _ in range(rng.choice([1, 1, 2])) if effects]
@@ -187,7 +241,7 @@ def test_changed_effects_are_refused_or_run(tmp_path):
             load(tmp_path / "saved", backend="reference")(*arguments())
         except (ArtefactError, InputError):
             refused += 1
-        except Exception as error:  # noqa: BLE001 - anything else is what this test is about
+        except Exception as error:  # anything else is what this test is about
             pytest.fail(f"{whats}: {type(error).__name__}: {error}")
     assert refused > 50
     document = copy.deepcopy(original)
@@ -209,7 +263,7 @@ def test_a_changed_artefact_is_refused_or_runs(name, backend, tmp_path):
     folder = shutil.copytree(tmp_path / "saved", tmp_path / "changed")
     failures, refused = [], 0
     for seed in range(COUNT):
-        rng = random.Random(f"{name} {seed}")  # noqa: S311 - which change to try
+        rng = random.Random(f"{name} {seed}")  # which change to try
         document = copy.deepcopy(original)
         what = rng.choice(CHANGES)(document, rng)
         forge(folder, document)
@@ -221,7 +275,7 @@ def test_a_changed_artefact_is_refused_or_runs(name, backend, tmp_path):
                 str(model.report())
         except ArtefactError:
             refused += 1
-        except Exception as error:  # noqa: BLE001 - anything else is what this test is about
+        except Exception as error:  # anything else is what this test is about
             failures.append(f"seed {seed}: {what}: {type(error).__name__}: {str(error)[:160]}")
     assert not failures, "\n".join(failures)
     assert refused > COUNT // 3

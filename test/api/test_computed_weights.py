@@ -1,4 +1,7 @@
-"""Weights that hooks and parametrizations compute: what is quantized is what the model computes with, and the model stays as it is."""
+"""Weights that hooks and parametrizations compute.
+
+What is quantized is what the model computes with, and the model stays as it is.
+"""
 
 import copy
 import logging
@@ -115,13 +118,18 @@ def with_loaded_weights(how, *, training=False):
 
 
 def state_of(model):
-    return {name: (tensor, tensor.detach().clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        name: (tensor, tensor.detach().clone())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def check_unchanged(model, state):
     now = dict((*model.named_parameters(), *model.named_buffers()))
     assert now.keys() == state.keys()
-    assert all(now[name] is tensor and torch.equal(now[name], value) for name, (tensor, value) in state.items())
+    assert all(
+        now[name] is tensor and torch.equal(now[name], value) for name, (tensor, value) in state.items()
+    )
 
 
 def sqnr(expected, got):
@@ -230,7 +238,10 @@ def test_an_adapter_that_merges_itself_in_eval_mode_is_as_before():
     model = nn.Sequential(Adapter(), nn.Linear(SIZE, SIZE)).train()
     state, x = state_of(model), torch.randn(8, SIZE)
     expected = copy.deepcopy(model).eval()(x)
-    for config, options in ((low_bit(solver=nc.GPTQ()), {}), (nc.DynamicQuantConfig(), {"example_inputs": x})):
+    for config, options in (
+        (low_bit(solver=nc.GPTQ()), {}),
+        (nc.DynamicQuantConfig(), {"example_inputs": x}),
+    ):
         with pytest.warns(nc.NCWarning, match="training mode"):
             prepared = prepare(model, config, **options)
         with torch.no_grad():
@@ -270,7 +281,13 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"solver": nc.GPTQ()}, {"solver": nc.GPTQ(two_sided="gptaq")}, {"transforms": (nc.AWQ(),)}, {"solver": nc.AutoRound(steps=2)}],
+    [
+        {},
+        {"solver": nc.GPTQ()},
+        {"solver": nc.GPTQ(two_sided="gptaq")},
+        {"transforms": (nc.AWQ(),)},
+        {"solver": nc.AutoRound(steps=2)},
+    ],
     ids=str,
 )
 def test_what_cannot_be_copied_is_shared(fields):
@@ -292,7 +309,9 @@ def test_what_cannot_be_copied_is_shared(fields):
     assert not {t.data_ptr() for t in q.parameters()} & {t.data_ptr() for t in model.parameters()}
 
 
-@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.DynamicQuantConfig()], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "config", [nc.StaticQuantConfig(), nc.DynamicQuantConfig()], ids=["static", "dynamic"]
+)
 def test_what_cannot_be_copied_can_be_captured(config):
     torch.manual_seed(0)
     model, x = nn.Sequential(Odd(), Odd()).eval(), torch.randn(16, SIZE)
@@ -310,7 +329,9 @@ def test_a_scripted_submodule_stays_as_it_is(inplace, fields):
     model = nn.Sequential(nn.Linear(SIZE, SIZE), torch.jit.script(inner), nn.Linear(SIZE, SIZE)).eval()
     x = torch.randn(16, SIZE)
     expected = model(x).detach()
-    q = quantize(model, low_bit(**{"group_size": SIZE, **fields}), lambda prepared: prepared(x), inplace=inplace)
+    q = quantize(
+        model, low_bit(**{"group_size": SIZE, **fields}), lambda prepared: prepared(x), inplace=inplace
+    )
     assert isinstance(q[1], torch.jit.ScriptModule)
     assert sqnr(expected, q(x)) > 30
     if not inplace:
@@ -336,7 +357,9 @@ def test_scales_that_their_format_cannot_hold_are_refused_with_the_layer(w_dtype
     for factor, said in ((1e-7, "only and need a scale of"), (1e9, "the largest one in fp16")):
         changed = copy.deepcopy(model)
         changed[1].weight.data *= factor
-        with pytest.raises(nc.ConfigError, match=rf"Layer '1': The weights go up to .*{said}.*bf16.*set_local\('1'"):
+        with pytest.raises(
+            nc.ConfigError, match=rf"Layer '1': The weights go up to .*{said}.*bf16.*set_local\('1'"
+        ):
             quantize(changed, config)
         wide = quantize(changed, config.set_local("1", WeightOnlyConfig(scale_dtype="fp32")))
         assert sqnr(changed[1].weight, wide[1].packed.dequantize()) > 15
@@ -352,5 +375,7 @@ def test_a_model_whose_layers_have_low_bit_weights_already():
     both = quantize(q, WeightOnlyConfig("int4", group_size=SIZE))
     assert [layer.form.bits for layer in both] == [8, 4]
     for step in (prepare, nc.describe, quantize):
-        with pytest.raises(nc.InputError, match=r"All linears and embeddings of the model \(2\) have low-bit weights already"):
+        with pytest.raises(
+            nc.InputError, match=r"All linears and embeddings of the model \(2\) have low-bit weights already"
+        ):
             step(both, low_bit())

@@ -89,7 +89,9 @@ def test_example_inputs_are_missing(step):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("example", [3, "text", X.numpy(), {X}])
 def test_example_inputs_of_another_type(step, example):
-    with pytest.raises(InputError, match=f"Expected example_inputs to be .*, but got {type(example).__name__}"):
+    with pytest.raises(
+        InputError, match=f"Expected example_inputs to be .*, but got {type(example).__name__}"
+    ):
         step(MLP().eval(), CONFIG, example_inputs=example, backend="reference")
 
 
@@ -128,7 +130,9 @@ def test_a_model_that_is_none(step, model):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("config", [None, {}, "int8", {"awkward": {}}, int])
 def test_a_configuration_that_is_none(step, config):
-    with pytest.raises(ConfigError, match=r"to be a configuration \(.*StaticQuantConfig, .* or a dict such as .*, but got"):
+    with pytest.raises(
+        ConfigError, match=r"to be a configuration \(.*StaticQuantConfig, .* or a dict such as .*, but got"
+    ):
         step(MLP().eval(), config, example_inputs=X, backend="reference")
 
 
@@ -178,9 +182,21 @@ def test_results_stay_in_eval_mode():
 def test_what_would_change_weights_is_refused(kind):
     prepared = prepared_for(MLP(), X)
     q = convert(prepared, measure=False)
-    model = {"prepared": prepared, "quantized": q, "reference": q.reference, "exported": nc.export.export(MLP().eval(), X)}[kind]
+    model = {
+        "prepared": prepared,
+        "quantized": q,
+        "reference": q.reference,
+        "exported": nc.export.export(MLP().eval(), X),
+    }[kind]
     expected = model(X)
-    for same in (model.to("cpu"), model.float(), model.cpu(), model.requires_grad_(False), model.to(torch.float32), model.eval()):
+    for same in (
+        model.to("cpu"),
+        model.float(),
+        model.cpu(),
+        model.requires_grad_(False),
+        model.to(torch.float32),
+        model.eval(),
+    ):
         assert same is model
         assert torch.equal(model(X), expected)
     for change in ("half", "double", "bfloat16", "cuda"):
@@ -189,7 +205,11 @@ def test_what_would_change_weights_is_refused(kind):
     for target in ("meta", torch.float16, "cuda"):
         with pytest.raises(nc.UnsupportedError, match="can't be (cast to torch|moved)"):
             model.to(target)
-    for attempt in (model.state_dict, lambda: model.load_state_dict({}), lambda: nn.Sequential(model).state_dict()):
+    for attempt in (
+        model.state_dict,
+        lambda: model.load_state_dict({}),
+        lambda: nn.Sequential(model).state_dict(),
+    ):
         with pytest.raises(StateError, match="no state_dict"):
             attempt()
     with pytest.raises(StateError, match="no gradients"):
@@ -239,7 +259,10 @@ def test_arguments_of_the_wrong_kind():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_unknown_backend(step):
-    with pytest.raises(UnknownBackendError, match="No backend is called 'tpu'; known: auto, ipex, native, openvino, reference"):
+    with pytest.raises(
+        UnknownBackendError,
+        match="No backend is called 'tpu'; known: auto, ipex, native, openvino, reference",
+    ):
         step(MLP().eval(), CONFIG, example_inputs=X, backend="tpu")
 
 
@@ -267,7 +290,9 @@ def versions(monkeypatch, **installed):
 def test_ipex_is_missing(monkeypatch, backend):
     versions(monkeypatch, intel_extension_for_pytorch=None)
     monkeypatch.setattr("nc.backends.native.NativeBackend.why_unavailable", lambda self: "no kernels")
-    with pytest.raises(BackendUnavailableError, match="not installed: pip install torch==2.8.0 intel-extension") as caught:
+    with pytest.raises(
+        BackendUnavailableError, match="not installed: pip install torch==2.8.0 intel-extension"
+    ) as caught:
         prepare(MLP().eval(), CONFIG, example_inputs=X, backend=backend)
     if backend == "auto":
         assert 'backend="reference"' in str(caught.value)
@@ -283,13 +308,18 @@ def test_auto_takes_the_next_engine_and_says_why(monkeypatch):
     prepared(X)
     q = convert(prepared)
     assert q.backend == "native"
-    assert "takes the first of ipex, native that can run here; ipex: intel-extension-for-pytorch is not installed" in q.report().summary()
+    assert (
+        "takes the first of ipex, native that can run here; ipex: intel-extension-for-pytorch is not "
+        "installed" in q.report().summary()
+    )
     assert not convert(prepared, backend="native").report().chosen
 
 
 def test_torch_is_of_another_version(monkeypatch):
     versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.9.1+cpu")
-    with pytest.raises(BackendUnavailableError, match=r"2\.8\.0 needs torch 2\.8, but torch is 2\.9\.1.*pip install"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"2\.8\.0 needs torch 2\.8, but torch is 2\.9\.1.*pip install"
+    ):
         prepare(MLP().eval(), CONFIG, example_inputs=X, backend="ipex")
 
 
@@ -312,7 +342,13 @@ def test_a_cpu_without_avx2(monkeypatch):
 
 @pytest.mark.parametrize(
     ("features", "wide"),
-    [((), False), (("avx2",), False), (("avx2", "avx512f"), False), (("avx2", "avx512_vnni"), True), (("avx2", "avx_vnni"), True)],
+    [
+        ((), False),
+        (("avx2",), False),
+        (("avx2", "avx512f"), False),
+        (("avx2", "avx512_vnni"), True),
+        (("avx2", "avx_vnni"), True),
+    ],
 )
 def test_narrow_sums_without_vnni(monkeypatch, features, wide):
     from nc.backends import cpu, get_backend
@@ -329,7 +365,9 @@ def test_narrow_sums_without_vnni(monkeypatch, features, wide):
     assert ("lstm", "per_tensor") in get_backend("ipex").capabilities().narrow_sums
     native = get_backend("native").capabilities().narrow_sums
     assert {("linear", "per_token"), ("lstm", "per_tensor"), ("gru_cell", "per_tensor")} <= native
-    assert not native & {(kind, "per_token") for kind in ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")}  # nc's own C code
+    assert not native & {
+        (kind, "per_token") for kind in ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")
+    }  # nc's own C code
 
 
 @pytest.mark.ipex
@@ -359,7 +397,9 @@ assert "intel_extension_for_pytorch" not in sys.modules
 
 
 def test_importing_nc_imports_no_engine():
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -414,12 +454,22 @@ def test_a_sparse_buffer(step):
 def test_torchscript(inside):
     script = torch.jit.trace(nn.Linear(4, 4).eval(), torch.randn(2, 4))
     with pytest.raises(InputError, match=r"^(0|The model) is TorchScript"):
-        prepare(nn.Sequential(script).eval() if inside else script, CONFIG, example_inputs=torch.randn(2, 4), backend="reference")
+        prepare(
+            nn.Sequential(script).eval() if inside else script,
+            CONFIG,
+            example_inputs=torch.randn(2, 4),
+            backend="reference",
+        )
 
 
 def test_a_parameter_without_a_value():
     with pytest.raises(InputError, match=r"'0\.weight' has no value yet"):
-        prepare(nn.Sequential(nn.LazyLinear(4)).eval(), CONFIG, example_inputs=torch.randn(2, 4), backend="reference")
+        prepare(
+            nn.Sequential(nn.LazyLinear(4)).eval(),
+            CONFIG,
+            example_inputs=torch.randn(2, 4),
+            backend="reference",
+        )
 
 
 def test_a_report_of_no_model():
@@ -427,7 +477,9 @@ def test_a_report_of_no_model():
         nc.report(None)
 
 
-@pytest.mark.parametrize("dump", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "dump", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch.save"]
+)
 def test_a_quantized_model_is_saved_by_nc_only(dump):
     q_model = quantized(MLP(), X, backend="reference")
     with pytest.raises(StateError, match="nc.save"):
@@ -438,7 +490,9 @@ def test_a_quantized_model_is_saved_by_nc_only(dump):
         assert torch.equal(copied(X), q_model(X))
 
 
-@pytest.mark.parametrize("dump", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "dump", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch.save"]
+)
 def test_a_prepared_model_is_not_pickled_but_copied(dump):
     prepared = prepare(MLP().eval(), CONFIG, example_inputs=X, backend="reference")
     prepared(X)
@@ -452,7 +506,11 @@ def test_a_prepared_model_is_not_pickled_but_copied(dump):
     assert torch.equal(convert(whole)(X), expected)
 
 
-@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=8)], ids=["static", "weight-only"])
+@pytest.mark.parametrize(
+    "config",
+    [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=8)],
+    ids=["static", "weight-only"],
+)
 def test_another_default_device_is_refused_where_tensors_are_made(config, tmp_path):
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8)).eval(), torch.randn(2, 8)
     options = {"example_inputs": x, "backend": "reference"}
@@ -492,7 +550,9 @@ def test_models_that_torch_ao_prepared_are_refused_as_such(made, config):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = made(nn.Sequential(nn.Linear(16, 16)).eval())
-    with pytest.raises(InputError, match=r"of torch\.ao: .*quantized already, or prepared for it.*fp32 model"):
+    with pytest.raises(
+        InputError, match=r"of torch\.ao: .*quantized already, or prepared for it.*fp32 model"
+    ):
         nc.prepare(theirs, config, example_inputs=torch.randn(2, 16))
 
 

@@ -47,8 +47,23 @@ def test_parameters_of_the_front_door():
     assert set(parameters(nc.prepare)[4:]) == {"backend", "dynamic_shapes", "strict", "placement"}
     assert inspect.signature(nc.prepare).parameters["inplace"].default is False
     assert parameters(nc.convert)[:3] == ["model", "quant_config", "inplace"]
-    assert set(parameters(nc.convert)[3:]) == {"backend", "verify", "verify_sizes", "isolate", "compile", "measure", "progress"}
-    assert parameters(nc.quantize)[:6] == ["model", "quant_config", "run_fn", "run_args", "inplace", "example_inputs"]
+    assert set(parameters(nc.convert)[3:]) == {
+        "backend",
+        "verify",
+        "verify_sizes",
+        "isolate",
+        "compile",
+        "measure",
+        "progress",
+    }
+    assert parameters(nc.quantize)[:6] == [
+        "model",
+        "quant_config",
+        "run_fn",
+        "run_args",
+        "inplace",
+        "example_inputs",
+    ]
     assert parameters(nc.save) == ["model", "checkpoint_dir", "format"]
     assert parameters(nc.load)[:4] == ["model_name_or_path", "original_model", "format", "device"]
     assert parameters(nc.describe)[:3] == ["model", "quant_config", "example_inputs"]

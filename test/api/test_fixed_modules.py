@@ -1,4 +1,7 @@
-"""What torch offers for the weights of a module, on models that nc returns: it works, or it is an error that says what to do."""
+"""What torch offers for the weights of a module, on models that nc returns.
+
+It works, or it is an error that says what to do.
+"""
 
 import copy
 import warnings
@@ -24,7 +27,10 @@ def low_bit(model=None, **options):
 def test_a_low_bit_model_on_another_device_than_its_inputs_is_an_error(backend):
     model = nc.quantize(net(), nc.WeightOnlyConfig("int4", group_size=16), measure=False, backend=backend)
     model(X)
-    with pytest.raises(nc.InputError, match="quant_linear got tensors on cpu and meta: put the model and its inputs on one device"):
+    with pytest.raises(
+        nc.InputError,
+        match="quant_linear got tensors on cpu and meta: put the model and its inputs on one device",
+    ):
         model.to("meta")(X)
     assert model(X.to("meta")).shape == (8, 16)
 
@@ -39,7 +45,9 @@ def test_a_low_bit_embedding_on_another_device_is_an_error():
 def test_float_weights_for_a_low_bit_model_are_an_error_that_says_what_to_do(strict):
     model, source = low_bit(), net()
     before = model(X)
-    with pytest.raises(RuntimeError, match=r"2 holds a weight of format int4 .* load float weights into the float model"):
+    with pytest.raises(
+        RuntimeError, match=r"2 holds a weight of format int4 .* load float weights into the float model"
+    ):
         model.load_state_dict(source.state_dict(), strict=strict)
     assert torch.equal(model(X), before)
     model.load_state_dict(model.state_dict())
@@ -74,7 +82,11 @@ class Named(nn.Module):
 
 def prepared_of(kind):
     low = nc.WeightOnlyConfig("int4", group_size=16, solver=nc.GPTQ())
-    configs = {"static": nc.StaticQuantConfig(), "weights": low, "mixed": nc.StaticQuantConfig().set_local("decoder", low)}
+    configs = {
+        "static": nc.StaticQuantConfig(),
+        "weights": low,
+        "mixed": nc.StaticQuantConfig().set_local("decoder", low),
+    }
     model = Named().eval()
     return model, nc.prepare(model, configs[kind], example_inputs=X)
 
@@ -85,7 +97,9 @@ def test_a_prepared_model_has_the_values_of_the_model_and_says_why_it_has_no_met
     assert (prepared.hidden, prepared.twice) == (5, 10)
     for name in ("encode", "encoder"):
         assert not hasattr(prepared, name)
-        with pytest.raises(AttributeError, match=f"{name!r} belongs to the fp32 model.*call the prepared model itself"):
+        with pytest.raises(
+            AttributeError, match=f"{name!r} belongs to the fp32 model.*call the prepared model itself"
+        ):
             getattr(prepared, name)
     with pytest.raises(AttributeError, match="A prepared model has no attribute 'nothing'"):
         _ = prepared.nothing
@@ -95,7 +109,12 @@ def test_a_prepared_model_has_the_values_of_the_model_and_says_why_it_has_no_met
 def test_a_prepared_model_leaves_the_weights_of_the_model_alone(kind):
     model, prepared = prepared_of(kind)
     before = copy.deepcopy(model.state_dict())
-    for change in (lambda: prepared.half(), lambda: prepared.to("meta"), lambda: prepared.double(), lambda: prepared.to(torch.bfloat16)):
+    for change in (
+        lambda: prepared.half(),
+        lambda: prepared.to("meta"),
+        lambda: prepared.double(),
+        lambda: prepared.to(torch.bfloat16),
+    ):
         with pytest.raises(nc.UnsupportedError, match="A prepared model can't be cast|can't be moved"):
             change()
     for change in (prepared.state_dict, lambda: prepared.load_state_dict({}), prepared.requires_grad_):

@@ -1,4 +1,7 @@
-"""The verdict on low-bit layers: which are timed, and what a slower format says. No test reads a real clock for a figure."""
+"""The verdict on low-bit layers: which are timed, and what a slower format says.
+
+No test reads a real clock for a figure.
+"""
 
 import dataclasses
 import json
@@ -20,7 +23,10 @@ BUSY = dataclasses.replace(QUIET, runnable=9)
 
 
 class Machine:
-    """A clock that only calls of layers move on; float layers take 1 ms, low-bit ones as long as their format says."""
+    """A clock that only calls of layers move on.
+
+    Float layers take 1 ms, low-bit ones as long as their format says.
+    """
 
     def __init__(self, monkeypatch, load=QUIET, **ms):
         self.now, self.called, self.loaded = 0.0, [], load
@@ -51,7 +57,9 @@ class Machine:
 
 def two_formats():
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)], nn.Linear(64, 32)).eval()
-    config = WeightOnlyConfig("int4", group_size=32).set_local("5", WeightOnlyConfig("fp8_e4m3", group_size=-1))
+    config = WeightOnlyConfig("int4", group_size=32).set_local(
+        "5", WeightOnlyConfig("fp8_e4m3", group_size=-1)
+    )
     return nc.quantize(model, config, measure=False)
 
 
@@ -61,7 +69,12 @@ def test_layers_of_each_shape_and_format_in_turns(monkeypatch):
     of_one = [("float", 1, 1), ("fp8_e4m3", 1, 1), ("float", 2, 1), ("int4", 2, 1)]
     assert machine.called[:8] == of_one * 2
     assert {rows for _, _, rows in machine.called} == {1, 32}
-    assert [(x.count, x.shape, x.rows) for x in found.layers] == [(1, (32, 64), 1), (5, (64, 64), 1), (1, (32, 64), 32), (5, (64, 64), 32)]
+    assert [(x.count, x.shape, x.rows) for x in found.layers] == [
+        (1, (32, 64), 1),
+        (5, (64, 64), 1),
+        (1, (32, 64), 32),
+        (5, (64, 64), 32),
+    ]
     assert [x.ratio for x in found.layers] == pytest.approx([0.25, 2, 0.5, 4])
     assert [x.low_bit_ms for x in found.layers] == pytest.approx([4, 0.5, 2, 0.25])
     # five layers at 0.5 and one at 4, against six
@@ -71,7 +84,10 @@ def test_layers_of_each_shape_and_format_in_turns(monkeypatch):
 
 def test_it_warns_where_all_together_are_slower(monkeypatch):
     machine = Machine(monkeypatch, int4=0.5, fp8_e4m3=40.0)
-    with pytest.warns(NCWarning, match=r"they take 7.1 times as long for 1 row and 3.5 .*format fp8_e4m3[^,]*\).*int4.* is faster"):
+    with pytest.warns(
+        NCWarning,
+        match=r"they take 7.1 times as long for 1 row and 3.5 .*format fp8_e4m3[^,]*\).*int4.* is faster",
+    ):
         verdict.warn_if_slower(machine.measure(two_formats()))
 
 
@@ -93,14 +109,17 @@ def test_words(monkeypatch):
     assert lines[2].startswith("  32 rows: SLOWER, they take 3.54 times as long (")
     assert lines[3].startswith("  1 x fp8_e4m3")
     assert (
-        "32 x 64, 1 row: SLOWER, they take 40.00 times as long (40.00 ms against 1.00 ms; in half of the rounds 0.03 to 0.03)" in lines[3]
+        "32 x 64, 1 row: SLOWER, they take 40.00 times as long (40.00 ms against 1.00 ms; in half of the "
+        "rounds 0.03 to 0.03)" in lines[3]
     )
     assert len(lines) == 5
 
 
 def test_slow_layers_get_three_rounds_and_slower_ones_say_so(monkeypatch):
     machine = Machine(monkeypatch, int4=100.0)
-    model = nc.quantize(nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int4", group_size=32), measure=False)
+    model = nc.quantize(
+        nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int4", group_size=32), measure=False
+    )
     assert not machine.measure(model, 0.3).totals[0].doubt
     assert len(machine.called) == 2 * 2 * 4
     assert "no time" in machine.measure(model, 0.0).totals[0].doubt
@@ -115,7 +134,9 @@ def test_large_shapes_are_left_out(monkeypatch):
 
 
 def test_a_model_of_embeddings_has_none():
-    model = nc.quantize(nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64)).eval(), WeightOnlyConfig("int4", group_size=32))
+    model = nc.quantize(
+        nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64)).eval(), WeightOnlyConfig("int4", group_size=32)
+    )
     assert measure(model, 0.0) is not None
     assert measure(nn.Sequential(nn.Linear(4, 4)), 0.0) is None
 
@@ -130,7 +151,9 @@ def test_convert_measures_and_the_report_begins_with_it(dtype):
     assert report.summary().startswith(str(report.verdict))
     json.dumps(report.to_dict()["verdict"])
     assert torch.equal(state, torch.get_rng_state())
-    assert nc.report(nc.quantize(model, WeightOnlyConfig("int8", group_size=32), measure=False)).verdict is None
+    assert (
+        nc.report(nc.quantize(model, WeightOnlyConfig("int8", group_size=32), measure=False)).verdict is None
+    )
 
 
 def test_convert_warns(monkeypatch):
@@ -143,7 +166,9 @@ def test_convert_warns(monkeypatch):
 
 
 def test_hooks_are_not_called_and_float_weights_go():
-    q = nc.quantize(nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int8", group_size=32), measure=False)
+    q = nc.quantize(
+        nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int8", group_size=32), measure=False
+    )
     q[0].register_forward_hook(lambda *_: pytest.fail("called"))
     before = weakref.WeakSet()
     made = torch.full

@@ -88,7 +88,10 @@ def model():
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path, monkeypatch):
-    """Scripts save to "saved_results"; first runs in a child process, which take seconds each, are tested elsewhere."""
+    """Scripts save to "saved_results".
+
+    First runs in a child process, which take seconds each, are tested elsewhere.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("nc.backends.ipex.lower.is_tested", lambda module: True)
 
@@ -167,7 +170,9 @@ def test_the_parameters_that_neural_compressor_tunes(model, act_sym, act_algo):
 
 
 def test_an_example_of_zeros_does_no_harm(model):
-    prepared_model = prepare(model, quant_config=StaticQuantConfig(act_sym=True, act_algo="kl"), example_inputs=torch.zeros(2, 32))
+    prepared_model = prepare(
+        model, quant_config=StaticQuantConfig(act_sym=True, act_algo="kl"), example_inputs=torch.zeros(2, 32)
+    )
     run_fn(prepared_model)
     assert like(convert(prepared_model), model)
 
@@ -192,7 +197,9 @@ def test_quantize_in_one_call_and_with_arguments(model):
 
     q_model = quantize(model, quant_config=get_default_static_config(), run_fn=run_fn, example_inputs=EXAMPLE)
     assert like(q_model, model)
-    q_model = quantize(model, StaticQuantConfig(), calibrate, run_args=([EXAMPLE] * 5, 2), example_inputs=EXAMPLE)
+    q_model = quantize(
+        model, StaticQuantConfig(), calibrate, run_args=([EXAMPLE] * 5, 2), example_inputs=EXAMPLE
+    )
     assert len(seen) == 2
     assert dtypes(q_model) == INT8
 
@@ -230,13 +237,20 @@ def test_nested_inputs_of_a_diffusion_pipeline():
             self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(6, 8)
 
         def forward(self, sample, timestep, encoder_hidden_states, added_cond_kwargs=None):
-            return self.fc1(sample * timestep) + self.fc2(added_cond_kwargs["text_embeds"]) + encoder_hidden_states
+            return (
+                self.fc1(sample * timestep)
+                + self.fc2(added_cond_kwargs["text_embeds"])
+                + encoder_hidden_states
+            )
 
     example_inputs = {
         "sample": torch.randn(2, 8),
         "timestep": torch.tensor(951.0),
         "encoder_hidden_states": torch.randn(2, 8),
-        "added_cond_kwargs": {"text_embeds": torch.randn(2, 6), "time_ids": torch.tensor([[1024.0, 0.0]] * 2)},
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(2, 6),
+            "time_ids": torch.tensor([[1024.0, 0.0]] * 2),
+        },
     }
     quant_config = SmoothQuantConfig(alpha=0.5, excluded_precisions=["bf16"])
     user_model = prepare(model=UNet().eval(), quant_config=quant_config, example_inputs=example_inputs)
@@ -255,7 +269,11 @@ def test_lists_of_tensors_of_a_recommendation_model():
             found = [table(indices[i], offsets[i]) for i, table in enumerate(self.tables)]
             return self.fc2(torch.cat([F.relu(self.fc1(dense)), *found], 1))
 
-    example_inputs = (torch.randn(3, 8), torch.arange(3).repeat(2, 1), [torch.randint(0, 10, (3,)) for _ in range(2)])
+    example_inputs = (
+        torch.randn(3, 8),
+        torch.arange(3).repeat(2, 1),
+        [torch.randint(0, 10, (3,)) for _ in range(2)],
+    )
     prepared_model = prepare(DLRM().eval(), StaticQuantConfig(), example_inputs=example_inputs)
     prepared_model(*example_inputs)
     assert [d.operator for d in prepared_model.plan.quantized] == ["fc1", "fc2"]
@@ -269,7 +287,9 @@ def test_export_quantize_save_load(model, w_granularity):
     exported_model = export(model, example_inputs=(EXAMPLE,))
     float_model_output = exported_model(EXAMPLE)
     assert torch.allclose(float_model_output, model(EXAMPLE), atol=1e-5)
-    q_model = quantize(model=exported_model, quant_config=StaticQuantConfig(w_granularity=w_granularity), run_fn=run_fn)
+    q_model = quantize(
+        model=exported_model, quant_config=StaticQuantConfig(w_granularity=w_granularity), run_fn=run_fn
+    )
     assert torch.allclose(q_model(EXAMPLE), float_model_output, atol=0.1)
     q_model.save(example_inputs=(EXAMPLE,), output_dir="./saved_results")
     loaded_quantized_model = load("./saved_results")
@@ -279,7 +299,9 @@ def test_export_quantize_save_load(model, w_granularity):
 def test_export_with_named_dimensions_of_images():
     user_model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     x = torch.randn(2, 3, 12, 12).contiguous(memory_format=torch.channels_last)
-    exported_model = export(model=user_model, example_inputs=(x,), dynamic_shapes={"input": {0: Dim("batch")}})
+    exported_model = export(
+        model=user_model, example_inputs=(x,), dynamic_shapes={"input": {0: Dim("batch")}}
+    )
     prepared_model = prepare(exported_model, quant_config=StaticQuantConfig(w_granularity="per_tensor"))
     with torch.no_grad():
         prepared_model(torch.randn(4, 3, 12, 12))
@@ -293,7 +315,9 @@ def test_export_with_named_dimensions_of_images():
 def test_export_with_named_dimensions_of_text():
     batch, seq_len = Dim(name="batch_size", max=8), Dim(name="seq_len", max=64)
     ids = text()["input_ids"]
-    exported_model = export(LanguageModel(), example_inputs=(ids,), dynamic_shapes={"input_ids": (batch, seq_len)})
+    exported_model = export(
+        LanguageModel(), example_inputs=(ids,), dynamic_shapes={"input_ids": (batch, seq_len)}
+    )
     prepare_model = prepare(exported_model, get_default_static_config())
     for _ in range(2):
         prepare_model(*(ids,))
@@ -308,7 +332,9 @@ def test_fallback_in_an_exported_model(model):
     quant_config.set_local("fc1", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
     prepared_model = prepare(exported_model, quant_config)
     assert not prepared_model.plan["fc1"].spec.quantized
-    again = prepare(exported_model, get_default_static_config())  # an exported model can be prepared more than once
+    again = prepare(
+        exported_model, get_default_static_config()
+    )  # an exported model can be prepared more than once
     assert again.plan["fc1"].spec.quantized
 
 
@@ -367,14 +393,19 @@ def test_smooth_quant_with_a_fallback(model, key):
     quant_config.set_local(key, SmoothQuantConfig(w_dtype="fp32", act_dtype="fp32"))
     prepared_model = prepare(model, quant_config=quant_config, example_inputs={"x": EXAMPLE})
     run_fn(prepared_model)
-    assert dtypes(convert(prepared_model)) == {name: "fp32" if key != "fc1" or name == "fc1" else "int8" for name in INT8}
+    assert dtypes(convert(prepared_model)) == {
+        name: "fp32" if key != "fc1" or name == "fc1" else "int8" for name in INT8
+    }
 
 
 @pytest.mark.parametrize(
-    ("act_sym", "act_algo", "alpha", "scale_sharing"), [(True, "kl", 0.1, True), (True, "minmax", 0.1, False), (False, "minmax", 1, True)]
+    ("act_sym", "act_algo", "alpha", "scale_sharing"),
+    [(True, "kl", 0.1, True), (True, "minmax", 0.1, False), (False, "minmax", 1, True)],
 )
 def test_smooth_quant_parameters(model, act_sym, act_algo, alpha, scale_sharing):
-    quant_config = SmoothQuantConfig(act_sym=act_sym, act_algo=act_algo, alpha=alpha, scale_sharing=scale_sharing)
+    quant_config = SmoothQuantConfig(
+        act_sym=act_sym, act_algo=act_algo, alpha=alpha, scale_sharing=scale_sharing
+    )
     prepared_model = prepare(model, quant_config=quant_config, example_inputs=EXAMPLE)
     run_fn(prepared_model)
     assert like(convert(prepared_model), model)
@@ -395,7 +426,9 @@ def test_smooth_quant_finds_alpha(shared_criterion, do_blockwise, folding):
         folding=folding,
     )
     fp32_model = LanguageModel().eval()
-    prepared_model = prepare(fp32_model, quant_config, example_inputs=text())  # raises a ValueError in Neural Compressor
+    prepared_model = prepare(
+        fp32_model, quant_config, example_inputs=text()
+    )  # raises a ValueError in Neural Compressor
     run_text(prepared_model)
     graph = prepared_model.quantized_graph()
     assert all(0.45 <= graph.plan[name].spec.smooth.alpha <= 0.55 for name in ("c_fc", "c_proj"))
@@ -426,7 +459,9 @@ def test_the_arguments_of_auto_alpha_as_a_dict():
         "shared_criterion": "mean",
         "do_blockwise": True,
     }
-    assert SmoothQuantConfig(alpha="auto", auto_alpha_args=arguments) == SmoothQuantConfig(alpha="auto", **arguments)
+    assert SmoothQuantConfig(alpha="auto", auto_alpha_args=arguments) == SmoothQuantConfig(
+        alpha="auto", **arguments
+    )
 
 
 # ---- configurations ----
@@ -437,15 +472,21 @@ def test_dictionaries():
         StaticQuantConfig.from_dict({"w_dtype": "int8", "act_sym": True}).to_dict()
         == StaticQuantConfig(w_dtype="int8", act_sym=True).to_dict()
     )
-    assert SmoothQuantConfig.from_dict({"alpha": 0.8, "folding": True}).to_dict() == SmoothQuantConfig(alpha=0.8, folding=True).to_dict()
+    assert (
+        SmoothQuantConfig.from_dict({"alpha": 0.8, "folding": True}).to_dict()
+        == SmoothQuantConfig(alpha=0.8, folding=True).to_dict()
+    )
     config = StaticQuantConfig.from_dict({"global": {"act_sym": True}, "local": {"fc1": {"act_algo": "kl"}}})
     assert config == StaticQuantConfig(act_sym=True).set_local("fc1", StaticQuantConfig(act_algo="kl"))
     assert {"global", "local"} <= set(config.to_dict())
-    assert StaticQuantConfig.from_dict({"local": {"fc1": {"act_algo": "kl"}}}) == StaticQuantConfig().set_local(
-        "fc1", StaticQuantConfig(act_algo="kl")
-    )
+    assert StaticQuantConfig.from_dict(
+        {"local": {"fc1": {"act_algo": "kl"}}}
+    ) == StaticQuantConfig().set_local("fc1", StaticQuantConfig(act_algo="kl"))
     listed = StaticQuantConfig(act_sym=True, white_list=["fc1"])
-    for fields in ({"act_sym": True, "white_list": ["fc1"]}, {"global": {"act_sym": True, "white_list": ["fc1"]}, "local": {}}):
+    for fields in (
+        {"act_sym": True, "white_list": ["fc1"]},
+        {"global": {"act_sym": True, "white_list": ["fc1"]}, "local": {}},
+    ):
         assert StaticQuantConfig.from_dict(fields) == listed
 
 
@@ -453,7 +494,10 @@ def test_dictionaries():
     ("quant_config", "strategy"),
     [
         ({"static_quant": {"act_sym": True}}, StaticQuantConfig),
-        ({"static_quant": {"global": {"act_sym": True}, "local": {"fc1": {"act_sym": False}}}}, StaticQuantConfig),
+        (
+            {"static_quant": {"global": {"act_sym": True}, "local": {"fc1": {"act_sym": False}}}},
+            StaticQuantConfig,
+        ),
         ({"smooth_quant": {"alpha": 0.7, "act_sym": True}}, SmoothQuantConfig),
         ({"pt2e_dynamic_quant": {"act_sym": True}}, DynamicQuantConfig),
     ],
@@ -471,7 +515,11 @@ def test_two_algorithms_in_a_dict_and_in_a_sum(model):
     added = StaticQuantConfig(white_list=["fc1"]) + DynamicQuantConfig(white_list=["fc2", "fc3"])
     plans = [prepare(model, config, example_inputs=EXAMPLE).plan for config in (both, added)]
     assert plans[0] == plans[1]
-    assert [(d.operator, d.spec.activation.dynamic) for d in plans[0].quantized] == [("fc1", False), ("fc2", True), ("fc3", True)]
+    assert [(d.operator, d.spec.activation.dynamic) for d in plans[0].quantized] == [
+        ("fc1", False),
+        ("fc2", True),
+        ("fc3", True),
+    ]
 
 
 def test_a_white_list_of_one_operator_beside_the_rest(model):
@@ -498,7 +546,11 @@ def test_every_way_to_save_and_load(model):
         load("d", original_model=model, format="default", device="cpu"),
     ]
     assert all(torch.equal(each(EXAMPLE), expected) for each in loaded)
-    for wrong in (lambda: load("c", format="huggingface"), lambda: load("c", device="hpu"), lambda: save(q_model, "e", format="vllm")):
+    for wrong in (
+        lambda: load("c", format="huggingface"),
+        lambda: load("c", device="hpu"),
+        lambda: save(q_model, "e", format="vllm"),
+    ):
         with pytest.raises(ConfigError, match='format="default"'):
             wrong()
 

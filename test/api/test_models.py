@@ -1,6 +1,7 @@
 """Real architectures, with random weights, go the whole way: prepare, calibrate, convert, on both backends.
 
-Bounds are in dB of quantized against fp32 output, a few dB below what was seen; a lost operator or a wrong scale costs 10 dB and more.
+Bounds are in dB of quantized against fp32 output, a few dB below what was seen; a lost operator or a wrong
+scale costs 10 dB and more.
 """
 
 import os
@@ -12,7 +13,10 @@ from suites.architectures import CASES, text
 
 from nc import StaticQuantConfig, available_backends, compare, convert, prepare
 
-PARAMETERS = [pytest.param(name, marks=pytest.mark.exhaustive if case.exhaustive else ()) for name, case in CASES.items()]
+PARAMETERS = [
+    pytest.param(name, marks=pytest.mark.exhaustive if case.exhaustive else ())
+    for name, case in CASES.items()
+]
 
 
 @pytest.fixture
@@ -72,13 +76,19 @@ def test_ipex(case, model):
     assert report.groups > 0
 
 
-#: Minutes and gigabytes each: IPEX compiles them anew for every group of tensors that it is asked to show. "resnet" and "vit" stand in,
-#: unless NC_LARGE=1 is set.
+#: Minutes and gigabytes each: IPEX compiles them anew for every group of tensors that it is asked to show.
+#: "resnet" and "vit" stand in, unless NC_LARGE=1 is set.
 LARGE_FOR_IPEX = ("resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b_16")
 
 
 @pytest.mark.parametrize("engine", [name for name in ("ipex", "native") if not available_backends()[name]])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("bert", "resnet") else pytest.mark.exhaustive) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("bert", "resnet") else pytest.mark.exhaustive)
+        for name in CASES
+    ],
+)
 def test_no_operator_disagrees(name, case, model, engine):
     """Tensor by tensor, at another size than the engine was warmed up with."""
     if engine == "ipex" and name in LARGE_FOR_IPEX and not os.environ.get("NC_LARGE"):

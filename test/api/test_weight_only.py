@@ -1,4 +1,7 @@
-"""Weight-only quantization of the user's own modules: from configuration to report, against float64 brute force."""
+"""Weight-only quantization of the user's own modules.
+
+From configuration to report, against float64 brute force.
+"""
 
 import copy
 import dataclasses
@@ -9,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import nc
 from nc import (
@@ -48,7 +58,13 @@ def mlp():
 
 def llama(**options):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, **options)).eval()
 
 
@@ -66,19 +82,27 @@ def rounded(weight, bits, group):
         for start in range(0, weight.shape[1], group):
             part = weight[row, start : start + group]
             scale = np.abs(part).max() / highest
-            result[row, start : start + group] = np.clip(np.round(part / scale), -highest - 1, highest) * scale
+            result[row, start : start + group] = (
+                np.clip(np.round(part / scale), -highest - 1, highest) * scale
+            )
     return torch.from_numpy(result)
 
 
 def weights(model):
-    return {name: module.packed.dequantize() for name, module in model.named_modules() if isinstance(module, (QuantLinear, QuantEmbedding))}
+    return {
+        name: module.packed.dequantize()
+        for name, module in model.named_modules()
+        if isinstance(module, (QuantLinear, QuantEmbedding))
+    }
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, -1), (3, 16), (2, 8), (8, 32)])
 def test_outputs_are_those_of_weights_rounded_group_by_group(bits, group):
     model = mlp()
     q = quantize(model, WeightOnlyConfig(f"int{bits}", group_size=group, w_algo="minmax"))
-    first, second = (rounded(m.weight, bits, m.in_features if group == -1 else group) for m in (model[0], model[2]))
+    first, second = (
+        rounded(m.weight, bits, m.in_features if group == -1 else group) for m in (model[0], model[2])
+    )
     hidden = (X.double() @ first.T + model[0].bias.double()).relu()
     expected = hidden @ second.T + model[2].bias.double()
     assert torch.allclose(q(X).double(), expected, rtol=1e-5, atol=1e-6)
@@ -124,7 +148,10 @@ def test_generate_with_a_cache_gives_what_the_dequantized_model_gives():
     for name, weight in weights(q).items():
         plain.get_submodule(name).weight.data = weight
     ids = texts(1)[0]
-    assert torch.equal(q.generate(ids, max_new_tokens=8, do_sample=False), plain.generate(ids, max_new_tokens=8, do_sample=False))
+    assert torch.equal(
+        q.generate(ids, max_new_tokens=8, do_sample=False),
+        plain.generate(ids, max_new_tokens=8, do_sample=False),
+    )
     assert torch.allclose(q(ids).logits, plain(ids).logits, atol=1e-5)
     assert q.config.use_cache
 
@@ -154,7 +181,9 @@ class Twice(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())
 
 
-@pytest.mark.parametrize("fields", [{}, {"solver": GPTQ(), "transforms": [nc.AWQ()]}, {"scale_dtype": "e8m0"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"solver": GPTQ(), "transforms": [nc.AWQ()]}, {"scale_dtype": "e8m0"}]
+)
 def test_a_module_with_two_names_is_replaced_under_both(fields, tmp_path):
     torch.manual_seed(0)
     model, x = Twice().eval(), X[:, :32]
@@ -181,7 +210,9 @@ def test_tied_weights_are_quantized_once():
     q = quantize(model, WeightOnlyConfig(group_size=32, lm_head="int8", embedding="int8"))
     assert q.lm_head.codes is q.model.embed_tokens.codes
     report = nc.report(q)
-    assert report.weight_bytes == sum({t.data_ptr(): t.numel() * t.element_size() for t in (*q.parameters(), *q.buffers())}.values())
+    assert report.weight_bytes == sum(
+        {t.data_ptr(): t.numel() * t.element_size() for t in (*q.parameters(), *q.buffers())}.values()
+    )
 
 
 def test_conv1d_of_transformers_has_its_weight_the_other_way_round():
@@ -195,7 +226,11 @@ def test_conv1d_of_transformers_has_its_weight_the_other_way_round():
 
 
 def test_rules_as_everywhere():
-    config = WeightOnlyConfig(group_size=32).set_local(".*mlp.*", WeightOnlyConfig("int8")).exclude("model.layers.1.mlp.up_proj")
+    config = (
+        WeightOnlyConfig(group_size=32)
+        .set_local(".*mlp.*", WeightOnlyConfig("int8"))
+        .exclude("model.layers.1.mlp.up_proj")
+    )
     plan = describe(llama(), config)
     assert str(plan["model.layers.0.mlp.up_proj"].form) == "int8 sym g32 fp32"
     assert plan["model.layers.1.mlp.up_proj"].reason == "fp32 was asked for"
@@ -208,7 +243,9 @@ def test_rules_as_everywhere():
 
 
 def test_a_group_that_does_not_cover_a_weight_is_refused_with_the_sizes_that_do():
-    with pytest.raises(ConfigError, match=r"Layer '2'.*=64 does not divide the 96 .* 32, 48, 96\. .*group_size=32 fits all"):
+    with pytest.raises(
+        ConfigError, match=r"Layer '2'.*=64 does not divide the 96 .* 32, 48, 96\. .*group_size=32 fits all"
+    ):
         describe(mlp(), WeightOnlyConfig(group_size=64))
 
 
@@ -231,7 +268,9 @@ def test_values_without_a_meaning_are_refused(fields, message):
 
 
 def test_a_configuration_comes_back_from_plain_values():
-    config = WeightOnlyConfig("int3", solver=GPTQ(damp=0.05), double_quant=True).set_local("2", WeightOnlyConfig(group_size=8))
+    config = WeightOnlyConfig("int3", solver=GPTQ(damp=0.05), double_quant=True).set_local(
+        "2", WeightOnlyConfig(group_size=8)
+    )
     assert WeightOnlyConfig.from_dict(config.to_dict()) == config
     assert WeightOnlyConfig.from_json(config.to_json()) == config
 
@@ -265,7 +304,10 @@ def test_a_forward_of_its_own_is_a_linear_if_it_computes_one():
 
 
 def test_a_forward_put_on_a_layer_stays_with_the_float_layer():
-    for model, x in ((mlp(), X), (nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 10)).eval(), torch.arange(10))):
+    for model, x in (
+        (mlp(), X),
+        (nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 10)).eval(), torch.arange(10)),
+    ):
         model[0].forward = lambda x, own=model[0].forward: 100 * own(x)
         q = quantize(model, WeightOnlyConfig("int8", group_size=-1, embedding="int8"))
         assert type(q[0]) is type(model[0])
@@ -281,14 +323,20 @@ def test_hooks_of_a_layer_are_those_of_the_layer_in_its_place(fields):
     ids, seen = torch.arange(10), []
     handles = [
         model[0].register_forward_hook(lambda module, args, output: 2 * output),
-        model[1].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True),
-        model[1].register_forward_hook(lambda module, args, kwargs, output: output + len(kwargs) + 1, with_kwargs=True),
+        model[1].register_forward_pre_hook(
+            lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True
+        ),
+        model[1].register_forward_hook(
+            lambda module, args, kwargs, output: output + len(kwargs) + 1, with_kwargs=True
+        ),
         model[1].register_forward_hook(lambda *_: seen.append("always"), always_call=True),
         model[1].register_full_backward_hook(lambda *_: seen.append("backward")),
         model[2].register_forward_pre_hook(lambda module, args: (3 * args[0],)),
     ]
     expected = model(ids).detach()
-    prepared = prepare(model, WeightOnlyConfig("int8", group_size=-1, embedding="int8", **fields), inplace=True)
+    prepared = prepare(
+        model, WeightOnlyConfig("int8", group_size=-1, embedding="int8", **fields), inplace=True
+    )
     prepared(ids)
     q = convert(prepared)
     assert [type(layer) for layer in q] == [QuantEmbedding, QuantLinear, QuantLinear]
@@ -319,7 +367,10 @@ def test_a_copy_has_hooks_of_its_own():
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.parametrize("how", [lambda m: prune.l1_unstructured(m, "weight", amount=0.5), nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize(
+    "how",
+    [lambda m: prune.l1_unstructured(m, "weight", amount=0.5), nn.utils.weight_norm, nn.utils.spectral_norm],
+)
 def test_hooks_that_compute_the_float_weight_end_with_it(how, inplace):
     model = mlp()
     with warnings.catch_warnings():
@@ -373,7 +424,10 @@ def test_weights_outside_of_linears_are_named():
 @pytest.mark.parametrize("engine", LOW_BIT_ENGINES)
 def test_inputs_that_are_no_floats_are_refused(engine, act_dtype, dtype):
     q = quantize(mlp(), WeightOnlyConfig("int4", group_size=32, act_dtype=act_dtype), backend=engine)
-    message = rf"A linear of 64 inputs and 96 outputs with a weight in int4 was called with a tensor of {dtype}, shape \(5, 64\)"
+    message = (
+        rf"A linear of 64 inputs and 96 outputs with a weight in int4 was called with a tensor of {dtype}, "
+        r"shape \(5, 64\)"
+    )
     with pytest.raises(InputError, match=message):
         q(torch.ones(5, 64, dtype=dtype))
     with pytest.raises(InputError, match=message):
@@ -399,7 +453,7 @@ def test_inputs_whose_sign_is_not_in_memory(engine, act_dtype):
     assert x.is_neg()
     assert torch.equal(q[0](x), q[0](x.clone()))
     assert torch.equal(q[0](x), q[0](-2 * X))
-    y = torch._neg_view(X)  # noqa: SLF001 - contiguous; a conjugate's parts are not
+    y = torch._neg_view(X)  # contiguous; a conjugate's parts are not
     assert torch.equal(q[0](y), q[0](-X))
 
 
@@ -425,14 +479,21 @@ class TestCalibration:
             convert(prepared)
         assert torch.equal(prepared(ids).logits, model(ids).logits)
 
-    @pytest.mark.parametrize("fields", [{"solver": GPTQ()}, {"solver": nc.AutoRound(steps=2)}, {"transforms": [nc.AWQ()]}])
+    @pytest.mark.parametrize(
+        "fields", [{"solver": GPTQ()}, {"solver": nc.AutoRound(steps=2)}, {"transforms": [nc.AWQ()]}]
+    )
     def test_calls_without_a_token_are_no_data(self, fields):
         config, ids = WeightOnlyConfig(group_size=32, **fields), texts(1)[0]
         padding = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
         for model, empty, whole in ((mlp(), X[:0], X), (llama(), padding, ids)):
-            with pytest.raises(StateError, match=r"needs data \(the 2 calls so far had empty tensors, or nothing but padding\)"):
+            with pytest.raises(
+                StateError,
+                match=r"needs data \(the 2 calls so far had empty tensors, or nothing but padding\)",
+            ):
                 self.calibrated(model, config, [empty, empty])
-            found, expected = (weights(self.calibrated(model, config, data)) for data in ([empty, whole, empty], [whole]))
+            found, expected = (
+                weights(self.calibrated(model, config, data)) for data in ([empty, whole, empty], [whole])
+            )
             assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
     def test_each_block_is_solved_for_the_inputs_that_the_quantized_blocks_in_front_give(self):
@@ -460,11 +521,16 @@ class TestCalibration:
             def solve_block(self, problem):
                 seen.append(problem)
                 outputs = [problem.run(call).detach() for call in problem.samples]
-                assert all(output.shape == target.shape for output, target in zip(outputs, problem.targets, strict=True))
+                assert all(
+                    output.shape == target.shape
+                    for output, target in zip(outputs, problem.targets, strict=True)
+                )
                 return {name: self.solve(layer) for name, layer in problem.layers.items()}
 
         model, data = llama(), texts(2)
-        q = self.calibrated(model, WeightOnlyConfig("int2", group_size=32, solver=Whole(), transforms=[nc.Smooth()]), data)
+        q = self.calibrated(
+            model, WeightOnlyConfig("int2", group_size=32, solver=Whole(), transforms=[nc.Smooth()]), data
+        )
         assert [problem.name for problem in seen] == [f"model.layers.{i}" for i in range(3)]
         with torch.no_grad():
             states = model(data[0], output_hidden_states=True).hidden_states
@@ -476,17 +542,26 @@ class TestCalibration:
         ids = texts(1)[0]
         mask = torch.ones_like(ids)
         mask[1, 9:] = 0
-        q = self.calibrated(llama(), WeightOnlyConfig(group_size=32, solver=GPTQ()), [{"input_ids": ids, "attention_mask": mask}])
+        q = self.calibrated(
+            llama(),
+            WeightOnlyConfig(group_size=32, solver=GPTQ()),
+            [{"input_ids": ids, "attention_mask": mask}],
+        )
         assert {m.result.tokens for m in q.modules() if isinstance(m, QuantLinear)} == {25}
 
     def test_the_same_data_gives_the_same_bytes(self):
-        one, other = (self.calibrated(llama(), WeightOnlyConfig(group_size=32, solver=GPTQ()), texts()).state_dict() for _ in range(2))
+        one, other = (
+            self.calibrated(llama(), WeightOnlyConfig(group_size=32, solver=GPTQ()), texts()).state_dict()
+            for _ in range(2)
+        )
         assert all(torch.equal(one[k], other[k]) for k in one)
 
     def test_data_that_is_not_finite_names_the_layer(self):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         with pytest.raises(CalibrationError, match=r"Layer '0'.*exclude\('0'\)"):
-            self.calibrated(model, WeightOnlyConfig(group_size=-1, solver=GPTQ()), [torch.full((2, 8), float("inf"))])
+            self.calibrated(
+                model, WeightOnlyConfig(group_size=-1, solver=GPTQ()), [torch.full((2, 8), float("inf"))]
+            )
 
     def test_a_layer_that_no_data_reaches_is_rounded_to_nearest_and_the_report_says_so(self):
         class Experts(nn.Module):
@@ -540,20 +615,29 @@ class TestWithOtherStrategies:
 
     def data(self, count=3):
         generator = torch.Generator().manual_seed(0)
-        return [(torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 50, (4, 7), generator=generator)) for _ in range(count)]
+        return [
+            (torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 50, (4, 7), generator=generator))
+            for _ in range(count)
+        ]
 
     @pytest.mark.parametrize("backend", ENGINES)
     @pytest.mark.parametrize("solver", [nc.RTN(), GPTQ()], ids=["rtn", "gptq"])
     def test_low_bit_layers_stay_one_operator_of_the_captured_graph(self, backend, solver, tmp_path):
         torch.manual_seed(0)
         model, data = self.Net().eval(), self.data()
-        prepared = prepare(model, StaticQuantConfig() + self.config(solver=solver), example_inputs=data[0], backend=backend)
+        prepared = prepare(
+            model, StaticQuantConfig() + self.config(solver=solver), example_inputs=data[0], backend=backend
+        )
         for batch in data:
             prepared(*batch)
         q = convert(prepared, measure=False)
         ops = {op.operator: op for op in q.report().ops}
         assert ops["up"].ran == "int4 weight"
-        assert (ops["conv"].asked, ops["up"].kind, ops["embed"].kind) == ("int8", "quant_linear", "quant_embedding")
+        assert (ops["conv"].asked, ops["up"].kind, ops["embed"].kind) == (
+            "int8",
+            "quant_linear",
+            "quant_embedding",
+        )
         if backend != "reference":
             assert (ops["conv"].ran, ops["enc"].ran) == ("int8", "int8")
         expected = model(*data[0])
@@ -565,18 +649,29 @@ class TestWithOtherStrategies:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).eval()
         x = torch.randn(64, 16)
-        config = StaticQuantConfig() + WeightOnlyConfig("int2", group_size=-1, white_list=["0"], solver=GPTQ())
+        config = StaticQuantConfig() + WeightOnlyConfig(
+            "int2", group_size=-1, white_list=["0"], solver=GPTQ()
+        )
         prepared = prepare(model, config, example_inputs=x, backend="reference")
         prepared(x)
         q = convert(prepared, measure=False)
-        low_bit = convert(_fed(prepare(model, WeightOnlyConfig("int2", group_size=-1, white_list=["0"], solver=GPTQ())), x))
+        low_bit = convert(
+            _fed(prepare(model, WeightOnlyConfig("int2", group_size=-1, white_list=["0"], solver=GPTQ())), x)
+        )
         hidden = low_bit[0](x)
         scale = next(n.args[1] for n in q.graph.module.graph.nodes if "quantize_per_tensor" in str(n.target))
-        assert scale == pytest.approx(float((hidden.max().clamp(min=0) - hidden.min().clamp(max=0)).detach()) / 255, rel=1e-5)
+        assert scale == pytest.approx(
+            float((hidden.max().clamp(min=0) - hidden.min().clamp(max=0)).detach()) / 255, rel=1e-5
+        )
 
     def test_rules_that_name_nothing_are_refused_in_a_sum_too(self):
         with pytest.raises(UnmatchedRuleError, match="nowhere"):
-            prepare(self.Net(), StaticQuantConfig() + self.config().exclude("nowhere"), example_inputs=self.data()[0], backend="reference")
+            prepare(
+                self.Net(),
+                StaticQuantConfig() + self.config().exclude("nowhere"),
+                example_inputs=self.data()[0],
+                backend="reference",
+            )
 
 
 def _fed(prepared, *batches):
@@ -586,11 +681,19 @@ def _fed(prepared, *batches):
 
 
 def test_a_cache_is_no_part_of_what_reaches_a_block():
-    """Capture makes caches containers for pytree: their tensors would be kept and grow with each call of a block."""
+    """Capture makes caches containers for pytree.
+
+    Their tensors would be kept and grow with each call of a block.
+    """
     model, ids = llama(), texts(1)[0]
     prepare(model, StaticQuantConfig(), example_inputs=ids, backend="reference")
     (calls,) = record(model, list(model.model.layers), [Sample(((ids,), {"use_cache": True}))])
-    caches = [value for _, kwargs in calls for name, value in kwargs.items() if name in ("cache", "past_key_value", "past_key_values")]
+    caches = [
+        value
+        for _, kwargs in calls
+        for name, value in kwargs.items()
+        if name in ("cache", "past_key_value", "past_key_values")
+    ]
     assert caches == [None] * 3
 
 
@@ -640,21 +743,35 @@ def test_blocks_that_change_tensors_in_place_get_the_codes_of_those_that_do_not(
     assert [n for n in plain if not torch.equal(plain[n], in_place[n])] == []
 
 
-@pytest.mark.parametrize(("who", "fields"), [("AutoRound", {"solver": nc.AutoRound()}), ("TEQ", {"transforms": [nc.TEQ()]})])
+@pytest.mark.parametrize(
+    ("who", "fields"), [("AutoRound", {"solver": nc.AutoRound()}), ("TEQ", {"transforms": [nc.TEQ()]})]
+)
 def test_what_learns_by_gradients_says_which_block_has_none(who, fields):
-    prepared = prepare(nn.Sequential(*(InPlace("layers") for _ in range(2))).eval(), WeightOnlyConfig(group_size=32, **fields))
+    prepared = prepare(
+        nn.Sequential(*(InPlace("layers") for _ in range(2))).eval(),
+        WeightOnlyConfig(group_size=32, **fields),
+    )
     prepared(torch.randn(4, 64))
-    with pytest.raises(UnsupportedError, match=f"{who} needs gradients inside block '0', and torch gives none: .*inplace"):
+    with pytest.raises(
+        UnsupportedError, match=f"{who} needs gradients inside block '0', and torch gives none: .*inplace"
+    ):
         convert(prepared)
 
 
 @pytest.mark.parametrize("kind", ["gptaq", "qronos"])
 def test_two_sided_solvers_take_the_layers_of_a_block_one_after_the_other(kind):
-    """Each corrects what those in front of it left, in its own block too; else all correct the same error, and together too much."""
+    """Each corrects what those in front of it left, in its own block too.
+
+    Else all correct the same error, and together too much.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(2))).eval()
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(2))
+    ).eval()
     x, solver = torch.randn(200, 32), GPTQ(two_sided=kind)
-    prepared = prepare(model, WeightOnlyConfig("int3", group_size=16, solver=solver), backend="reference")  # whose sums the solver sees
+    prepared = prepare(
+        model, WeightOnlyConfig("int3", group_size=16, solver=solver), backend="reference"
+    )  # whose sums the solver sees
     prepared(x)
     q = convert(prepared)
     float_x = x

@@ -70,7 +70,9 @@ def test_the_next_engine_takes_over(engines, error):
     assert prepared.backend == "first"
     q = convert(prepared)
     assert q.backend == "second"
-    expected = f'"auto" takes the first of first, second that can run here and computes this model; first: {error}'
+    expected = (
+        f'"auto" takes the first of first, second that can run here and computes this model; first: {error}'
+    )
     assert q.report().chosen == expected
     assert expected in q.report().summary().splitlines()
     torch.testing.assert_close(q(X), q.reference(X))
@@ -146,7 +148,9 @@ class NoBF16(Engine):
     """Has every kernel, but nothing in bf16."""
 
     def capabilities(self):
-        return dataclasses.replace(super().capabilities(), why_no_bf16="it has no bf16 kernels", backend=self.name)
+        return dataclasses.replace(
+            super().capabilities(), why_no_bf16="it has no bf16 kernels", backend=self.name
+        )
 
 
 LOW = StaticQuantConfig().set_local("2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
@@ -169,7 +173,10 @@ def test_an_engine_without_what_the_configuration_asks_for_is_passed_over(engine
         assert q.report().chosen in q.report().summary().splitlines()
     assert not first.graphs
     assert len(second.graphs) == 2
-    for call in (lambda: prepare(mlp(), LOW, example_inputs=X, backend="first"), lambda: describe(mlp(), LOW, X, backend="first")):
+    for call in (
+        lambda: prepare(mlp(), LOW, example_inputs=X, backend="first"),
+        lambda: describe(mlp(), LOW, X, backend="first"),
+    ):
         with pytest.raises(UnsupportedError, match=f"^{re.escape(NO_BF16)}"):
             call()
 
@@ -178,7 +185,9 @@ def test_all_reasons_are_told_if_no_engine_is_left(engines):
     engines(NoBF16("first"), Engine("second", WRONG))
     prepared = prepare(mlp(), LOW, example_inputs=X)
     prepared(X)
-    with pytest.raises(VerificationError, match=f"No engine computes this model. first: {re.escape(NO_BF16)}.* second: 3 dB"):
+    with pytest.raises(
+        VerificationError, match=f"No engine computes this model. first: {re.escape(NO_BF16)}.* second: 3 dB"
+    ):
         convert(prepared)
     engines(NoBF16("first"))
     with pytest.raises(UnsupportedError, match=f"^{re.escape(NO_BF16)}"):
@@ -194,7 +203,12 @@ def test_a_rule_that_matches_nothing_warns_once_whatever_engine_is_tried(engines
 
 
 @pytest.mark.parametrize(
-    ("errors", "kind"), [((WRONG, WRONG), VerificationError), ((WRONG, UNABLE), BackendError), ((UNABLE, UNABLE), UnsupportedError)]
+    ("errors", "kind"),
+    [
+        ((WRONG, WRONG), VerificationError),
+        ((WRONG, UNABLE), BackendError),
+        ((UNABLE, UNABLE), UnsupportedError),
+    ],
 )
 def test_none_computes_it(engines, errors, kind):
     engines(*(Engine(name, error) for name, error in zip(("first", "second"), errors, strict=True)))
@@ -259,13 +273,20 @@ class Products(nn.Module):
 @pytest.mark.skipif(bool(WHY_NO_NATIVE), reason=WHY_NO_NATIVE or "it can run")
 def test_the_plan_is_fitted_to_the_next_engine(engines, monkeypatch):
     """A matmul is int8 in the plan of the first engine; the next has no kernel for it."""
-    monkeypatch.setattr("nc.backends.native.OPS", tuple(row for row in get_backend("native").capabilities().ops if row.kind != "matmul"))
+    monkeypatch.setattr(
+        "nc.backends.native.OPS",
+        tuple(row for row in get_backend("native").capabilities().ops if row.kind != "matmul"),
+    )
     engines(Engine("first", WRONG), order=("first", "native"))
     prepared = prepared_for(Products(), X, backend="auto")
     assert prepared.plan["matmul"].spec.quantized
     q = convert(prepared)
     assert q.backend == "native"
-    assert {op.operator: op.ran for op in q.report().ops}.items() >= {"a": "int8", "b": "int8", "matmul": "fp32"}.items()
+    assert {op.operator: op.ran for op in q.report().ops}.items() >= {
+        "a": "int8",
+        "b": "int8",
+        "matmul": "fp32",
+    }.items()
     assert q.report().chosen.endswith("first: 3 dB")
     assert worst_db(q.reference(X), q(X)) > 40
 
@@ -274,7 +295,9 @@ def test_the_plan_is_fitted_to_the_next_engine(engines, monkeypatch):
 
 
 def conv():
-    return nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(16, 4)).eval()
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(16, 4)
+    ).eval()
 
 
 IMAGE = torch.randn(4, 4, 2, 2)
@@ -282,7 +305,9 @@ IMAGE = torch.randn(4, 4, 2, 2)
 
 def races(cpu):
     """The second engine was faster with convolutions, the first one with linears."""
-    return Race(cpu, CONVOLUTIONS, "second", "first", 2.444, ("a", "b")), Race(cpu, LINEARS, "first", "second", 3, ("c",))
+    return Race(cpu, CONVOLUTIONS, "second", "first", 2.444, ("a", "b")), Race(
+        cpu, LINEARS, "first", "second", 3, ("c",)
+    )
 
 
 @pytest.fixture
@@ -290,8 +315,12 @@ def raced(engines, monkeypatch):
     """Registers two engines that were measured on every CPU; this one has AVX2."""
 
     def register(**errors):
-        made = engines(*(Engine(name, errors.get(name)) for name in ("first", "second")), order=("first", "second"))
-        monkeypatch.setattr(auto_order, "RACES", tuple(race for cpu in auto_order.CPUS for race in races(cpu)))
+        made = engines(
+            *(Engine(name, errors.get(name)) for name in ("first", "second")), order=("first", "second")
+        )
+        monkeypatch.setattr(
+            auto_order, "RACES", tuple(race for cpu in auto_order.CPUS for race in races(cpu))
+        )
         monkeypatch.setattr("nc.backends.cpu.features", lambda: ("avx2",))
         return made
 
@@ -328,7 +357,9 @@ def test_the_kind_of_cpu_decides(features, expected, monkeypatch):
 
 def test_the_kind_of_model_is_what_most_products_are():
     assert auto_order.kind_of_model(["conv2d", "conv1d", None, "linear", "add"]) == CONVOLUTIONS
-    assert auto_order.kind_of_model(["conv2d", "linear", "linear", "matmul"]) == LINEARS  # a vision transformer
+    assert (
+        auto_order.kind_of_model(["conv2d", "linear", "linear", "matmul"]) == LINEARS
+    )  # a vision transformer
     assert auto_order.kind_of_model([]) == LINEARS
 
 
@@ -347,12 +378,20 @@ def test_the_faster_one_changes_places_with_the_slower_one():
             conv(),
             IMAGE,
             "second",
-            "second was 2.4 times as fast as first on a CPU with AVX2, for models that consist of convolutions (a, b)",
+            "second was 2.4 times as fast as first on a CPU with AVX2, for models that consist of "
+            "convolutions (a, b)",
         ),
-        (mlp(), X, "first", "first was 3 times as fast as second on a CPU with AVX2, for models that consist of linears (c)"),
+        (
+            mlp(),
+            X,
+            "first",
+            "first was 3 times as fast as second on a CPU with AVX2, for models that consist of linears (c)",
+        ),
     ],
 )
-def test_models_of_each_kind_get_the_engine_that_was_faster_and_the_report_says_so(model, x, chosen, text, raced, monkeypatch, tmp_path):
+def test_models_of_each_kind_get_the_engine_that_was_faster_and_the_report_says_so(
+    model, x, chosen, text, raced, monkeypatch, tmp_path
+):
     raced()
     assert describe(model, StaticQuantConfig(), x).quantized
     prepared = prepare(model, StaticQuantConfig(), example_inputs=x)
@@ -363,7 +402,10 @@ def test_models_of_each_kind_get_the_engine_that_was_faster_and_the_report_says_
     other = convert(prepared_for(model, x, StaticQuantConfig(), "reference"), backend="auto")
     for found in (q, other, load(tmp_path / chosen)):
         assert found.backend == chosen
-        assert f"that can run here ({text.format(CONVOLUTIONS if chosen == 'second' else LINEARS)})" in found.report().chosen
+        assert (
+            f"that can run here ({text.format(CONVOLUTIONS if chosen == 'second' else LINEARS)})"
+            in found.report().chosen
+        )
     monkeypatch.setattr("nc.backends.cpu.features", lambda: ())
     assert prepare(model, StaticQuantConfig(), example_inputs=x).backend == "first"
 

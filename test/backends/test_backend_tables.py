@@ -1,4 +1,7 @@
-"""What backends declare: their options, the formats that they write, and passes that say why they leave something alone."""
+"""What backends declare.
+
+Their options, the formats that they write, and passes that say why they leave something alone.
+"""
 
 import contextlib
 import dataclasses
@@ -52,7 +55,9 @@ def test_a_backend_gets_its_own_options_only(own):
 
 @pytest.mark.parametrize("name", ["own", "ipex", "native"])
 def test_a_value_that_nobody_takes_is_refused_by_every_backend(own, name):
-    with pytest.raises(ConfigError, match="Expected isolate to be one of 'auto', 'always', 'never', but got 'sometimes'"):
+    with pytest.raises(
+        ConfigError, match="Expected isolate to be one of 'auto', 'always', 'never', but got 'sometimes'"
+    ):
         engine_options(get_backend(name), isolate="sometimes")
 
 
@@ -66,7 +71,10 @@ def test_a_format_is_looked_up_in_the_tables(own, tmp_path):
     nc.export_model(q, tmp_path / "a", "numbers")  # from_graph: a model of any backend
     assert (tmp_path / "a").read_bytes() == b"own"
     assert set(export_formats()) == {"torchscript", "pt2", "openvino", "onnx", "numbers", "secret"}
-    with pytest.raises(UnsupportedError, match="Backend 'reference' has no form 'secret'; load or convert with backend=\"own\""):
+    with pytest.raises(
+        UnsupportedError,
+        match="Backend 'reference' has no form 'secret'; load or convert with backend=\"own\"",
+    ):
         nc.export_model(q, tmp_path / "b", "secret")
     with pytest.raises(
         UnsupportedError,
@@ -88,13 +96,20 @@ def test_passes_run_in_order_and_the_first_refusal_counts():
     def named(name, found):
         return lambda graph: seen.append(name) or found
 
-    first = Pass("first", named("first", ["0"]), lambda node: "too small" if node.target == "0" else "", "int8")
+    first = Pass(
+        "first", named("first", ["0"]), lambda node: "too small" if node.target == "0" else "", "int8"
+    )
     second = Pass("second", named("second", None), lambda node: "no kernel", "int8")
     low = dataclasses.replace(second, name="low", gives="bf16")
     outcome = run_passes(module, (first, second, low))
     assert seen == ["first", "second", "second"]
     assert outcome.rewrites == (Rewrite("first", "0"),)
-    refused = {("0", "int8"): "too small", ("1", "int8"): "no kernel", ("0", "bf16"): "no kernel", ("1", "bf16"): "no kernel"}
+    refused = {
+        ("0", "int8"): "too small",
+        ("1", "int8"): "no kernel",
+        ("0", "bf16"): "no kernel",
+        ("1", "bf16"): "no kernel",
+    }
     assert outcome.refused == refused
 
 

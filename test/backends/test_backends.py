@@ -11,7 +11,10 @@ NAMES = backend_names()
 def test_the_table_has_every_kind_and_only_what_a_backend_claims():
     lines = support_table([get_backend(name) for name in NAMES]).splitlines()
     assert lines[0] == "| operator | `ipex` | `native` | `openvino` | `reference` |"
-    rows = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines[2 : 2 + len(KIND_NAMES)]}
+    rows = {
+        line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:]
+        for line in lines[2 : 2 + len(KIND_NAMES)]
+    }
     for kind, names in KIND_NAMES.items():
         for name, cell in zip(NAMES, rows[names[0]], strict=True):
             row = get_backend(name).capabilities().row(kind)

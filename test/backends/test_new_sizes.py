@@ -1,4 +1,7 @@
-"""Engines that show no inner values: their outputs for new sizes of inputs are compared with the quantized graph's."""
+"""Engines that show no inner values.
+
+Their outputs for new sizes of inputs are compared with the quantized graph's.
+"""
 
 import contextlib
 import warnings
@@ -19,7 +22,9 @@ ENGINES = [name for name in ("ipex", "openvino") if not get_backend(name).why_un
 def checked(run):
     """A `NewSizes` whose engine is `run(graph's outputs)`, and its graph."""
     graph = quantized(MLP(), torch.randn(4, 16)).graph
-    return NewSizes(lambda inputs: [run(out, inputs[0]) for out in graph.module(*inputs)], graph, "The engine"), graph
+    return NewSizes(
+        lambda inputs: [run(out, inputs[0]) for out in graph.module(*inputs)], graph, "The engine"
+    ), graph
 
 
 def wrong_for_one_row(out, x):
@@ -30,7 +35,8 @@ def test_outputs_of_wrong_sizes_are_the_graphs():
     run, graph = checked(wrong_for_one_row)
     x = torch.randn(7, 16)
     with pytest.warns(
-        NCWarning, match=r"The engine is not used for inputs of sizes \(1, 16\): it computes something else: .* dB, expected at least 15"
+        NCWarning,
+        match=r"The engine is not used for inputs of sizes \(1, 16\): it computes something else: .* dB, expected at least 15",
     ) as given:
         first = run([x[:1]])
     assert given[0].filename == __file__
@@ -39,7 +45,9 @@ def test_outputs_of_wrong_sizes_are_the_graphs():
         for rows in (x[:1], x):
             torch.testing.assert_close(run([rows])[0], graph.module(rows)[0], rtol=0, atol=0)
         assert torch.equal(run([x[:1]])[0], first[0])
-    assert run.details() == {"sizes compared": "2 beside the example's, 1 of them wrong: the quantized graph computes those"}
+    assert run.details() == {
+        "sizes compared": "2 beside the example's, 1 of them wrong: the quantized graph computes those"
+    }
 
 
 def test_each_size_is_compared_once():
@@ -87,7 +95,9 @@ def test_engines_compare_new_sizes(monkeypatch, tmp_path, engine, loads):
 def test_a_result_of_one_place_where_the_example_has_more(behind):
     """Behind a pool the outputs do not tell: RegNet had 19 to 40 dB there."""
     x = torch.randn(1, 80, 33, 33)
-    q = quantized(nn.Sequential(nn.Conv2d(80, 8, 3, stride=2, padding=1), *behind), x, StaticQuantConfig(), "ipex")
+    q = quantized(
+        nn.Sequential(nn.Conv2d(80, 8, 3, stride=2, padding=1), *behind), x, StaticQuantConfig(), "ipex"
+    )
     assert worst_db(q.reference(x[..., :5]), q(x[..., :5])) > 60
     amx = "amx_int8" in cpu.features()
     with pytest.warns(NCWarning, match="'0' has a result of one place") if amx else contextlib.nullcontext():
@@ -99,8 +109,15 @@ def test_a_result_of_one_place_where_the_example_has_more(behind):
 
 def test_what_is_known_to_be_wrong_is_not_used_however_close_it_is():
     graph = quantized(MLP(), torch.randn(4, 16)).graph
-    run = NewSizes(lambda inputs: graph.module(*inputs), graph, "The engine", lambda inputs: "so" if len(inputs[0]) == 1 else "")
+    run = NewSizes(
+        lambda inputs: graph.module(*inputs),
+        graph,
+        "The engine",
+        lambda inputs: "so" if len(inputs[0]) == 1 else "",
+    )
     run([torch.randn(3, 16)])
     with pytest.warns(NCWarning, match=r"not used for inputs of sizes \(1, 16\): so\. The quantized graph"):
         run([torch.randn(1, 16)])
-    assert run.details() == {"sizes compared": "2 beside the example's, 1 of them wrong: the quantized graph computes those"}
+    assert run.details() == {
+        "sizes compared": "2 beside the example's, 1 of them wrong: the quantized graph computes those"
+    }

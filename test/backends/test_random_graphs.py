@@ -31,7 +31,9 @@ from nc.backends.verify import FLOOR_DB
 
 GRAPHS = int(os.environ.get("NC_RANDOM_GRAPHS", "15"))
 WHY_NO_NATIVE = available_backends()["native"]
-many = hypothesis.settings(max_examples=GRAPHS, derandomize=True, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+many = hypothesis.settings(
+    max_examples=GRAPHS, derandomize=True, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
 randoms = st.randoms(use_true_random=False, note_method_calls=False)
 
 
@@ -44,7 +46,9 @@ def check(model, backend, config, store=False):
         q = convert(prepared, isolate="never", measure=False)
         expected, got = call(q.reference, copies(model.inputs)), call(q, copies(model.inputs))
         assert worst_db(expected, got) >= max(FLOOR_DB, min(20.0, q.graph.sqnr_vs_fp32_db - 5.0))
-        twice = tuple(torch.cat([t, 0.9 * t.flip(0)]) for t in model.inputs)  # equal rows would be ties to argmax
+        twice = tuple(
+            torch.cat([t, 0.9 * t.flip(0)]) for t in model.inputs
+        )  # equal rows would be ties to argmax
         try:
             call(model, copies(twice))
             expected, got = call(q.reference, copies(twice)), call(q, copies(twice))
@@ -57,7 +61,11 @@ def check(model, backend, config, store=False):
         if store:
             with tempfile.TemporaryDirectory() as folder:
                 q.save(f"{folder}/q")
-                assert_close(call(q, copies(model.inputs)), call(load(f"{folder}/q", backend=backend), copies(model.inputs)), 1e-5)
+                assert_close(
+                    call(q, copies(model.inputs)),
+                    call(load(f"{folder}/q", backend=backend), copies(model.inputs)),
+                    1e-5,
+                )
             compare(q, inputs=copies(model.inputs))
 
 
@@ -65,7 +73,11 @@ def copies(inputs):
     return tuple(t.clone() for t in inputs)
 
 
-@pytest.mark.parametrize("config", [StaticQuantConfig(), SmoothQuantConfig(), DynamicQuantConfig()], ids=["static", "smooth", "dynamic"])
+@pytest.mark.parametrize(
+    "config",
+    [StaticQuantConfig(), SmoothQuantConfig(), DynamicQuantConfig()],
+    ids=["static", "smooth", "dynamic"],
+)
 @pytest.mark.skipif(bool(WHY_NO_NATIVE), reason=WHY_NO_NATIVE or "it can run")
 @pytest.mark.sample(1)
 def test_native_agrees(config):

@@ -1,4 +1,7 @@
-"""What a new engine needs: one file, and one row of a table, or one call. It is then everywhere where engines are."""
+"""What a new engine needs: one file, and one row of a table, or one call.
+
+It is then everywhere where engines are.
+"""
 
 import json
 import sys
@@ -77,11 +80,20 @@ def test_its_format_is_written_for_models_of_any_backend(toy, tmp_path, backend)
     nc.export_model(q, tmp_path / "new" / "m.names", "names", upper=True)
     nc.export_model(q, tmp_path / "new" / "n.names", "names", verify="off")
     content = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
-    assert content == {"m.names": "UP\nDOWN", "n.names": "up\ndown", "m.size": str(8 * 16 + 16 * 4), "n.size": str(8 * 16 + 16 * 4)}
+    assert content == {
+        "m.names": "UP\nDOWN",
+        "n.names": "up\ndown",
+        "m.size": str(8 * 16 + 16 * 4),
+        "n.size": str(8 * 16 + 16 * 4),
+    }
     for name, options, message in (
         ("m.txt", {}, r"Expected a path that ends in '\.names', but got"),
         ("m.names", {"lower": True}, "The format 'names' has no option 'lower'; it has verify, upper"),
-        ("m.names", {"verify": "maybe"}, "Expected verify to be one of 'raise', 'warn', 'off', but got 'maybe'"),
+        (
+            "m.names",
+            {"verify": "maybe"},
+            "Expected verify to be one of 'raise', 'warn', 'off', but got 'maybe'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             nc.export_model(q, tmp_path / name, "names", **options)
@@ -94,8 +106,19 @@ def test_the_command_line_takes_and_shows_it(toy, tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "nets_of_toy", types.SimpleNamespace(mlp=mlp))
     np.savez(tmp_path / "x.npz", np.random.default_rng(0).standard_normal((4, 8), dtype=np.float32))
-    assert f"auto, {', '.join(backend_names()[:-1])} or {backend_names()[-1]}." in " ".join(run("quantize", "--help").stdout.split())
-    done = run("quantize", "nets_of_toy:mlp", "--calib", tmp_path / "x.npz", "--out", tmp_path / "m", "--backend", toy)
+    assert f"auto, {', '.join(backend_names()[:-1])} or {backend_names()[-1]}." in " ".join(
+        run("quantize", "--help").stdout.split()
+    )
+    done = run(
+        "quantize",
+        "nets_of_toy:mlp",
+        "--calib",
+        tmp_path / "x.npz",
+        "--out",
+        tmp_path / "m",
+        "--backend",
+        toy,
+    )
     assert done.exit_code == 0, done.output
     assert "backend toy: 0 of 2 operators" in done.stdout
     assert toy in run("inspect", tmp_path / "m").stdout
@@ -116,7 +139,12 @@ def test_an_engine_that_declares_nothing_has_defaults(monkeypatch, tmp_path):
     silent = Silent()
     monkeypatch.setattr(nc.backends, "_REGISTERED", {})
     nc.register_backend(silent)
-    assert (silent.options, silent.exports, silent.low_bit_kernels(), silent.why_unavailable()) == ({}, {}, (), "")
+    assert (silent.options, silent.exports, silent.low_bit_kernels(), silent.why_unavailable()) == (
+        {},
+        {},
+        (),
+        "",
+    )
     assert silent.capabilities().ops == ()
     with pytest.raises(UnsupportedError, match="Backend 'silent' runs no models: its class has no `lower`"):
         quantized(mlp(), torch.randn(4, 8), None, "silent")
@@ -125,7 +153,9 @@ def test_an_engine_that_declares_nothing_has_defaults(monkeypatch, tmp_path):
 
 
 def test_what_is_no_backend_is_refused():
-    with pytest.raises(ConfigError, match=r"derives from nc\.backends\.base\.Backend, but got a SimpleNamespace"):
+    with pytest.raises(
+        ConfigError, match=r"derives from nc\.backends\.base\.Backend, but got a SimpleNamespace"
+    ):
         nc.register_backend(types.SimpleNamespace(name="mine"))
 
 

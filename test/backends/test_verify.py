@@ -14,11 +14,16 @@ LAYERS = 6
 @pytest.fixture(scope="module")
 def graph():
     torch.manual_seed(0)
-    return quantized(nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))).eval(), torch.randn(4, 8), None, "reference").graph
+    return quantized(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))).eval(), torch.randn(4, 8), None, "reference"
+    ).graph
 
 
 def engine(wrong, fails):
-    """Runs a part of the graph: wrong from a number of layers on, and with an error for some numbers of layers."""
+    """Runs a part of the graph.
+
+    Wrong from a number of layers on, and with an error for some numbers of layers.
+    """
 
     def run(part, inputs):
         layers = sum(node.meta.get("kind") == "linear" for node in part.graph.nodes)
@@ -47,7 +52,9 @@ def test_a_part_for_which_the_engine_fails_hides_nothing(graph, wrong, fails):
 
 def test_outputs_of_another_shape_differ(graph):
     def run(part, inputs):
-        return [value[:1] if len(part.graph.find_nodes(op="get_attr")) > 6 else value for value in part(*inputs)]
+        return [
+            value[:1] if len(part.graph.find_nodes(op="get_attr")) > 6 else value for value in part(*inputs)
+        ]
 
     assert first_disagreement(graph.module, graph.example, run).operator != ""
 
@@ -59,10 +66,16 @@ def test_outputs_of_another_shape_differ(graph):
         (
             3,
             (4,),
-            r"operator that differs is '2' \(not compared, because the engine fails for a part of the graph that ends there: '3'\); give",
+            r"operator that differs is '2' \(not compared, because the engine fails for a part of the graph "
+            r"that ends there: '3'\); give",
         ),
         (9, (), "No single operator differs; the error accumulates"),
-        (9, (4,), r"No operator that was compared differs \(not compared, because the engine fails .* ends there: '3'\)\. verify"),
+        (
+            9,
+            (4,),
+            r"No operator that was compared differs \(not compared, because the engine fails .* ends there: "
+            r"'3'\)\. verify",
+        ),
         (1, range(1, 7), r"No operator that was compared differs \(.*'3'.*\)\. verify"),
     ],
 )

@@ -1,4 +1,7 @@
-"""The comparison with other tools' low-bit weights: the figures of a row, which weights they are of, and what the page says."""
+"""The comparison with other tools' low-bit weights.
+
+The figures of a row, which weights they are of, and what the page says.
+"""
 
 import json
 import math
@@ -26,7 +29,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(9, 128)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 128)) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 128)) for _ in range(2))
+        )
         self.head = nn.Linear(128, 9)
         with torch.no_grad():
             self.head.weight *= 30  # first choices that rounding can change
@@ -115,7 +120,10 @@ def test_another_tools_process_hands_over_what_is_judged(lowbit, subject, tmp_pa
     told = {"data": "1", "seconds": "2.5", "scale_bits": "16", "zero_bits": "3"}
     save_file(weights, tmp_path / "made.safetensors", metadata=told)
     monkeypatch.setattr(lowbit, "FOLDER", tmp_path)
-    copy = f"import shutil, sys; shutil.copy({str(tmp_path / 'made.safetensors')!r}, sys.argv[sys.argv.index('--out') + 1])"
+    copy = (
+        f"import shutil, sys; shutil.copy({str(tmp_path / 'made.safetensors')!r}, "
+        "sys.argv[sys.argv.index('--out') + 1])"
+    )
     (tmp_path / "with_copy.py").write_text(copy)
     (tmp_path / "with_refusal.py").write_text("raise SystemExit('not offered: 3 bits')")
     row = lowbit.peer(subject, "int3-g64", "copy", "RTN", tmp_path, sys.executable)
@@ -141,10 +149,15 @@ def test_a_row_on_other_data_is_refused(lowbit):
 def rows(lowbit, **kls):
     """One row per tool; "nc" has two without data."""
     found = [
-        lowbit.Row("antiberty", "int4-g64", "nc", m, "fast", m == "GPTQ", 4.25, 16, kls[m[:3].lower()], 90, 2, 2)
+        lowbit.Row(
+            "antiberty", "int4-g64", "nc", m, "fast", m == "GPTQ", 4.25, 16, kls[m[:3].lower()], 90, 2, 2
+        )
         for m in ("RTN wls", "GPTQ")
     ]
-    found += [lowbit.Row("antiberty", "int4-g64", "nncf", m, "fast", m == "GPTQ", b, 16, kl, 90, 2, 2) for m, b, kl in kls["others"]]
+    found += [
+        lowbit.Row("antiberty", "int4-g64", "nncf", m, "fast", m == "GPTQ", b, 16, kl, 90, 2, 2)
+        for m, b, kl in kls["others"]
+    ]
     return found
 
 

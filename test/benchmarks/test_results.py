@@ -31,7 +31,9 @@ def test_the_pages_are_what_the_rows_give():
         "import sys; sys.modules.update(torch=None, nc=None); sys.path.insert(0, 'benchmarks')\n"
         "import results_page; print(*results_page.stale())"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not done.stdout.split(), "run: python benchmarks/results_page.py"
 
 
@@ -41,7 +43,9 @@ def test_rows_have_what_a_reader_needs(module, file):
     assert rows
     for row in rows:
         words = (row.command or "").split()
-        assert not words or any((ROOT / word).is_file() for word in words if word.startswith("benchmarks/")), row
+        assert not words or any(
+            (ROOT / word).is_file() for word in words if word.startswith("benchmarks/")
+        ), row
         assert not any(Path(word).is_absolute() for word in words), row.command
 
 
@@ -77,7 +81,9 @@ def test_a_benchmark_appends_a_row_of_this_machine(module, tmp_path, monkeypatch
     rows = module("results_rows")
     file = tmp_path / "rows.jsonl"
     script = str(BENCHMARKS / "run.py")
-    monkeypatch.setattr(sys, "argv", [script, "--models", "minilm", "--results", str(file), "--data", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", [script, "--models", "minilm", "--results", str(file), "--data", str(tmp_path)]
+    )
     for values in ([3.0, 1.0, 2.0], [5.0]):
         rows.append(file, {"model": "minilm"}, {"latency": rows.median(values, "ms")}, ["no-such-package"])
     first, second = rows.read(file)
@@ -121,7 +127,11 @@ def test_a_comparison_of_accuracy_appends_a_row_of_each_flow_that_has_figures(mo
         raise RuntimeError(msg)
 
     file = tmp_path / "rows.jsonl"
-    flows = {"fp32": tasks.fp32, "failing": failing, "noisy": lambda _: (lambda input: input + 0.1, "-", "3 of 4")}
+    flows = {
+        "fp32": tasks.fp32,
+        "failing": failing,
+        "noisy": lambda _: (lambda input: input + 0.1, "-", "3 of 4"),
+    }
     tasks.compare(Doubled(), flows, file, [])
     exact, noisy = rows.read(file)
     assert (exact.what["flow"], exact.value("SQNR"), exact.value("sum")) == ("fp32", "inf", 4.0)
@@ -143,7 +153,12 @@ def test_a_table_shows_the_last_row_of_a_line_its_spread_and_the_mean(module):
     found = [row("a", 5), row("a", 2), row("b", 8), row("c", 3, further=True), row("d", 3, engine="other")]
     text = table.render(found)
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert lines[2:] == ["| a | 2.0 (1.0 to 9.0) |", "| b | 8.0 (1.0 to 9.0) |", "| d | – |", "| geometric mean | 4.0 |"]
+    assert lines[2:] == [
+        "| a | 2.0 (1.0 to 9.0) |",
+        "| b | 8.0 (1.0 to 9.0) |",
+        "| d | – |",
+        "| geometric mean | 4.0 |",
+    ]
     assert text.count("* note of a") == 1
     assert "note of c" not in text
     assert text.startswith("**CPU, 2 cores** (avx2; torch 2; 2026-01-31)")
@@ -152,10 +167,16 @@ def test_a_table_shows_the_last_row_of_a_line_its_spread_and_the_mean(module):
 def test_rows_of_two_machines_or_versions_have_tables_of_their_own(module):
     rows, markdown = module("results_rows"), module("results_markdown")
     base = rows.row_of(GOOD)
-    found = [base, dataclasses.replace(base, machine="other"), dataclasses.replace(base, versions={"torch": "3"})]
+    found = [
+        base,
+        dataclasses.replace(base, machine="other"),
+        dataclasses.replace(base, versions={"torch": "3"}),
+    ]
     columns = [markdown.Column("ms", "latency")]
     assert markdown.Table({}, {"model": "model"}, columns).render(found).count("| ms |") == 2
-    assert markdown.Table({}, {"model": "model"}, columns, apart=("torch",)).render(found).count("| ms |") == 3
+    assert (
+        markdown.Table({}, {"model": "model"}, columns, apart=("torch",)).render(found).count("| ms |") == 3
+    )
 
 
 def test_a_page_names_only_parts_that_exist(module):

@@ -24,7 +24,10 @@ def benchmarks(monkeypatch):
         ({"reference_db_other": 12.0}, "at another batch size"),
         ({"reference_db": 12.0, "sqnr_db": 15.0}, ""),  # as far as verification allows
         ({"shapes_other": "[[2]] became [[3]]"}, "other shapes"),
-        ({"status": "failed", "error": "CaptureError", "cause": "E: u0 in /a/b/c.py:7"}, "CaptureError: E: uN in c.py:N"),
+        (
+            {"status": "failed", "error": "CaptureError", "cause": "E: u0 in /a/b/c.py:7"},
+            "CaptureError: E: uN in c.py:N",
+        ),
     ],
 )
 def test_an_architecture_goes_through_only_with_confirmed_numbers(changed, text):
@@ -33,12 +36,20 @@ def test_an_architecture_goes_through_only_with_confirmed_numbers(changed, text)
 
 
 def test_the_page_counts_what_ran_and_lists_what_did_not(tmp_path):
-    verdict, rows, page = (pytest.importorskip(name) for name in ("sweep_verdict", "results_rows", "results_architectures"))
+    verdict, rows, page = (
+        pytest.importorskip(name) for name in ("sweep_verdict", "results_rows", "results_architectures")
+    )
     from sweep_models import Entry
 
     ran = {
         "good": FOUND,
-        "bad": {"status": "failed", "error": "CaptureError", "cause": "E: why", "captured": False, "typed": True},
+        "bad": {
+            "status": "failed",
+            "error": "CaptureError",
+            "cause": "E: why",
+            "captured": False,
+            "typed": True,
+        },
         "late": {"status": "failed", "error": "timeout", "reason": "not ready"},
         "large": {"status": "not built", "reason": "900 million parameters"},
     }

@@ -1,4 +1,7 @@
-"""What the report says about a calibration: clipped values, ranges that still grew, dead channels, operators that never ran."""
+"""What the report says about a calibration.
+
+Clipped values, ranges that still grew, dead channels, operators that never ran.
+"""
 
 import json
 
@@ -23,7 +26,9 @@ AFFINE, SYMMETRIC = TensorSpec(dtype="uint8", symmetric=False), TensorSpec(dtype
 
 def converted(model, batches, config=None):
     batches = list(batches)
-    prepared = prepare(model.eval(), config or StaticQuantConfig(), example_inputs=batches[0], backend="reference")
+    prepared = prepare(
+        model.eval(), config or StaticQuantConfig(), example_inputs=batches[0], backend="reference"
+    )
     for batch in batches:
         prepared(batch)
     return convert(prepared)
@@ -58,7 +63,9 @@ def observed(data, algo="mse"):
 
 # ---- how extremes grew ----
 
-EXTREMES = st.tuples(st.integers(-5, 5), st.integers(-5, 5)).map(lambda ends: (float(min(ends)), float(max(ends))))
+EXTREMES = st.tuples(st.integers(-5, 5), st.integers(-5, 5)).map(
+    lambda ends: (float(min(ends)), float(max(ends)))
+)
 
 
 @given(st.lists(EXTREMES, max_size=12), st.integers(0, 12), st.integers(0, 12))
@@ -110,7 +117,9 @@ def test_growth_in_the_last_tenth():
     flat, wide = (-1.0, 1.0), (-1.0, 3.0)
     assert late_growth(seen(*[flat] * 18, *[wide] * 2), codes(-1, 3)) == pytest.approx(0.5, abs=0.01)
     assert late_growth(seen(*[flat] * 17, *[wide] * 3), codes(-1, 3)) == 0  # the 18th brought it
-    assert late_growth(seen(*[flat] * 28, wide), codes(-1, 3)) == pytest.approx(0.5, abs=0.01)  # 2 of 29 batches
+    assert late_growth(seen(*[flat] * 28, wide), codes(-1, 3)) == pytest.approx(
+        0.5, abs=0.01
+    )  # 2 of 29 batches
     assert late_growth(seen(*[flat] * 9, wide), codes(-1, 3)) == pytest.approx(0.5, abs=0.01)
     assert late_growth(seen(*[flat] * 8, wide), codes(-1, 3)) is None  # 9 batches have no last tenth
     assert late_growth(Seen(20), codes(-1, 3)) is None
@@ -132,8 +141,12 @@ def test_data_that_grows_late_is_found_and_data_that_does_not_is_not():
     data[-1, 0, 0] = 30.0
     found = findings(converted(MLP(), data), "still_growing")
     assert found["fc1"].value > 0.5
-    assert found["fc1"].text.endswith("of the range of its input came in the last 2 of 20 batches: use more data")
-    clipped = findings(converted(MLP(), data, StaticQuantConfig(act_algo="percentile", percentile=90.0)), "still_growing")
+    assert found["fc1"].text.endswith(
+        "of the range of its input came in the last 2 of 20 batches: use more data"
+    )
+    clipped = findings(
+        converted(MLP(), data, StaticQuantConfig(act_algo="percentile", percentile=90.0)), "still_growing"
+    )
     assert "fc1" not in clipped
 
 
@@ -147,7 +160,9 @@ def test_saturation_is_the_share_of_values_that_clip(spec, end):
     observer, qparams = observed(data), codes(-end, end, spec)
     step = float(qparams.scale)
     truth = float((data.abs() > end + step / 2).double().mean())
-    assert saturation(observer.state, observer.seen, qparams) == pytest.approx(truth, abs=0.01)  # the values of half a bin on each side
+    assert saturation(observer.state, observer.seen, qparams) == pytest.approx(
+        truth, abs=0.01
+    )  # the values of half a bin on each side
 
 
 def test_saturation_without_a_histogram():
@@ -155,7 +170,9 @@ def test_saturation_without_a_histogram():
     for algo in ("minmax", "moving_average"):
         observer = observed(data, algo)
         assert saturation(observer.state, observer.seen, codes(-9, 9)) == 0
-        assert saturation(observer.state, observer.seen, codes(-1, 1)) is None  # it clips, nobody knows how much
+        assert (
+            saturation(observer.state, observer.seen, codes(-1, 1)) is None
+        )  # it clips, nobody knows how much
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
@@ -169,7 +186,10 @@ def test_percentiles_that_cut_a_lot_are_found():
     config = StaticQuantConfig(act_algo="percentile", percentile=98.0)
     found = findings(converted(MLP(), torch.randn(8, 64, 16), config), "saturation")
     assert found["fc1"].value == pytest.approx(0.02, rel=0.2)
-    assert found["fc1"].text == f"{found['fc1'].value:.2%} of the values of its input lie outside of its int8 range"
+    assert (
+        found["fc1"].text
+        == f"{found['fc1'].value:.2%} of the values of its input lie outside of its int8 range"
+    )
     config = StaticQuantConfig(act_algo="percentile", percentile=99.95)
     assert findings(converted(MLP(), torch.randn(8, 64, 16), config), "saturation") == {}
 
@@ -180,7 +200,11 @@ def test_a_tensor_with_several_readers_is_one_finding():
     operators = [f.operator for f in health if f.kind == "saturation"]
     assert operators.count("query") == 1
     assert not {"key", "value"} & set(operators)  # they read what query reads
-    matmuls = [(f.operator, "its second input" in f.text) for f in health if f.kind == "saturation" and "matmul" in f.operator]
+    matmuls = [
+        (f.operator, "its second input" in f.text)
+        for f in health
+        if f.kind == "saturation" and "matmul" in f.operator
+    ]
     assert len(set(matmuls)) == len(matmuls)
     assert {is_second for _, is_second in matmuls} == {False, True}, health
 
@@ -189,7 +213,9 @@ def test_a_tensor_with_several_readers_is_one_finding():
 
 
 def stack(layer, activation=None):
-    return nn.Sequential(layer, activation or nn.ReLU(), nn.Conv2d(8, 4, 1) if layer.weight.dim() == 4 else nn.Linear(8, 4))
+    return nn.Sequential(
+        layer, activation or nn.ReLU(), nn.Conv2d(8, 4, 1) if layer.weight.dim() == 4 else nn.Linear(8, 4)
+    )
 
 
 LAYERS = {
@@ -210,7 +236,10 @@ def test_channels_that_a_relu_makes_zero(kind):
         layer.bias[torch.tensor([2, 5])] = -100.0
     found = findings(converted(stack(layer, activation), torch.randn(3, *shape)), "dead_channels")
     assert found["0"].value == 2 / 8
-    assert "2 of 8 output channels carry nothing: 0 with all weights 0, 2 never above 0 in front of the ReLU at" in found["0"].text
+    assert (
+        "2 of 8 output channels carry nothing: 0 with all weights 0, 2 never above 0 in front of the ReLU at"
+        in found["0"].text
+    )
     assert list(found) == ["0"]
 
 
@@ -222,7 +251,10 @@ def test_channels_whose_weights_are_zero(build, shape):
         layer.weight.transpose(0, axis)[3] = 0
         layer.bias[:] = 1.0
     found = findings(converted(stack(layer, nn.GELU()), torch.randn(3, *shape)), "dead_channels")
-    assert (found["0"].value, found["0"].text) == (1 / 8, "1 of 8 output channels carry nothing: 1 with all weights 0")
+    assert (found["0"].value, found["0"].text) == (
+        1 / 8,
+        "1 of 8 output channels carry nothing: 1 with all weights 0",
+    )
 
 
 def test_weights_that_one_scale_per_tensor_rounds_to_zero():
@@ -230,7 +262,10 @@ def test_weights_that_one_scale_per_tensor_rounds_to_zero():
     with torch.no_grad():
         layer.weight[1] *= 1e-4
     data = torch.randn(3, 64, 16)
-    found = findings(converted(stack(layer, nn.GELU()), data, StaticQuantConfig(w_granularity="per_tensor")), "dead_channels")
+    found = findings(
+        converted(stack(layer, nn.GELU()), data, StaticQuantConfig(w_granularity="per_tensor")),
+        "dead_channels",
+    )
     assert found["0"].text.endswith("1 with all weights 0")
     assert findings(converted(stack(layer, nn.GELU()), data), "dead_channels") == {}
 
@@ -250,17 +285,24 @@ def dead_behind(activation, batches, **options):
     layer = nn.Linear(16, 8)
     with torch.no_grad():
         layer.bias[:4] = -100.0
-    return "0" in findings(converted(stack(layer, activation), batches, StaticQuantConfig(**options)), "dead_channels")
+    return "0" in findings(
+        converted(stack(layer, activation), batches, StaticQuantConfig(**options)), "dead_channels"
+    )
 
 
 def test_negative_channels_are_alive_where_no_relu_follows():
     data = torch.randn(3, 64, 16)
     assert dead_behind(nn.ReLU(), data)
-    assert not any(dead_behind(activation, data) for activation in (nn.Identity(), nn.LeakyReLU(), nn.Hardtanh(), nn.GELU()))
+    assert not any(
+        dead_behind(activation, data)
+        for activation in (nn.Identity(), nn.LeakyReLU(), nn.Hardtanh(), nn.GELU())
+    )
 
 
 def test_two_readers_only_one_of_which_is_a_relu():
-    model = Function(lambda self, x: self.b(F.relu(y := self.a(x)) + y), a=nn.Linear(16, 8), b=nn.Linear(8, 4))
+    model = Function(
+        lambda self, x: self.b(F.relu(y := self.a(x)) + y), a=nn.Linear(16, 8), b=nn.Linear(8, 4)
+    )
     with torch.no_grad():
         model.a.bias[:] = -100.0
     assert findings(converted(model, torch.randn(3, 64, 16)), "dead_channels") == {}
@@ -270,7 +312,9 @@ def test_a_few_positions_prove_nothing():
     assert not dead_behind(nn.ReLU(), torch.randn(1, POSITIONS - 1, 16))
     assert dead_behind(nn.ReLU(), torch.randn(1, POSITIONS, 16))
     assert dead_behind(nn.ReLU(), torch.randn(POSITIONS, 1, 16))
-    assert dead_behind(nn.ReLU(), torch.randn(3, 64, 16), post=())  # the watch runs without bias correction too
+    assert dead_behind(
+        nn.ReLU(), torch.randn(3, 64, 16), post=()
+    )  # the watch runs without bias correction too
 
 
 def test_one_batch_that_is_above_zero_makes_a_channel_alive():
@@ -328,13 +372,19 @@ def test_the_worst_is_shown_and_the_others_are_counted():
     report = converted(nn.Sequential(*layers), torch.randn(2, 4, 8)).report()
     assert [f.operator for f in report.health] == ["1", "3", "2", "0"]
     lines = [line for line in report.summary().splitlines() if line.startswith("health")]
-    assert lines == ["health: 1: 4 of 8 output channels carry nothing: 4 with all weights 0 (3 more: report.health)"]
+    assert lines == [
+        "health: 1: 4 of 8 output channels carry nothing: 4 with all weights 0 (3 more: report.health)"
+    ]
 
 
 def test_health_of_damaged_artefacts(tmp_path):
     from suites.artefacts import forge
 
-    for change in (lambda d: d["health"].append({"kind": "saturation"}), lambda d: d["health"].append(3), lambda d: d.pop("health")):
+    for change in (
+        lambda d: d["health"].append({"kind": "saturation"}),
+        lambda d: d["health"].append(3),
+        lambda d: d.pop("health"),
+    ):
         save(sick(), tmp_path / "bad")
         forge(tmp_path / "bad", change)
         with pytest.raises(ArtefactCorruptError):

@@ -58,14 +58,18 @@ def without_kernels(prepared):
 
 
 def quantized(model, config=None, x=X, **options):
-    return nc.quantize(model, config or nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, measure=False, **options)
+    return nc.quantize(
+        model, config or nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, measure=False, **options
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.DynamicQuantConfig(), nc.SmoothQuantConfig()])
 def test_a_model_in_another_dtype_is_refused_with_what_to_write(dtype, config):
     model, x = linears().to(dtype), X.to(dtype)
-    with pytest.raises(nc.errors.InputError, match=r"(?s)0, 2: it computes in torch.*model\.float\(\).*strict=False"):
+    with pytest.raises(
+        nc.errors.InputError, match=r"(?s)0, 2: it computes in torch.*model\.float\(\).*strict=False"
+    ):
         quantized(model, config, x)
     with pytest.warns(nc.NCWarning, match=r"model\.float\(\)") as caught:
         quantized(model, config, x, strict=False)
@@ -74,7 +78,9 @@ def test_a_model_in_another_dtype_is_refused_with_what_to_write(dtype, config):
 
 
 def test_a_model_for_which_there_is_no_kernel_is_refused():
-    with pytest.raises(nc.errors.UnsupportedError, match=r"no dynamic int8 kernel for conv2d.*nc\.StaticQuantConfig\(\)"):
+    with pytest.raises(
+        nc.errors.UnsupportedError, match=r"no dynamic int8 kernel for conv2d.*nc\.StaticQuantConfig\(\)"
+    ):
         quantized(convolutions(), nc.DynamicQuantConfig(), IMAGE)
     with pytest.warns(nc.NCWarning, match="no dynamic int8 kernel for conv2d"):
         quantized(convolutions(), nc.DynamicQuantConfig(), IMAGE, strict=False)
@@ -106,19 +112,30 @@ def test_one_operator_is_enough():
     with warnings.catch_warnings():
         warnings.simplefilter("error", nc.NCWarning)
         quantized(linears(), nc.StaticQuantConfig().exclude("0"))
-        quantized(nn.Sequential(nn.Conv2d(3, 8, 8), nn.Flatten(), nn.Linear(8, 2)).eval(), nc.DynamicQuantConfig(), IMAGE)
+        quantized(
+            nn.Sequential(nn.Conv2d(3, 8, 8), nn.Flatten(), nn.Linear(8, 2)).eval(),
+            nc.DynamicQuantConfig(),
+            IMAGE,
+        )
         quantized(linears(), nc.StaticQuantConfig(remainder="bf16").exclude("0"))
 
 
 def test_another_backend_that_has_no_kernel_for_anything():
-    prepared = nc.prepare(nn.Sequential(Recurrent()).eval(), nc.DynamicQuantConfig(), example_inputs=X[None], backend="native")
-    with pytest.warns(nc.NCWarning, match="Nothing is quantized: 0.lstm: backend 'bare' has no dynamic int8 kernel for lstm"):
-        captured._warn_of_result(prepared.plan, prepared.quant_config, without_kernels(prepared), None)  # noqa: SLF001
+    prepared = nc.prepare(
+        nn.Sequential(Recurrent()).eval(), nc.DynamicQuantConfig(), example_inputs=X[None], backend="native"
+    )
+    with pytest.warns(
+        nc.NCWarning, match="Nothing is quantized: 0.lstm: backend 'bare' has no dynamic int8 kernel for lstm"
+    ):
+        captured._warn_of_result(prepared.plan, prepared.quant_config, without_kernels(prepared), None)
 
 
 def test_a_hopeless_model_names_the_operator_that_costs_most():
     torch.manual_seed(0)
-    with pytest.warns(nc.NCWarning, match=r'(?s)HOPELESS accuracy: .* dB.*b \(100%.*config\.exclude\("b"\).*SmoothQuantConfig') as caught:
+    with pytest.warns(
+        nc.NCWarning,
+        match=r'(?s)HOPELESS accuracy: .* dB.*b \(100%.*config\.exclude\("b"\).*SmoothQuantConfig',
+    ) as caught:
         q = quantized(Loud().eval())
     assert {warning.filename for warning in caught} == {__file__}
     report = q.report()
@@ -144,7 +161,9 @@ def test_a_saved_hopeless_model_says_so(tmp_path):
     with pytest.warns(nc.NCWarning, match="HOPELESS"):
         q = quantized(Loud().eval())
     nc.save(q, tmp_path / "q")
-    assert nc.load(tmp_path / "q").report().summary().splitlines()[:3] == q.report().summary().splitlines()[:3]
+    assert (
+        nc.load(tmp_path / "q").report().summary().splitlines()[:3] == q.report().summary().splitlines()[:3]
+    )
 
 
 def test_the_share_of_an_operator_is_its_error_alone():
@@ -154,13 +173,20 @@ def test_the_share_of_an_operator_is_its_error_alone():
     prepared = nc.prepare(model, nc.StaticQuantConfig(post=()), example_inputs=X, backend="reference")
     prepared(X)
     graph = prepared.quantized_graph()
-    found = {f.operator: f.value for f in costly_operators(prepared.graph.module, graph.module, graph.plan, graph.example)}
+    found = {
+        f.operator: f.value
+        for f in costly_operators(prepared.graph.module, graph.module, graph.plan, graph.example)
+    }
     noise = {}
     for name in ("0", "2", "4"):
         others = [other for other in ("0", "2", "4") if other != name]
         q = quantized(model, nc.StaticQuantConfig(post=()).exclude(*others), backend="reference")
         noise[name] = 10 ** (-sqnr_db(model(X), q(X)) / 10)
-    expected = {name: value / sum(noise.values()) for name, value in noise.items() if value >= 0.1 * sum(noise.values())}
+    expected = {
+        name: value / sum(noise.values())
+        for name, value in noise.items()
+        if value >= 0.1 * sum(noise.values())
+    }
     assert found == pytest.approx(expected, rel=1e-3)
     assert list(found) == sorted(expected, key=lambda name: -expected[name])
 
@@ -175,7 +201,9 @@ def test_the_measurement_stops_when_its_time_is_over():
     assert math.isclose(sum(f.value for f in costly_operators(*parts)), 1)
 
 
-@pytest.mark.parametrize(("fp32_ms", "doubt", "warned"), [(1.0, "", True), (1.0, "the machine is busy", False), (3.0, "", False)])
+@pytest.mark.parametrize(
+    ("fp32_ms", "doubt", "warned"), [(1.0, "", True), (1.0, "the machine is busy", False), (3.0, "", False)]
+)
 def test_a_model_that_is_slower_warns_with_the_rule_to_paste(monkeypatch, fp32_ms, doubt, warned):
     verdict = Verdict(fp32_ms=fp32_ms, engine_ms=2.0, calls=5, threads=1, doubt=doubt)
     monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: dataclasses.replace(verdict))
@@ -185,7 +213,9 @@ def test_a_model_that_is_slower_warns_with_the_rule_to_paste(monkeypatch, fp32_m
         warnings.simplefilter("always")
         nc.convert(prepared)
     texts = [str(w.message) for w in caught if issubclass(w.category, nc.NCWarning)]
-    assert [text.startswith("SLOWER than fp32: it takes 2.00 times as long") for text in texts] == [True] * warned
+    assert [text.startswith("SLOWER than fp32: it takes 2.00 times as long") for text in texts] == [
+        True
+    ] * warned
 
 
 def deep(count=24):
@@ -199,13 +229,17 @@ def deep(count=24):
 
 def low_bit(model, calls, dtype="int2", **options):
     config = nc.WeightOnlyConfig(dtype, group_size=64)
-    return nc.quantize(model, config, (lambda p: [p(x) for x in calls]) if calls else None, measure=False, **options)
+    return nc.quantize(
+        model, config, (lambda p: [p(x) for x in calls]) if calls else None, measure=False, **options
+    )
 
 
 def test_a_hopeless_low_bit_model_is_found_by_the_first_call():
     x = torch.randn(8, 64)
     model = deep()
-    with pytest.warns(nc.NCWarning, match=r"HOPELESS accuracy: .* dB against the float model in the first call") as caught:
+    with pytest.warns(
+        nc.NCWarning, match=r"HOPELESS accuracy: .* dB against the float model in the first call"
+    ) as caught:
         q = low_bit(model, [x, 100 * x])
     assert {warning.filename for warning in caught} == {__file__}
     report = nc.report(q)
@@ -221,7 +255,10 @@ def test_a_low_bit_model_that_is_near_says_how_near(tmp_path):
         warnings.simplefilter("error", nc.NCWarning)
         q = low_bit(model, [x], "int8")
     expected = sqnr_db(model(x), q(x))
-    assert f"outputs in the first call of the prepared model: {expected:.1f} dB against the float model" in nc.report(q).summary()
+    assert (
+        f"outputs in the first call of the prepared model: {expected:.1f} dB against the float model"
+        in nc.report(q).summary()
+    )
     nc.save(q, tmp_path / "q")
     assert nc.report(nc.load(tmp_path / "q", model=deep(2))).sqnr_db is None
 

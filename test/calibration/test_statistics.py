@@ -29,7 +29,9 @@ HISTOGRAMS = [name for name, a in ALGORITHMS.items() if a.statistic.name == "his
 
 
 def prepared(model, algo="mse", data=()):
-    result = prepare(model, StaticQuantConfig(act_algo=algo), example_inputs=torch.ones(2, 16), backend="reference")
+    result = prepare(
+        model, StaticQuantConfig(act_algo=algo), example_inputs=torch.ones(2, 16), backend="reference"
+    )
     for batch in data:
         result(batch)
     return result
@@ -37,7 +39,9 @@ def prepared(model, algo="mse", data=()):
 
 def same_graph(a, b):
     buffers = zip(a.graph.module.named_buffers(), b.graph.module.named_buffers(), strict=True)
-    return a.graph.module.code == b.graph.module.code and all(n == m and torch.equal(s, t) for (n, s), (m, t) in buffers)
+    return a.graph.module.code == b.graph.module.code and all(
+        n == m and torch.equal(s, t) for (n, s), (m, t) in buffers
+    )
 
 
 @pytest.fixture
@@ -107,9 +111,16 @@ def test_another_process(model, data, tmp_path):
     today = prepared(model, "mse", data)
     today.statistics.save(tmp_path / "s")
     save(convert(today), tmp_path / "here")
-    done = subprocess.run([sys.executable, "-c", CHILD, tmp_path / "s", tmp_path / "there"], cwd=TEST, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, tmp_path / "s", tmp_path / "there"],
+        cwd=TEST,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "here" / "weights.safetensors").read_bytes() == (tmp_path / "there" / "weights.safetensors").read_bytes()
+    assert (tmp_path / "here" / "weights.safetensors").read_bytes() == (
+        tmp_path / "there" / "weights.safetensors"
+    ).read_bytes()
     assert (tmp_path / "here" / "model.json").read_bytes() == (tmp_path / "there" / "model.json").read_bytes()
 
 
@@ -175,7 +186,10 @@ def test_any_altered_byte_is_found(model, data, tmp_path):
 def test_a_newer_schema_and_another_format(tmp_path):
     from nc.calibration.tensor_file import checksum
 
-    for document in ({"format": "nc-statistics", "schema_version": 2}, {"format": "other", "schema_version": 1}):
+    for document in (
+        {"format": "nc-statistics", "schema_version": 2},
+        {"format": "other", "schema_version": 1},
+    ):
         text = json.dumps(document)
         tensors = {"x": torch.zeros(1)}
         safetensors.torch.save_file(tensors, tmp_path / "s", {"nc": text, "sha256": checksum(text, tensors)})
@@ -205,12 +219,17 @@ def test_a_failing_write_leaves_the_earlier_file(model, data, tmp_path, monkeypa
 
 
 def test_an_algorithm_of_ones_own(model, data):
-    half = RangeAlgorithm("half", ALGORITHMS["minmax"].statistic, lambda state, spec: (state["low"] / 2, state["high"] / 2))
+    half = RangeAlgorithm(
+        "half", ALGORITHMS["minmax"].statistic, lambda state, spec: (state["low"] / 2, state["high"] / 2)
+    )
     try:
         q = convert(prepared(model, half, data))
         assert "half" in str(q.graph.plan)
         full = convert(prepared(model, "minmax", data))
-        halves, wholes = ([n.args[1] for n in m.graph.module.graph.nodes if n.name.startswith("quantize")] for m in (q, full))
+        halves, wholes = (
+            [n.args[1] for n in m.graph.module.graph.nodes if n.name.startswith("quantize")]
+            for m in (q, full)
+        )
         assert halves == pytest.approx([s / 2 for s in wholes], rel=1e-5)
         config = StaticQuantConfig(act_algo="half")
         assert StaticQuantConfig.from_dict(config.to_dict()) == config
@@ -235,7 +254,9 @@ def test_algorithms_meet_on_one_model(algo, data):
         def forward(self, x):
             return self.a(x), self.b(x)
 
-    config = StaticQuantConfig(act_algo=algo).set_local("b", StaticQuantConfig(act_algo="percentile", percentile=80.0))
+    config = StaticQuantConfig(act_algo=algo).set_local(
+        "b", StaticQuantConfig(act_algo="percentile", percentile=80.0)
+    )
     p = prepare(Two().eval(), config, example_inputs=torch.ones(2, 16), backend="reference")
     for batch in data:
         p(batch)
@@ -257,7 +278,9 @@ def test_constants_that_are_not_finite(tmp_path):
             return torch.softmax(h @ h.transpose(-1, -2) + self.mask, -1) @ h
 
     x = torch.randn(2, 8, 16)
-    today, tomorrow = (prepare(Causal().eval(), StaticQuantConfig(), example_inputs=x, backend="reference") for _ in range(2))
+    today, tomorrow = (
+        prepare(Causal().eval(), StaticQuantConfig(), example_inputs=x, backend="reference") for _ in range(2)
+    )
     today.graph.module.load_state_dict(tomorrow.graph.module.state_dict())
     today(x)
     today.statistics.save(tmp_path / "s")
@@ -266,6 +289,8 @@ def test_constants_that_are_not_finite(tmp_path):
 
 
 def test_merge_takes_statistics_and_files_only():
-    prepared = prepare(nn.Linear(4, 4).eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
+    prepared = prepare(
+        nn.Linear(4, 4).eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference"
+    )
     with pytest.raises(InputError, match="merge.. takes the statistics of another prepared model"):
         prepared.statistics.merge(3)

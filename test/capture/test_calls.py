@@ -1,4 +1,7 @@
-"""Calls of the user's model while it is captured: as the user makes them, without noise, on values that the model takes."""
+"""Calls of the user's model while it is captured.
+
+As the user makes them, without noise, on values that the model takes.
+"""
 
 import collections
 import dataclasses
@@ -49,14 +52,22 @@ def hooked(kind):
         model.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
         model.register_forward_hook(lambda _, args, output: output.relu(), always_call=True)
     else:
-        model.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "y": kwargs["y"] + 1}), with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "y": kwargs["y"] + 1}), with_kwargs=True
+        )
         model.register_forward_hook(lambda _, args, kwargs, output: output * kwargs["x"], with_kwargs=True)
     return model
 
 
 @pytest.mark.parametrize(
     ("kind", "inputs"),
-    [("position", X), ("position", (X,)), ("position", (X, None, X)), ("several", (X,)), ("keyword", {"x": X, "y": X})],
+    [
+        ("position", X),
+        ("position", (X,)),
+        ("position", (X, None, X)),
+        ("several", (X,)),
+        ("keyword", {"x": X, "y": X}),
+    ],
     ids=["tensor", "tuple", "hole", "several", "keyword"],
 )
 def test_hooks_of_the_model(kind, inputs):
@@ -103,8 +114,12 @@ def test_offsets_in_a_process_that_has_imported_ipex(recwarn, tmp_path):
     importlib.import_module("intel_extension_for_pytorch")
     inputs = torch.arange(20) * 7 % 50, torch.tensor([0, 4, 10, 15])
     checked(Bags(), inputs, (inputs[0][:7], torch.tensor([0, 3])))
-    q = nc.quantize(Bags().eval(), StaticQuantConfig(), lambda m: m(*inputs), example_inputs=inputs, backend="reference")
-    assert [str(n.target) for n in q.graph.module.graph.nodes if "embedding_bag" in str(n.target)] == ["aten.embedding_bag.default"]
+    q = nc.quantize(
+        Bags().eval(), StaticQuantConfig(), lambda m: m(*inputs), example_inputs=inputs, backend="reference"
+    )
+    assert [str(n.target) for n in q.graph.module.graph.nodes if "embedding_bag" in str(n.target)] == [
+        "aten.embedding_bag.default"
+    ]
     nc.save(q, tmp_path)
     assert torch.equal(nc.load(tmp_path, backend="reference")(*inputs), q(*inputs))
     assert [str(w.message) for w in recwarn if isinstance(w.message, NCWarning)] == []
@@ -116,7 +131,12 @@ def test_offsets(threads, recwarn):
     torch.set_num_threads(threads)
     try:
         ids = torch.arange(20) * 7 % 50
-        checked(Bags(), (ids, torch.tensor([0, 4, 10, 15])), (ids[:7], torch.tensor([0, 3])), (ids.repeat(3), torch.arange(0, 60, 2)))
+        checked(
+            Bags(),
+            (ids, torch.tensor([0, 4, 10, 15])),
+            (ids[:7], torch.tensor([0, 3])),
+            (ids.repeat(3), torch.arange(0, 60, 2)),
+        )
     finally:
         torch.set_num_threads(before)
     assert [str(w.message) for w in recwarn if isinstance(w.message, NCWarning)] == []
@@ -183,7 +203,9 @@ def test_state_is_named(recwarn):
         with pytest.warns(NCWarning, match=f"Remembers.forward changes {names} at each call"):
             checked(model, X)
         assert model.f.calls == 1  # of the call that is compared
-    with pytest.raises(CaptureError, match=f"forward changes {names} at each call, and a graph keeps nothing"):
+    with pytest.raises(
+        CaptureError, match=f"forward changes {names} at each call, and a graph keeps nothing"
+    ):
         nc.prepare(Remembers(reads=True).eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
     recwarn.clear()
     checked(RemembersOnce(), X)
@@ -243,14 +265,14 @@ class InClass(Counts):
 
 class InGlobal(Counts):
     def forward(self, x):
-        global SUM  # noqa: PLW0603 - that is what is tried
+        global SUM  # that is what is tried
         SUM = SUM + self.f(x)
         return SUM
 
 
 class InGlobalNumber(Counts):
     def forward(self, x):
-        global COUNT  # noqa: PLW0603
+        global COUNT
         COUNT += 1
         return self.f(x) * COUNT
 
@@ -268,7 +290,9 @@ class InGlobalNumber(Counts):
 )
 def test_state_outside_of_attributes_is_named_and_left_as_it_was(cls, name):
     model = cls().eval()
-    with pytest.raises(CaptureError, match=f"forward changes {name}.* at each call, and a graph keeps nothing"):
+    with pytest.raises(
+        CaptureError, match=f"forward changes {name}.* at each call, and a graph keeps nothing"
+    ):
         nc.prepare(model, StaticQuantConfig(), example_inputs=X, backend="reference")
     sums = (model.object.sum, model.table["sum"], Counts.sum, SUM)
     assert COUNT == 0
@@ -285,7 +309,10 @@ def test_state_that_nothing_shows_is_not_called_random():
             calls.append(1)
             return self.f(x) * len(calls)
 
-    with pytest.raises(CaptureError, match="keeps something from call to call that nc does not see, or draws random numbers of Python"):
+    with pytest.raises(
+        CaptureError,
+        match="keeps something from call to call that nc does not see, or draws random numbers of Python",
+    ):
         nc.prepare(Hidden().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
 
 
@@ -314,9 +341,15 @@ def test_unknown_classes():
             self.f(x)
             return Plain()
 
-    with pytest.raises(CaptureError, match=r"GivesPlain returns a Plain, .*: return its tensors as a tuple, list, dict or dataclass"):
+    with pytest.raises(
+        CaptureError,
+        match=r"GivesPlain returns a Plain, .*: return its tensors as a tuple, list, dict or dataclass",
+    ):
         nc.prepare(GivesPlain().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
-    with pytest.raises(CaptureError, match=r"Gives returns a Unknown, .* call torch.export.register_dataclass\(Unknown\) before prepare"):
+    with pytest.raises(
+        CaptureError,
+        match=r"Gives returns a Unknown, .* call torch.export.register_dataclass\(Unknown\) before prepare",
+    ):
         nc.prepare(Gives().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
     with pytest.raises(InputError, match=r"hold a Unknown.*call torch.export.register_dataclass"):
         nc.prepare(Takes().eval(), StaticQuantConfig(), example_inputs=(X, Unknown(X)), backend="reference")
@@ -329,8 +362,13 @@ def test_another_structure_is_written_as_python_does():
         def forward(self, x, more):
             return self.f(x) + more["a"][0]
 
-    prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=(X, {"a": (X,)}), backend="reference")
-    with pytest.raises(InputError, match=r"'more': expected the structure \{'a': \(_,\)\}, .*, but got the structure \{'a': \[_, _\]\}"):
+    prepared = nc.prepare(
+        Sums().eval(), StaticQuantConfig(), example_inputs=(X, {"a": (X,)}), backend="reference"
+    )
+    with pytest.raises(
+        InputError,
+        match=r"'more': expected the structure \{'a': \(_,\)\}, .*, but got the structure \{'a': \[_, _\]\}",
+    ):
         prepared(X, {"a": [X, X]})
 
 
@@ -339,7 +377,9 @@ def test_dicts_of_another_order_or_class_stand_for_each_other():
         def forward(self, more):
             return self.f(more["a"]) + more["b"]
 
-    prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=({"a": X, "b": 2 * X},), backend="reference")
+    prepared = nc.prepare(
+        Sums().eval(), StaticQuantConfig(), example_inputs=({"a": X, "b": 2 * X},), backend="reference"
+    )
     expected = prepared({"a": X, "b": 2 * X})
     assert torch.equal(prepared(collections.OrderedDict(b=2 * X, a=X)), expected)
 
@@ -353,5 +393,8 @@ def test_inputs_that_are_not_unpacked_are_named(inputs, call):
     prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=inputs, backend="reference")
     with pytest.raises(InputError, match=rf"Argument 'y' is missing.*did you mean model\({call}\)"):
         prepared(inputs)
-    with pytest.raises(InputError, match=r"Argument 'x': expected one value, as in example_inputs, but got the structure \[_\]"):
+    with pytest.raises(
+        InputError,
+        match=r"Argument 'x': expected one value, as in example_inputs, but got the structure \[_\]",
+    ):
         prepared([X], X)

@@ -52,7 +52,9 @@ def test_modules_are_named_by_their_path():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Conv1d(2, 2, 1)) for _ in range(2)])
+            self.layers = nn.ModuleList(
+                [nn.Sequential(nn.Linear(4, 4), nn.Conv1d(2, 2, 1)) for _ in range(2)]
+            )
 
         def forward(self, x):
             for layer in self.layers:
@@ -85,7 +87,9 @@ def test_functional_operators_are_numbered_per_module():
 
 
 def test_a_module_called_twice_has_one_weight_and_two_names():
-    graph = check(Function(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(4, 4)), torch.randn(2, 4))
+    graph = check(
+        Function(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(4, 4)), torch.randn(2, 4)
+    )
     assert quantizable(graph) == ["fc", "fc@1"]
     assert [op.module_name for op in graph.operators if op.quantizable] == ["fc", "fc"]
     weights = {n.args[1].target for n in graph.module.graph.nodes if n.meta.get("operator") in ("fc", "fc@1")}
@@ -109,7 +113,9 @@ def test_tied_weights_keep_the_names_of_their_modules():
 
 
 def test_output_layer_tied_to_the_embedding():
-    model = Function(lambda self, i: self.head(self.table(i)), table=nn.Embedding(10, 4), head=nn.Linear(4, 10, bias=False))
+    model = Function(
+        lambda self, i: self.head(self.table(i)), table=nn.Embedding(10, 4), head=nn.Linear(4, 10, bias=False)
+    )
     model.head.weight = model.table.weight
     graph = check(model, torch.randint(0, 10, (2, 3)))
     assert quantizable(graph) == ["head"]
@@ -138,7 +144,9 @@ class MatmulWeight(FunctionalLinear):
         return x @ self.kernel.t()
 
 
-@pytest.mark.parametrize("layer", [OwnLinear(4, 6), Addmm(), FunctionalLinear(), MatmulWeight(), Conv1D(6, 4)])
+@pytest.mark.parametrize(
+    "layer", [OwnLinear(4, 6), Addmm(), FunctionalLinear(), MatmulWeight(), Conv1D(6, 4)]
+)
 def test_every_spelling_of_a_linear_is_a_linear(layer):
     model = Function(lambda self, x: self.layer(x), layer=layer)
     graph = check(model, torch.randn(3, 4), relative=1e-6)
@@ -154,7 +162,10 @@ def test_parametrised_weights_are_constants_named_by_their_module(wrap):
 
 
 def test_multihead_attention_is_four_linears_and_two_matmuls():
-    model = Function(lambda self, x: self.attn(x, x, x, need_weights=False)[0], attn=nn.MultiheadAttention(8, 2, batch_first=True))
+    model = Function(
+        lambda self, x: self.attn(x, x, x, need_weights=False)[0],
+        attn=nn.MultiheadAttention(8, 2, batch_first=True),
+    )
     graph = check(model, torch.randn(2, 5, 8), relative=1e-5, others=[(torch.randn(3, 4, 8),)])
     found = kinds(graph)
     assert found["attn.out_proj"] == "linear"
@@ -177,9 +188,17 @@ def test_transformer_encoder_layer_is_made_of_linears():
 
 
 def test_operators_that_stay_float_have_reasons():
-    model = Function(lambda self, i: torch.softmax(self.norm(self.table(i)), -1), table=nn.Embedding(10, 4), norm=nn.LayerNorm(4))
+    model = Function(
+        lambda self, i: torch.softmax(self.norm(self.table(i)), -1),
+        table=nn.Embedding(10, 4),
+        norm=nn.LayerNorm(4),
+    )
     graph = graph_of(model, torch.randint(0, 10, (2, 3)))
-    assert [(op.name, bool(op.reason)) for op in graph.operators] == [("table", True), ("norm", True), ("softmax", True)]
+    assert [(op.name, bool(op.reason)) for op in graph.operators] == [
+        ("table", True),
+        ("norm", True),
+        ("softmax", True),
+    ]
 
 
 def test_weight_that_depends_on_the_input_is_not_quantizable():
@@ -188,7 +207,10 @@ def test_weight_that_depends_on_the_input_is_not_quantizable():
 
 
 def test_float64_operators_are_not_quantizable():
-    graph = graph_of(Function(lambda self, x: self.fc(x), fc=nn.Linear(4, 4).double()), torch.randn(3, 4, dtype=torch.float64))
+    graph = graph_of(
+        Function(lambda self, x: self.fc(x), fc=nn.Linear(4, 4).double()),
+        torch.randn(3, 4, dtype=torch.float64),
+    )
     assert not quantizable(graph)
     assert "float64" in graph.operators[0].reason
 
@@ -260,7 +282,13 @@ def test_what_forward_remembers_is_as_it_was(step):
     refused = torch.__version__ < (2, 9)  # torch.export refuses lists and dicts of the model's that grow
     with pytest.raises(CaptureError) if refused else contextlib.nullcontext():
         step(model, StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
-    assert (model.calls, model.last, model.all, model.sizes, hasattr(model, "new")) == (0, None, [], {}, False)
+    assert (model.calls, model.last, model.all, model.sizes, hasattr(model, "new")) == (
+        0,
+        None,
+        [],
+        {},
+        False,
+    )
 
 
 def test_the_flags_come_back_when_capture_fails():
@@ -311,7 +339,12 @@ def test_a_batch_of_one_does_not_fix_the_batch():
 
 
 def test_sequence_length_stays_free():
-    check(Attention(), torch.randn(1, 5, 32), relative=1e-5, others=[(torch.randn(3, 9, 32),), (torch.randn(2, 1, 32),)])
+    check(
+        Attention(),
+        torch.randn(1, 5, 32),
+        relative=1e-5,
+        others=[(torch.randn(3, 9, 32),), (torch.randn(2, 1, 32),)],
+    )
 
 
 def test_image_size_of_a_convolutional_model_stays_free():
@@ -337,7 +370,9 @@ def test_image_size_of_a_model_with_tokens_is_fixed_unless_asked_for():
         prepared(other)
     auto = torch.export.Dim.AUTO
     shapes = {"x": {0: auto, 2: auto, 3: auto}}
-    prepared = prepare(model, StaticQuantConfig(), example_inputs=x, backend="reference", dynamic_shapes=shapes)
+    prepared = prepare(
+        model, StaticQuantConfig(), example_inputs=x, backend="reference", dynamic_shapes=shapes
+    )
     for inputs in (x, other):
         assert_close(call(model, inputs), prepared(inputs), 1e-5)
 
@@ -363,7 +398,9 @@ def test_a_mask_of_four_dimensions_does_not_fix_the_length(model, dtype):
 def test_prepared_model_equals_fp32():
     x = torch.randn(4, 16)
     model = MLP().eval()
-    assert torch.equal(prepare(model, StaticQuantConfig(), example_inputs=x, backend="reference")(x), model(x))
+    assert torch.equal(
+        prepare(model, StaticQuantConfig(), example_inputs=x, backend="reference")(x), model(x)
+    )
 
 
 def test_large_values_that_cancel_are_no_difference():
@@ -377,7 +414,9 @@ def test_large_values_that_cancel_are_no_difference():
 
 def test_a_batch_that_the_caller_fixes():
     x = torch.randn(2, 16)
-    prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=x, backend="reference", dynamic_shapes={"x": None})
+    prepared = prepare(
+        MLP().eval(), StaticQuantConfig(), example_inputs=x, backend="reference", dynamic_shapes={"x": None}
+    )
     prepared(x)
     with pytest.raises(InputError, match="expected size 2 in dimension 0"):
         prepared(torch.randn(3, 16))
@@ -386,7 +425,11 @@ def test_a_batch_that_the_caller_fixes():
 BATCH_NORMS = {
     "conv1d": (nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6), (2, 3, 9)),
     "conv2d": (nn.Conv2d(3, 6, 3, groups=3), nn.BatchNorm2d(6), (2, 3, 9, 9)),
-    "conv2d without bias, affine": (nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6, affine=False), (2, 3, 9, 9)),
+    "conv2d without bias, affine": (
+        nn.Conv2d(3, 6, 3, bias=False),
+        nn.BatchNorm2d(6, affine=False),
+        (2, 3, 9, 9),
+    ),
     "conv3d": (nn.Conv3d(3, 6, 3), nn.BatchNorm3d(6), (2, 3, 5, 5, 5)),
     "conv_transpose2d": (nn.ConvTranspose2d(3, 6, 3), nn.BatchNorm2d(6), (2, 3, 5, 5)),
     "linear": (nn.Linear(3, 6), nn.BatchNorm1d(6), (4, 3)),
@@ -433,7 +476,11 @@ def test_one_convolution_in_front_of_two_batch_norms():
 
 
 def test_batch_norm_without_running_statistics():
-    check(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)), torch.randn(2, 3, 4, 4), relative=1e-5)
+    check(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)),
+        torch.randn(2, 3, 4, 4),
+        relative=1e-5,
+    )
 
 
 def add_to_first(self, x):
@@ -548,7 +595,10 @@ def test_numbers_of_constant_tensors_are_numbers():
 
 
 def test_inputs_changed_in_place_by_the_model():
-    """The caller's tensor must hold the same values afterwards as with the fp32 model, or stay as it was; the output must be right."""
+    """The caller's tensor must hold the same values afterwards as with the fp32 model, or stay as it was.
+
+    The output must be right.
+    """
 
     def forward(self, x):
         x += 1.0
@@ -587,14 +637,20 @@ def test_padding_modes_survive(mode):
 
 @pytest.mark.parametrize(
     "forward",
-    [lambda _, x: x.chunk(2)[-1] * 2, lambda _, x: x.split(2)[-1] * 2, lambda _, x: torch.cat([p + i for i, p in enumerate(x.split(2))])],
+    [
+        lambda _, x: x.chunk(2)[-1] * 2,
+        lambda _, x: x.split(2)[-1] * 2,
+        lambda _, x: torch.cat([p + i for i, p in enumerate(x.split(2))]),
+    ],
     ids=["chunk", "split", "cat"],
 )
 def test_parts_of_the_batch(forward):
     """How many parts there are depends on the batch: another one is right, or refused."""
     model = Function(forward).eval()
     for batch in (1, 2, 3):
-        prepared = prepare(model, StaticQuantConfig(), example_inputs=torch.randn(batch, 4), backend="reference")
+        prepared = prepare(
+            model, StaticQuantConfig(), example_inputs=torch.randn(batch, 4), backend="reference"
+        )
         for other in range(1, 7):
             x = torch.randn(other, 4)
             try:
@@ -606,7 +662,9 @@ def test_parts_of_the_batch(forward):
 
 
 @pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"])
+@pytest.mark.parametrize(
+    "name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
+)
 def test_convolutions_with_and_without_a_batch(name, batched):
     x = torch.randn(2, 3, *[5] * int(name[-2]))
     conv = getattr(nn, name)(3, 4, 3, stride=2).eval()
@@ -649,9 +707,19 @@ def test_nested_outputs_keep_their_structure():
 
 
 def test_model_outputs_keep_their_class_and_keys():
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50, return_dict=True)
+    config = BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+        return_dict=True,
+    )
     model = BertModel(config).eval()
-    example = {"input_ids": torch.randint(0, 50, (1, 6)), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    example = {
+        "input_ids": torch.randint(0, 50, (1, 6)),
+        "attention_mask": torch.ones(1, 6, dtype=torch.long),
+    }
     other = {"input_ids": torch.randint(0, 50, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.long)}
     other["attention_mask"][0, 5:] = 0
     prepared = prepare(model, StaticQuantConfig(), example_inputs=example, backend="reference")
@@ -690,7 +758,9 @@ def test_none_arguments_may_be_given_or_left_out():
 
 def test_constants_are_part_of_the_contract():
     model, x = TwoInputs().eval(), torch.randn(2, 4)
-    prepared = prepare(model, StaticQuantConfig(), example_inputs={"x": x, "double": True, "scale": 0.5}, backend="reference")
+    prepared = prepare(
+        model, StaticQuantConfig(), example_inputs={"x": x, "double": True, "scale": 0.5}, backend="reference"
+    )
     assert torch.equal(prepared(x=x, double=True, scale=0.5), model(x, double=True, scale=0.5))
     with pytest.raises(InputError, match=r"'double' was captured as the constant True"):
         prepared(x=x, double=False, scale=0.5)
@@ -742,7 +812,9 @@ def test_variadic_arguments():
     model, t = VarArgs().eval(), [torch.randn(2, 4) for _ in range(4)]
     prepared = prepare(model, StaticQuantConfig(), example_inputs=tuple(t[:3]), backend="reference")
     assert torch.equal(prepared(*t[1:]), model(*t[1:]))
-    prepared = prepare(model, StaticQuantConfig(), example_inputs={"x": t[0], "extra": t[1]}, backend="reference")
+    prepared = prepare(
+        model, StaticQuantConfig(), example_inputs={"x": t[0], "extra": t[1]}, backend="reference"
+    )
     assert torch.equal(prepared(t[2], extra=t[3]), model(t[2], extra=t[3]))
 
 
@@ -766,7 +838,9 @@ def test_an_input_that_is_returned_as_it_is():
 
 
 def test_an_input_that_the_model_does_not_read():
-    check(Function(lambda self, x, unused: self.fc(x), fc=nn.Linear(4, 4)), torch.randn(2, 4), torch.randn(2, 7))
+    check(
+        Function(lambda self, x, unused: self.fc(x), fc=nn.Linear(4, 4)), torch.randn(2, 4), torch.randn(2, 7)
+    )
 
 
 def test_a_model_without_quantizable_operators():
@@ -785,7 +859,10 @@ def test_constants_made_in_forward():
 
 
 def sdpa(dim=8, **options):
-    """Attention of raw inputs; the product with `one` fixes the head size, as the linears of a real model do."""
+    """Attention of raw inputs.
+
+    The product with `one` fixes the head size, as the linears of a real model do.
+    """
 
     def forward(self, q, k, v, mask=None):
         return F.scaled_dot_product_attention(q * self.one.to(q.dtype), k, v, mask, **options)
@@ -885,7 +962,12 @@ def test_a_branch_on_values_names_the_users_line():
         return x
 
     with pytest.raises(CaptureError, match=r"test_capture\.py:\d+, in forward: if x\.sum\(\) > 0") as caught:
-        prepare(Function(forward, fc=nn.Linear(4, 4)).eval(), StaticQuantConfig(), example_inputs=torch.ones(2, 4), backend="reference")
+        prepare(
+            Function(forward, fc=nn.Linear(4, 4)).eval(),
+            StaticQuantConfig(),
+            example_inputs=torch.ones(2, 4),
+            backend="reference",
+        )
     assert "torch.where" in str(caught.value)
 
 
@@ -995,14 +1077,20 @@ def test_a_batch_baked_into_the_model_is_said_aloud():
         assert torch.equal(out, call(model, torch.ones(4, 4)))
 
 
-@pytest.mark.parametrize("x", [torch.randn(2, 5), torch.ones(2, 16, dtype=torch.int64), (torch.randn(2, 16),)])
+@pytest.mark.parametrize(
+    "x", [torch.randn(2, 5), torch.ones(2, 16, dtype=torch.int64), (torch.randn(2, 16),)]
+)
 def test_examples_that_the_model_itself_fails_on(x):
-    with pytest.raises(InputError, match=r"MLP itself fails on example_inputs \(x: .*\): \w+Error: ") as caught:
+    with pytest.raises(
+        InputError, match=r"MLP itself fails on example_inputs \(x: .*\): \w+Error: "
+    ) as caught:
         graph_of(MLP(), x)
     assert caught.value.__cause__ is not None  # with the user's own line in its traceback
 
 
-@pytest.mark.parametrize(("x", "what"), [(torch.randn(0, 16), "an empty tensor"), (torch.full((2, 16), torch.nan), "NaN")])
+@pytest.mark.parametrize(
+    ("x", "what"), [(torch.randn(0, 16), "an empty tensor"), (torch.full((2, 16), torch.nan), "NaN")]
+)
 def test_examples_that_nothing_can_be_verified_on(x, what):
     with pytest.raises(InputError, match=f"example_inputs hold {what}"):
         graph_of(MLP(), x)
@@ -1041,7 +1129,9 @@ def test_autocast_around_prepare_has_no_effect():
     x = torch.randn(4, 16)
 
     def quantized():
-        return nc.quantize(model, nc.StaticQuantConfig(), lambda prepared: prepared(x), example_inputs=x, backend="reference")
+        return nc.quantize(
+            model, nc.StaticQuantConfig(), lambda prepared: prepared(x), example_inputs=x, backend="reference"
+        )
 
     expected = quantized()
     with torch.autocast("cpu", torch.bfloat16):
@@ -1081,13 +1171,23 @@ def test_the_advice_for_another_size_is_one_that_helps(tmp_path):
     auto = torch.export.Dim.AUTO
     x, image = torch.randn(2, 7, 8), torch.randn(2, 3, 8, 8)
     for shapes in (None, {"x": {0: auto, 1: auto}}):
-        prepared = prepare(Steps().eval(), StaticQuantConfig(), example_inputs=x, dynamic_shapes=shapes, backend="reference")
-        with pytest.raises(InputError, match="size 7 in dimension 1.*The model fixes it: call prepare\\(\\) for each size") as caught:
+        prepared = prepare(
+            Steps().eval(), StaticQuantConfig(), example_inputs=x, dynamic_shapes=shapes, backend="reference"
+        )
+        with pytest.raises(
+            InputError, match="size 7 in dimension 1.*The model fixes it: call prepare\\(\\) for each size"
+        ) as caught:
             prepared(torch.randn(2, 9, 8))
         assert "dynamic_shapes" not in str(caught.value)
-    with pytest.raises(CaptureError, match="The model fixes a dimension that dynamic_shapes says is free.*Dim.AUTO"):
+    with pytest.raises(
+        CaptureError, match="The model fixes a dimension that dynamic_shapes says is free.*Dim.AUTO"
+    ):
         prepare(
-            Steps().eval(), StaticQuantConfig(), example_inputs=x, dynamic_shapes={"x": {1: torch.export.Dim("t")}}, backend="reference"
+            Steps().eval(),
+            StaticQuantConfig(),
+            example_inputs=x,
+            dynamic_shapes={"x": {1: torch.export.Dim("t")}},
+            backend="reference",
         )
     model, other = Pooled().eval(), torch.randn(2, 3, 12, 10)
     prepared = prepare(model, StaticQuantConfig(), example_inputs=image, backend="reference")
@@ -1099,5 +1199,7 @@ def test_the_advice_for_another_size_is_one_that_helps(tmp_path):
     with pytest.raises(InputError, match=advice):
         nc.load(tmp_path / "q", backend="reference")(other)
     shapes = {"x": {0: auto, 2: auto, 3: auto}}
-    followed = prepare(model, StaticQuantConfig(), example_inputs=image, dynamic_shapes=shapes, backend="reference")
+    followed = prepare(
+        model, StaticQuantConfig(), example_inputs=image, dynamic_shapes=shapes, backend="reference"
+    )
     torch.testing.assert_close(followed(other), model(other))

@@ -1,4 +1,7 @@
-"""Models that ask for sizes in Python: the captured path, the conditions on sizes that it needs, and their check at each call."""
+"""Models that ask for sizes in Python.
+
+The captured path, the conditions on sizes that it needs, and their check at each call.
+"""
 
 import json
 import warnings
@@ -25,12 +28,16 @@ class SamePadding(nn.Module):
     def __init__(self, *strides):
         super().__init__()
         channels = [3, *(4 + i for i in range(len(strides)))]
-        self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, s) for a, b, s in zip(channels, channels[1:], strides, strict=False))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(a, b, 3, s) for a, b, s in zip(channels, channels[1:], strides, strict=False)
+        )
 
     def forward(self, x):
         for layer in self.layers:
             pads = []
-            for size, stride in zip((x.shape[3], x.shape[2]), (layer.stride[1], layer.stride[0]), strict=True):
+            for size, stride in zip(
+                (x.shape[3], x.shape[2]), (layer.stride[1], layer.stride[0]), strict=True
+            ):
                 total = max(3 - stride, 0) if size % stride == 0 else max(3 - size % stride, 0)
                 pads += [total // 2, total - total // 2]
             x = F.relu(layer(F.pad(x, pads)))
@@ -61,7 +68,9 @@ class Windows(nn.Module):
 
 
 def quantized(model, *inputs, backend="reference", **options):
-    prepared = nc.prepare(model.eval(), nc.StaticQuantConfig(), example_inputs=inputs, backend=backend, **options)
+    prepared = nc.prepare(
+        model.eval(), nc.StaticQuantConfig(), example_inputs=inputs, backend=backend, **options
+    )
     prepared(*inputs)
     return nc.convert(prepared)
 
@@ -85,9 +94,14 @@ def test_a_size_that_takes_another_path_is_refused_and_says_where(backend, tmp_p
             (16, 18, r"x.shape\[3\] // 2\) % 2"),
             (6, 16, r"x.shape\[2\] // 2\) % 2"),
         ]:
-            with pytest.raises(nc.InputError, match=rf"at test_size_paths.py:\d+, in forward.*{text}\) == 0, but x.shape"):
+            with pytest.raises(
+                nc.InputError, match=rf"at test_size_paths.py:\d+, in forward.*{text}\) == 0, but x.shape"
+            ):
                 m(torch.randn(2, 3, height, width))
-    assert nc.load(tmp_path / "saved", backend=backend).graph.signature.conditions == q.graph.signature.conditions
+    assert (
+        nc.load(tmp_path / "saved", backend=backend).graph.signature.conditions
+        == q.graph.signature.conditions
+    )
 
 
 @pytest.mark.sample(6)
@@ -137,7 +151,9 @@ def test_a_condition_is_what_was_asked(ask, expected):
     assert texts(Asking(ask, double, same), X) == expected
 
 
-@pytest.mark.parametrize("ask", [lambda n: n % 2 == 0, lambda n: n > 4, lambda n: n <= 512, lambda n: n != 1, lambda n: n > 1])
+@pytest.mark.parametrize(
+    "ask", [lambda n: n % 2 == 0, lambda n: n > 4, lambda n: n <= 512, lambda n: n != 1, lambda n: n > 1]
+)
 def test_a_question_without_consequence_is_no_condition(ask):
     assert texts(Asking(ask, same, lambda x: x * 1.0), X) == []
 
@@ -152,7 +168,9 @@ def test_where_one_question_matters_the_others_are_still_none():
 
 
 def test_a_model_that_refuses_a_size_is_refused_by_the_graph():
-    with pytest.raises(nc.InputError, match=r"captured with \(x.shape\[1\] % 3\) == 0, but x.shape\[1\] is 7"):
+    with pytest.raises(
+        nc.InputError, match=r"captured with \(x.shape\[1\] % 3\) == 0, but x.shape\[1\] is 7"
+    ):
         quantized(Windows(), X)(torch.randn(2, 7, 8))
 
 
@@ -212,7 +230,10 @@ def test_sizes_that_depend_on_each_other():
     inputs = (torch.randn(2, 4, 8), torch.randn(2, 8, 8))
     q = quantized(Halves(), *inputs, dynamic_shapes={"x": {1: n}, "y": {1: 2 * n}})
     assert q(torch.randn(2, 6, 8), torch.randn(2, 12, 8)).shape == (2, 6, 8)
-    with pytest.raises(nc.InputError, match=r"expected y.shape\[1\] == 2\*x.shape\[1\], but y.shape\[1\] is 10 and x.shape\[1\] is 6"):
+    with pytest.raises(
+        nc.InputError,
+        match=r"expected y.shape\[1\] == 2\*x.shape\[1\], but y.shape\[1\] is 10 and x.shape\[1\] is 6",
+    ):
         q(torch.randn(2, 6, 8), torch.randn(2, 10, 8))
 
 
@@ -233,7 +254,10 @@ def test_a_size_that_is_a_multiple():
 
 
 class Flat(nn.Module):
-    """A classifier without a global pool: its linear fits images of one size, and of others with as many positions."""
+    """A classifier without a global pool.
+
+    Its linear fits images of one size, and of others with as many positions.
+    """
 
     def __init__(self):
         super().__init__()
@@ -243,25 +267,36 @@ class Flat(nn.Module):
         return self.linear(F.relu(self.conv(x)).flatten(1))
 
 
-@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.DynamicQuantConfig()], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "config", [nc.StaticQuantConfig(), nc.DynamicQuantConfig()], ids=["static", "dynamic"]
+)
 @pytest.mark.parametrize("backend", [name for name, why in nc.available_backends().items() if not why])
-def test_sizes_that_do_not_fit_an_operator_are_refused_before_an_engine_computes_addresses_with_them(backend, config):
+def test_sizes_that_do_not_fit_an_operator_are_refused_before_an_engine_computes_addresses_with_them(
+    backend, config
+):
     x = torch.randn(2, 3, 16, 16, generator=G)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Nothing is quantized", nc.NCWarning)  # not every engine has dynamic linears
+        warnings.filterwarnings(
+            "ignore", "Nothing is quantized", nc.NCWarning
+        )  # not every engine has dynamic linears
         prepared = nc.prepare(Flat().eval(), config, example_inputs=x, backend=backend, strict=False)
     prepared(x)
     q = nc.convert(prepared, measure=False)
     assert q(torch.randn(3, 3, 15, 16)).shape == (3, 10)
     assert q(torch.randn(1, 3, 8, 32)).shape == (1, 10)
     for height, width in [(40, 40), (8, 8), (14, 16), (16, 64)]:
-        with pytest.raises(nc.InputError, match=r"do not fit inputs of these sizes: expected .* == (512|64),"):
+        with pytest.raises(
+            nc.InputError, match=r"do not fit inputs of these sizes: expected .* == (512|64),"
+        ):
             q(torch.randn(2, 3, height, width))
 
 
 @pytest.mark.parametrize("size", [11, 13, 15, 16, 19, 23])
 def test_sizes_that_the_example_is_the_smallest_of_are_no_condition(size):
-    """The last feature map has one position, or few; with fewer no kernel can go on, with more all is the same."""
+    """The last feature map has one position, or few.
+
+    With fewer no kernel can go on, with more all is the same.
+    """
     layers = nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(8, 8, size // 8, 1), nn.ReLU()
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(8, 5)).eval()
     graph = graph_of(model, torch.randn(2, 3, size, size, generator=G))
@@ -272,7 +307,12 @@ def test_sizes_that_the_example_is_the_smallest_of_are_no_condition(size):
 
 
 def test_calibration_refuses_another_path_too():
-    prepared = nc.prepare(SamePadding(2).eval(), nc.StaticQuantConfig(), example_inputs=torch.randn(2, 3, 16, 16), backend="reference")
+    prepared = nc.prepare(
+        SamePadding(2).eval(),
+        nc.StaticQuantConfig(),
+        example_inputs=torch.randn(2, 3, 16, 16),
+        backend="reference",
+    )
     with pytest.raises(nc.InputError, match="asks for sizes"):
         prepared(torch.randn(2, 3, 15, 16))
 
@@ -282,7 +322,9 @@ def test_a_program_for_others_has_those_sizes_fixed(tmp_path):
     import openvino
 
     q = quantized(SamePadding(2).eval(), torch.randn(2, 3, 16, 16, generator=G), backend="native")
-    with pytest.warns(nc.NCWarning, match=r"test_size_paths.py:\d+, in forward.*fixed in it to those of example_inputs"):
+    with pytest.warns(
+        nc.NCWarning, match=r"test_size_paths.py:\d+, in forward.*fixed in it to those of example_inputs"
+    ):
         nc.export_openvino(q, tmp_path / "model.xml")
     shape = openvino.Core().read_model(tmp_path / "model.xml").inputs[0].get_partial_shape()
     assert [d.is_dynamic for d in shape] == [True, False, False, False]
@@ -292,7 +334,10 @@ def test_a_program_for_others_has_those_sizes_fixed(tmp_path):
 def test_sizes_that_only_the_model_refuses_stay_free_in_a_program_for_others(tmp_path):
     openvino = pytest.importorskip("openvino")
     nc.export_openvino(quantized(Windows(), X, backend="native"), tmp_path / "model.xml")
-    assert [dim.is_dynamic for dim in openvino.Core().read_model(tmp_path / "model.xml").inputs[0].get_partial_shape()] == [
+    assert [
+        dim.is_dynamic
+        for dim in openvino.Core().read_model(tmp_path / "model.xml").inputs[0].get_partial_shape()
+    ] == [
         True,
         True,
         False,
@@ -301,7 +346,9 @@ def test_sizes_that_only_the_model_refuses_stay_free_in_a_program_for_others(tmp
 
 def test_mobilenet_v1_of_transformers():
     transformers = pytest.importorskip("transformers")
-    model = transformers.MobileNetV1Model(transformers.MobileNetV1Config(image_size=64, depth_multiplier=0.25)).eval()
+    model = transformers.MobileNetV1Model(
+        transformers.MobileNetV1Config(image_size=64, depth_multiplier=0.25)
+    ).eval()
     q = quantized(model, torch.randn(2, 3, 64, 64, generator=G), backend="native")
     assert q(torch.randn(2, 3, 96, 64)).last_hidden_state.shape == (2, 256, 3, 2)
     for size in (65, 88, 200):
@@ -337,7 +384,11 @@ def test_an_artefact_with_another_condition_is_refused(change, tmp_path):
     q.save(tmp_path / "saved")
     path = tmp_path / "saved" / "model.json"
     document = json.loads(path.read_text())
-    entry = document["graph"]["signature"]["conditions"][0] if "graph" in document else document["signature"]["conditions"][0]
+    entry = (
+        document["graph"]["signature"]["conditions"][0]
+        if "graph" in document
+        else document["signature"]["conditions"][0]
+    )
     entry.update(change)
     path.write_text(json.dumps(document))
     with pytest.raises(nc.ArtefactError):
@@ -357,7 +408,9 @@ def test_text_is_computed_as_python_computes_it(a, b):
         import math
 
         names = {"in0_0": a, "in1_3": b}
-        assert SizeCondition(text, "").holds(names) == bool(eval(text, {"math": math}, names))  # the text above, nobody else's
+        assert SizeCondition(text, "").holds(names) == bool(
+            eval(text, {"math": math}, names)
+        )  # the text above, nobody else's
 
 
 def test_what_cannot_be_computed_does_not_hold():
@@ -370,7 +423,9 @@ def test_sizes_that_change_together_are_tried_together():
 
     def outcome(sizes):
         tried.append((sizes["in0_0"], sizes["in1_0"]))
-        return Outcome.SAME if sizes["in0_0"] == sizes["in1_0"] else Outcome.FAILED  # a model that takes one batch only
+        return (
+            Outcome.SAME if sizes["in0_0"] == sizes["in1_0"] else Outcome.FAILED
+        )  # a model that takes one batch only
 
     assert those_that_matter(guards, {"in0_0": 4, "in1_0": 4}, outcome) == ()
     assert tried == [(5, 5), (1, 1)]

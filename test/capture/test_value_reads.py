@@ -42,7 +42,9 @@ def test_the_examples_path_is_captured_and_the_other_one_refused(mask, backend, 
     other = PADDED if mask is FULL else FULL
     with torch.no_grad():
         torch.testing.assert_close(q(X, mask), model(X, mask), rtol=0, atol=0.05)
-    with pytest.raises(nc.InputError, match=r"at test_value_reads.py:\d+, in forward.*captured with (True|False)"):
+    with pytest.raises(
+        nc.InputError, match=r"at test_value_reads.py:\d+, in forward.*captured with (True|False)"
+    ):
         q(X, other)
     # a longer batch of the same kind is the same path
     assert q(torch.cat([X, X]), torch.cat([mask, mask])).shape == (4, 5, 8)
@@ -56,7 +58,9 @@ def test_the_examples_path_is_captured_and_the_other_one_refused(mask, backend, 
 
 def test_a_batch_of_another_path_does_not_count_in_calibration():
     with pytest.warns(nc.NCWarning):
-        prepared = nc.prepare(Branching().eval(), nc.StaticQuantConfig(), example_inputs=(X, FULL), backend="reference")
+        prepared = nc.prepare(
+            Branching().eval(), nc.StaticQuantConfig(), example_inputs=(X, FULL), backend="reference"
+        )
     prepared(X, FULL)
     before = {key: observer.seen for key, observer in prepared.observers.items()}
     with pytest.raises(nc.InputError):
@@ -105,7 +109,9 @@ def test_a_bound_of_a_slice_that_is_assigned_to_is_read():
 
 
 def test_inputs_out_of_range_are_input_errors():
-    model = Function(lambda self, ids: self.layer(self.table(ids)), table=nn.Embedding(4, 8), layer=nn.Linear(8, 8)).eval()
+    model = Function(
+        lambda self, ids: self.layer(self.table(ids)), table=nn.Embedding(4, 8), layer=nn.Linear(8, 8)
+    ).eval()
     ids = torch.tensor([[0, 1, 2]])
     prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=ids, backend="native")
     with pytest.raises(nc.InputError, match="fails on these inputs"):
@@ -173,12 +179,18 @@ def by_fraction(self, ids):
 )
 def test_values_of_data_are_refused(forward, why):
     model = Function(forward, table=nn.Embedding(4, 8), layer=nn.Linear(8, 8)).eval()
-    with pytest.raises(nc.CaptureError, match=rf"depends on tensor values(.|\n)*{why}, at test_value_reads.py:\d+"):
-        nc.prepare(model, nc.StaticQuantConfig(), example_inputs=torch.tensor([[0, 1, 2]]), backend="reference")
+    with pytest.raises(
+        nc.CaptureError, match=rf"depends on tensor values(.|\n)*{why}, at test_value_reads.py:\d+"
+    ):
+        nc.prepare(
+            model, nc.StaticQuantConfig(), example_inputs=torch.tensor([[0, 1, 2]]), backend="reference"
+        )
 
 
 def test_a_path_that_depends_on_floating_point_inputs_is_refused():
-    model = Function(lambda self, x: self.layer(x) * 2 if x.sum() > 0 else self.layer(x), layer=nn.Linear(8, 8)).eval()
+    model = Function(
+        lambda self, x: self.layer(x) * 2 if x.sum() > 0 else self.layer(x), layer=nn.Linear(8, 8)
+    ).eval()
     with pytest.raises(nc.CaptureError, match="depends on floating-point inputs"):
         nc.prepare(model, nc.StaticQuantConfig(), example_inputs=X, backend="reference")
 
@@ -202,7 +214,8 @@ def test_a_stored_value_that_is_no_number_is_refused(tmp_path):
 
 def test_a_model_that_picks_among_nearly_equal_values_says_so():
     def forward(self, x):
-        # batch norm is folded into the convolution: the last bit of equal values changes, and with it their order
+        # batch norm is folded into the convolution: the last bit of equal values changes, and with it their
+        # order
         return self.norm(self.layer(x)).flatten(1).topk(8).indices
 
     torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""The jobs of the full matrix that are run: by the files that changed and by the ledger, never by the commit."""
+"""The jobs of the full matrix that are run.
+
+By the files that changed and by the ledger, never by the commit.
+"""
 
 import dataclasses
 import importlib.util
@@ -29,7 +32,11 @@ def entry(passed, own, everything, minutes=10.0):
 
 
 #: Of each need one.
-LEDGER = {"b": entry("2026-11-03", "2", "2"), "c": entry("2026-11-02", "3", "old"), "d": entry("2026-11-01", "old", "old")}
+LEDGER = {
+    "b": entry("2026-11-03", "2", "2"),
+    "c": entry("2026-11-02", "3", "old"),
+    "d": entry("2026-11-01", "old", "old"),
+}
 
 
 def names(jobs):
@@ -41,7 +48,9 @@ def test_the_greatest_need_comes_first():
 
 
 def test_of_equal_needs_the_oldest_comes_first_and_with_nothing_stale_too():
-    ledger = {name: entry(f"2026-11-0{day}", *NOW[name]) for name, day in (("a", 4), ("b", 2), ("c", 3), ("d", 2))}
+    ledger = {
+        name: entry(f"2026-11-0{day}", *NOW[name]) for name, day in (("a", 4), ("b", 2), ("c", 3), ("d", 2))
+    }
     assert {matrix.need(ledger[name], NOW[name]) for name in NOW} == {3}
     assert names(matrix.ordered(JOBS, ledger, NOW)) == ["b", "d", "c", "a"]
     assert names(matrix.chosen(matrix.ordered(JOBS, ledger, NOW), ledger, 20)) == ["b", "d"]
@@ -58,7 +67,10 @@ def test_what_does_not_fit_leaves_its_place_to_what_does():
 def test_results_go_where_they_belong():
     told = []
     failed, late = matrix.run(
-        JOBS, lambda job: job.name == "b", lambda job, minutes: told.append((job.name, minutes >= 0)), lambda job: job.name != "d"
+        JOBS,
+        lambda job: job.name == "b",
+        lambda job, minutes: told.append((job.name, minutes >= 0)),
+        lambda job: job.name != "d",
     )
     assert (failed, late, told) == (["b"], ["d"], [("a", True), ("c", True)])
 
@@ -155,19 +167,35 @@ def test_instruction_sets_that_the_cpu_lacks_are_no_jobs():
 
 def test_every_test_is_in_one_job_of_each_suite():
     rooms = matrix.rooms(ROOT / "test")
-    covered = [path for room in rooms for path in matrix.files(ROOT, [f"test/{room}"]) if path.match("test_*.py")]
+    covered = [
+        path for room in rooms for path in matrix.files(ROOT, [f"test/{room}"]) if path.match("test_*.py")
+    ]
     others = ROOT / "test" / "judges"
-    assert sorted(covered) == sorted(path for path in (ROOT / "test").rglob("test_*.py") if others not in path.parents)
+    assert sorted(covered) == sorted(
+        path for path in (ROOT / "test").rglob("test_*.py") if others not in path.parents
+    )
 
 
 def test_make_gives_pytest_the_files_of_a_job():
     for room in matrix.rooms(ROOT / "test"):
         shown = subprocess.run(
-            ["make", "-n", "-o", "setup-newest", "test-newest", f"ROOM={room}"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", "-o", "setup-newest", "test-newest", f"ROOM={room}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         words = shown[shown.index("--turn 0") :].partition("||")[0].split()[2:]
-        given = {path for word in words for path in (sorted((ROOT / word).rglob("test_*.py")) if (ROOT / word).is_dir() else [ROOT / word])}
-        assert given == {path for path in matrix.files(ROOT, [f"test/{room}"]) if path.match("test_*.py")}, room
+        given = {
+            path
+            for word in words
+            for path in (
+                sorted((ROOT / word).rglob("test_*.py")) if (ROOT / word).is_dir() else [ROOT / word]
+            )
+        }
+        assert given == {path for path in matrix.files(ROOT, [f"test/{room}"]) if path.match("test_*.py")}, (
+            room
+        )
 
 
 def test_the_ledger_of_this_repository_can_be_read():

@@ -106,7 +106,9 @@ def refused(result):
 def test_measuring_is_passed_on(run, monkeypatch, options, measure):
     seen = []
     convert = nc.convert
-    monkeypatch.setattr(nc, "convert", lambda *args, **given: seen.append(given["measure"]) or convert(*args, **given))
+    monkeypatch.setattr(
+        nc, "convert", lambda *args, **given: seen.append(given["measure"]) or convert(*args, **given)
+    )
     assert quantize(run, "mlp", "one.npz", *options).exit_code == 0
     assert seen == [measure]
 
@@ -177,7 +179,9 @@ def test_quantize_needs_no_calibration_data_where_the_plan_needs_none(run, folde
 @pytest.mark.parametrize("local", [False, True])
 def test_quantize_says_which_operators_need_calibration_data(run, folder, local):
     """By default all; in a mixture those that are static."""
-    (StaticQuantConfig() if not local else DynamicQuantConfig().set_local("2", StaticQuantConfig())).to_json_file("config.json")
+    (
+        StaticQuantConfig() if not local else DynamicQuantConfig().set_local("2", StaticQuantConfig())
+    ).to_json_file("config.json")
     np.savez("example.npz", np.ones((5, 8), dtype=np.float32))
     words = ("quantize", "MODELS:mlp", "--out", "out", "--backend", "reference", "--example", "example.npz")
     line = refused(run(*words, "--config", "config.json"))
@@ -203,7 +207,9 @@ def test_quantize_replaces_an_artefact_but_no_other_folder(run, folder):
 
 def test_a_folder_that_cannot_be_made_is_one_line(run):
     pathlib.Path("afile").write_text("x")
-    assert "afile is a file" in refused(run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "afile/out"))
+    assert "afile is a file" in refused(
+        run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "afile/out")
+    )
 
 
 def test_calibration_data_that_does_not_suit_the_model_is_one_line(run):
@@ -381,7 +387,13 @@ class TestLowBitWeights:
 
     def test_bench_says_what_to_do(self, run, folder):
         transformers = pytest.importorskip("transformers")
-        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": 50,
+        }
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
         nc.save(nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=16)), folder / "low")
         result = run("bench", "low")
@@ -449,7 +461,9 @@ def doctor_rows(result):
 
 
 def test_doctor_tells_machine_versions_and_backends():
-    result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "200"})  # the features of a CPU with AMX take two lines of 80
+    result = CliRunner().invoke(
+        main, ["doctor"], env={"COLUMNS": "200"}
+    )  # the features of a CPU with AMX take two lines of 80
     rows = doctor_rows(result)
     assert rows["torch"] == importlib.metadata.version("torch")
     assert rows["features"].partition(" (limited by")[0].split(", ") == list(cpu.features())
@@ -481,7 +495,10 @@ def test_doctor_works_without_a_usable_ipex(monkeypatch, ipex, reason):
     words = " ".join(result.stdout.split())  # the table breaks lines
     assert reason in words
     assert "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0" in words
-    assert 'backend="auto" begins with native. "auto" takes the first of native, ipex that can run here\n' in result.stdout
+    assert (
+        'backend="auto" begins with native. "auto" takes the first of native, ipex that can run here\n'
+        in result.stdout
+    )
     monkeypatch.setattr("nc.backends.native.NativeBackend.why_unavailable", lambda self: "no kernels")
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
@@ -502,7 +519,9 @@ def test_doctor_says_what_an_artefact_needs_and_this_cpu_lacks(run, monkeypatch)
 
 def test_doctor_lists_the_layers_that_load_would_change(run, monkeypatch):
     assert quantize(run).exit_code == 0
-    monkeypatch.setattr("nc.cli.doctor.available_backends", lambda: {"ipex": "", "native": "", "reference": ""})
+    monkeypatch.setattr(
+        "nc.cli.doctor.available_backends", lambda: {"ipex": "", "native": "", "reference": ""}
+    )
     monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
     result = run("doctor", "out")
     assert result.exit_code == run("doctor").exit_code  # load succeeds
@@ -537,12 +556,18 @@ def test_tables_print_brackets_as_they_are(run, monkeypatch):
     monkeypatch.setattr(store.Stored, "graph", lambda self: graph)
     monkeypatch.setattr("nc.cli.doctor.available_backends", lambda: {"native": ""})
     monkeypatch.setattr("nc.cli.doctor.saturating", lambda *_: frozenset(BRACKETS))
-    first = [line.split()[0] for line in run("doctor", "out").stdout.splitlines() if "weights quantized again" in line]
+    first = [
+        line.split()[0]
+        for line in run("doctor", "out").stdout.splitlines()
+        if "weights quantized again" in line
+    ]
     assert first == ["[red]", "a:b:c"]
 
 
 def test_a_path_with_brackets_is_printed_as_it_is(run, folder):
-    result = run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "[red]a[0]", "--backend", "reference")
+    result = run(
+        "quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "[red]a[0]", "--backend", "reference"
+    )
     assert result.stdout.splitlines()[-1] == "saved to [red]a[0]"
     assert run("doctor", "[red]a[0]").stdout.count("[red]a[0] fits this CPU") == 1
 
@@ -555,17 +580,25 @@ def test_inspect_keeps_to_the_width_it_is_given(run, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = run("inspect", "out").stdout.splitlines()
     assert max(map(len, lines)) <= columns
-    letters = [sorted("".join(text.split()).replace("-", "").replace("─", "")) for text in (whole, "".join(lines))]
+    letters = [
+        sorted("".join(text.split()).replace("-", "").replace("─", "")) for text in (whole, "".join(lines))
+    ]
     assert letters[0] == letters[1], "nothing is cut off"
     if columns == 300:
         assert "\n".join(lines) == whole.rstrip("\n")
 
 
-@pytest.mark.parametrize("command", [["inspect", "out"], ["inspect", "out", "--json"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["inspect", "out"], ["inspect", "out", "--json"], ["doctor"], ["doctor", "--json"]],
+    ids=" ".join,
+)
 def test_a_reader_that_goes_away_is_no_error(run, command):
     if "out" in command:
         assert quantize(run).exit_code == 0
-    with subprocess.Popen([sys.executable, "-m", "nc", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "nc", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.close()
         errors = process.stderr.read()
     assert errors == ""
@@ -583,10 +616,20 @@ def test_json_holds_what_is_printed(run, monkeypatch, command):
         assert (facts["rounds"], facts["threads"]) == (2, torch.get_num_threads())
         assert facts["median_ms"]["engine"]["milliseconds"] > 0
         return
-    assert {name: found["can_run"] for name, found in facts["backends"].items()} == {n: not why for n, why in available_backends().items()}
+    assert {name: found["can_run"] for name, found in facts["backends"].items()} == {
+        n: not why for n, why in available_backends().items()
+    }
     assert facts["machine"]["torch"] == importlib.metadata.version("torch")
     assert facts["healthy"] is True
-    unchanged = {"folder": "out", "fits": True, "needs": [], "missing": [], "changes": [], "low_bit_layers": 0, "quantized_layers": 2}
+    unchanged = {
+        "folder": "out",
+        "fits": True,
+        "needs": [],
+        "missing": [],
+        "changes": [],
+        "low_bit_layers": 0,
+        "quantized_layers": 2,
+    }
     assert facts["artefact"] == unchanged
     assert all(choice["why"] in shown.stdout for choice in facts["auto"].values())
     monkeypatch.setattr("nc.backends.cpu.missing", lambda _: ("avx512_vnni",))
@@ -617,7 +660,9 @@ def test_the_names_of_what_a_module_can_make_are_offered(run):
 @pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="no file system that refuses")
 def test_a_folder_that_cannot_be_written_is_said_before_the_work(run, monkeypatch, out):
     monkeypatch.setattr(inputs, "make_model", lambda _: pytest.fail("the work has begun"))
-    line = refused(run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", out, "--backend", "reference"))
+    line = refused(
+        run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", out, "--backend", "reference")
+    )
     assert line.startswith(f"nc: error: {out} cannot be written: no folder can be made in /proc")
 
 
@@ -634,7 +679,9 @@ def test_the_command_of_the_package_is_the_same_command_line():
     (entry,) = [line for line in SETUP.read_text().splitlines() if "console_scripts" in line]
     assert "nc-quant = nc.__main__:run" in entry
     named = "import sys; sys.argv[0] = '/bin/nc-quant'; from nc.__main__ import run; run()"
-    done = subprocess.run([sys.executable, "-c", named, "inspect", "--help"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", named, "inspect", "--help"], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.startswith("Usage: nc-quant inspect [OPTIONS] DIR")
     assert done.returncode == 0
 

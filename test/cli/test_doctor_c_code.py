@@ -45,14 +45,22 @@ def told():
 def test_shipped_in_the_wheel(package):
     build.compile_source(package / "runner.c", package / "runner.so", build._compiler())
     row, text = told()
-    assert (row["origin"], row["where"], row["remarks"]) == ("shipped", f"shipped as {package / 'runner.so'}", [])
+    assert (row["origin"], row["where"], row["remarks"]) == (
+        "shipped",
+        f"shipped as {package / 'runner.so'}",
+        [],
+    )
     assert re.search(r"^runner +the wheel +any x86-64 +(gcc|clang) ", text, re.MULTILINE)
 
 
 def test_compiled_in_this_process_and_kept_for_the_next_one(package, tmp_path, capsys):
     row, text = told()
     (path,) = (tmp_path / "cache" / "nc").glob("runner-*.so")
-    assert (row["origin"], row["where"], row["remarks"]) == ("compiled", f"compiled in this process, kept as {path}", [EDITABLE])
+    assert (row["origin"], row["where"], row["remarks"]) == (
+        "compiled",
+        f"compiled in this process, kept as {path}",
+        [EDITABLE],
+    )
     assert re.search(r"^runner +the compiler, in this process ", text, re.MULTILINE)
     row, text = told()
     assert (row["origin"], row["where"], row["remarks"]) == ("kept", f"kept as {path}", [EDITABLE])
@@ -64,7 +72,9 @@ def test_no_compiler(package, monkeypatch, capsys):
     monkeypatch.setattr(build, "_compiler", lambda: "")
     row, text = told()
     assert (row["origin"], row["instruction_sets"]) == ("", [])
-    assert row["remarks"] == ["there is no C compiler: install gcc or clang, or set the environment variable CC"]
+    assert row["remarks"] == [
+        "there is no C compiler: install gcc or clang, or set the environment variable CC"
+    ]
     assert re.search(r"^runner +nowhere +none *$", text, re.MULTILINE)
     assert "C code, all: there is no C compiler: install gcc" in capsys.readouterr().out
 
@@ -73,7 +83,10 @@ def test_a_shipped_library_of_other_sources(package):
     build.compile_source(package / "runner.c", package / "runner.so", build._compiler())
     (package / "more.h").write_text("/* changed */")
     row, _ = told()
-    assert (row["origin"], row["remarks"]) == ("compiled", ["runner.so of the package: it was made of other sources"])
+    assert (row["origin"], row["remarks"]) == (
+        "compiled",
+        ["runner.so of the package: it was made of other sources"],
+    )
 
 
 def test_a_cache_that_others_may_write(package, tmp_path):
@@ -82,7 +95,9 @@ def test_a_cache_that_others_may_write(package, tmp_path):
     row, _ = told()
     assert row["origin"] == "compiled"
     assert row["where"].startswith("compiled in this process, loaded from ")
-    assert any("others may write" in remark and str(tmp_path / "cache") in remark for remark in row["remarks"])
+    assert any(
+        "others may write" in remark and str(tmp_path / "cache") in remark for remark in row["remarks"]
+    )
 
 
 def test_a_compiler_that_does_not_know_an_instruction_set(package, tmp_path, monkeypatch):
@@ -90,9 +105,13 @@ def test_a_compiler_that_does_not_know_an_instruction_set(package, tmp_path, mon
     monkeypatch.setattr(build, "_compiler", lambda: "cc -DNC_OLD_COMPILER")
     row, text = told()
     assert row["instruction_sets"] == ["avx2", "avx512", "avx512_vnni"]
-    unknown = "avx_vnni takes gcc 11 or clang 12, avx512_bf16 takes gcc 10 or clang 9, amx takes gcc 11 or clang 12"
+    unknown = (
+        "avx_vnni takes gcc 11 or clang 12, avx512_bf16 takes gcc 10 or clang 9, amx takes gcc 11 or clang 12"
+    )
     assert row["remarks"] == [f"{row['compiler']} has no code for {unknown}", EDITABLE]
-    assert re.search(r"^low_bit +the compiler, in this process +avx2, avx512, avx512_vnni ", text, re.MULTILINE)
+    assert re.search(
+        r"^low_bit +the compiler, in this process +avx2, avx512, avx512_vnni ", text, re.MULTILINE
+    )
 
 
 def test_the_table_of_instruction_sets_is_what_this_compiler_makes():

@@ -61,7 +61,13 @@ def test_defaults_are_those_that_the_documentation_states():
 
 @pytest.mark.parametrize(
     ("typo", "nearest"),
-    [("act_dtyp", "act_dtype"), ("wdtype", "w_dtype"), ("granularity", "w_granularity"), ("algo", "act_algo"), ("rules", "w_")],
+    [
+        ("act_dtyp", "act_dtype"),
+        ("wdtype", "w_dtype"),
+        ("granularity", "w_granularity"),
+        ("algo", "act_algo"),
+        ("rules", "w_"),
+    ],
 )
 def test_unknown_field_names_the_nearest(typo, nearest):
     with pytest.raises(UnknownFieldError, match=f"no field '{typo}'; did you mean '.*{nearest}") as caught:
@@ -126,7 +132,9 @@ def test_a_dtype_that_is_excluded_too(excluded):
 
 @pytest.mark.parametrize(("field", "value"), [("act_granularity", "per_channel"), ("w_sym", False)])
 def test_legal_values_without_a_kernel_say_what_to_use(field, value):
-    with pytest.raises(UnsupportedError, match=f"{field}=.*use {field.replace('act_granularity', '')}") as caught:
+    with pytest.raises(
+        UnsupportedError, match=f"{field}=.*use {field.replace('act_granularity', '')}"
+    ) as caught:
         StaticQuantConfig(**{field: value})
     assert isinstance(caught.value, ValueError)
 
@@ -166,7 +174,10 @@ def test_fields_that_only_make_sense_together_are_assigned_one_by_one():
         lambda: StaticQuantConfig.from_dict({1: 2}),
         lambda: config_from({"global": {}, "algorithm": ["x"]}),
         lambda: ComposedConfig.from_dict(
-            {"algorithm": "composed", "parts": [{"global": {"act_sym": True}}, {"global": {"act_sym": False}}]}
+            {
+                "algorithm": "composed",
+                "parts": [{"global": {"act_sym": True}}, {"global": {"act_sym": False}}],
+            }
         ),
         lambda: config_from({"static_quant": {"act_sym": True}, "static": {"act_sym": False}}),
     ],
@@ -182,7 +193,9 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_a_json_of_another_strategy_says_so():
-    with pytest.raises(ConfigError, match="'static', but got 1 and 'composed'. Read it with the class of that algorithm"):
+    with pytest.raises(
+        ConfigError, match="'static', but got 1 and 'composed'. Read it with the class of that algorithm"
+    ):
         StaticQuantConfig.from_json((StaticQuantConfig() + DynamicQuantConfig()).to_json())
 
 
@@ -253,7 +266,12 @@ def test_types_and_functions_become_names(key, name):
 
 
 def test_the_same_key_again_replaces_and_moves_to_the_end():
-    config = StaticQuantConfig().set_local("a", FP32).set_local("b", FP32).set_local("a", StaticQuantConfig(act_sym=True))
+    config = (
+        StaticQuantConfig()
+        .set_local("a", FP32)
+        .set_local("b", FP32)
+        .set_local("a", StaticQuantConfig(act_sym=True))
+    )
     assert keys(config) == [("b", False), ("a", False)]
     assert config.rules[1].config.act_sym
 
@@ -273,7 +291,9 @@ def test_a_key_of_another_kind(key):
 
 
 def test_a_local_configuration_that_is_none():
-    with pytest.raises(ConfigError, match=r"expects a configuration, e\.g\. StaticQuantConfig\(\), but got dict"):
+    with pytest.raises(
+        ConfigError, match=r"expects a configuration, e\.g\. StaticQuantConfig\(\), but got dict"
+    ):
         StaticQuantConfig().set_local("fc", {"w_dtype": "fp32"})
 
 
@@ -300,7 +320,7 @@ def test_prepare_takes_a_snapshot():
 
 def test_copies_are_independent():
     config = StaticQuantConfig().set_local("a", FP32)
-    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):  # noqa: S301
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert other == config
         other.set_local("b", FP32)
         assert keys(config) == [("a", False)]
@@ -332,7 +352,11 @@ def configs(draw, rules=True):
         excluded_precisions=tuple(draw(st.sets(st.sampled_from(["bf16", "fp16"])))),
     )
     if rules:
-        for key in draw(st.lists(st.one_of(types, names, st.lists(st.one_of(types, names), min_size=1, max_size=3)), max_size=5)):
+        for key in draw(
+            st.lists(
+                st.one_of(types, names, st.lists(st.one_of(types, names), min_size=1, max_size=3)), max_size=5
+            )
+        ):
             config.set_local(key, draw(configs(rules=False)))
     return config
 

@@ -1,4 +1,7 @@
-"""Neural Compressor's weight-only scripts with only the import changed: names, defaults, dictionary forms, rules, the whole flow."""
+"""Neural Compressor's weight-only scripts with only the import changed.
+
+Names, defaults, dictionary forms, rules, the whole flow.
+"""
 
 import inspect
 import itertools
@@ -34,14 +37,23 @@ from nc.algorithms.solvers import GPTQ, HQQ, RTN, AutoRound
 from nc.algorithms.transforms import AWQ, TEQ
 from nc.config import config_from
 
-WEIGHT_ONLY = {"rtn": RTNConfig, "gptq": GPTQConfig, "awq": AWQConfig, "teq": TEQConfig, "hqq": HQQConfig, "autoround": AutoRoundConfig}
+WEIGHT_ONLY = {
+    "rtn": RTNConfig,
+    "gptq": GPTQConfig,
+    "awq": AWQConfig,
+    "teq": TEQConfig,
+    "hqq": HQQConfig,
+    "autoround": AutoRoundConfig,
+}
 IDS = torch.arange(48).reshape(4, 12) % 50
 
 
 def llama(blocks):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=blocks, vocab_size=50, max_position_embeddings=64)
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=blocks, vocab_size=50, max_position_embeddings=64
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -61,13 +73,63 @@ def small(factory):
 @pytest.mark.parametrize(
     ("factory", "expected"),
     [
-        (RTNConfig, {"dtype": "int", "bits": 4, "use_sym": True, "group_size": 32, "group_dim": 1, "use_layer_wise": True}),
-        (GPTQConfig, {"percdamp": 0.01, "block_size": 2048, "act_order": False, "static_groups": False, "true_sequential": False}),
-        (AWQConfig, {"use_auto_scale": True, "use_auto_clip": True, "folding": False, "double_quant_use_sym": True}),
+        (
+            RTNConfig,
+            {
+                "dtype": "int",
+                "bits": 4,
+                "use_sym": True,
+                "group_size": 32,
+                "group_dim": 1,
+                "use_layer_wise": True,
+            },
+        ),
+        (
+            GPTQConfig,
+            {
+                "percdamp": 0.01,
+                "block_size": 2048,
+                "act_order": False,
+                "static_groups": False,
+                "true_sequential": False,
+            },
+        ),
+        (
+            AWQConfig,
+            {"use_auto_scale": True, "use_auto_clip": True, "folding": False, "double_quant_use_sym": True},
+        ),
         (TEQConfig, {"folding": True, "use_layer_wise": False, "double_quant_group_size": 256}),
-        (HQQConfig, {"bits": 4, "group_size": 64, "quant_zero": True, "quant_scale": False, "scale_quant_group_size": 128}),
-        (AutoRoundConfig, {"iters": 200, "nsamples": 128, "batch_size": 8, "seed": 42, "scheme": "W4A16", "scale_dtype": "fp16"}),
-        (MXQuantConfig, {"w_dtype": "int8", "act_dtype": "int8", "out_dtype": "bfloat16", "blocksize": 32, "round_method": "nearest"}),
+        (
+            HQQConfig,
+            {
+                "bits": 4,
+                "group_size": 64,
+                "quant_zero": True,
+                "quant_scale": False,
+                "scale_quant_group_size": 128,
+            },
+        ),
+        (
+            AutoRoundConfig,
+            {
+                "iters": 200,
+                "nsamples": 128,
+                "batch_size": 8,
+                "seed": 42,
+                "scheme": "W4A16",
+                "scale_dtype": "fp16",
+            },
+        ),
+        (
+            MXQuantConfig,
+            {
+                "w_dtype": "int8",
+                "act_dtype": "int8",
+                "out_dtype": "bfloat16",
+                "blocksize": 32,
+                "round_method": "nearest",
+            },
+        ),
     ],
 )
 def test_parameters_have_neural_compressors_defaults(factory, expected):
@@ -76,7 +138,12 @@ def test_parameters_have_neural_compressors_defaults(factory, expected):
 
 
 def test_defaults_ask_for_what_neural_compressor_does():
-    assert (RTNConfig().w_dtype, RTNConfig().group_size, RTNConfig().w_sym, RTNConfig().w_algo) == ("int4", 32, True, "minmax")
+    assert (RTNConfig().w_dtype, RTNConfig().group_size, RTNConfig().w_sym, RTNConfig().w_algo) == (
+        "int4",
+        32,
+        True,
+        "minmax",
+    )
     assert RTNConfig().solver == RTN()
     assert GPTQConfig().solver == GPTQ(damp=0.01, block=2048, order="none", static_groups=False)
     assert (AWQConfig().transforms, AWQConfig().w_algo) == ((AWQ(),), "wls")
@@ -88,7 +155,12 @@ def test_defaults_ask_for_what_neural_compressor_does():
 
 
 def test_default_builders():
-    assert get_default_rtn_config() == get_default_rtn_config("client") == get_default_rtn_config(processor_type="SERVER") == RTNConfig()
+    assert (
+        get_default_rtn_config()
+        == get_default_rtn_config("client")
+        == get_default_rtn_config(processor_type="SERVER")
+        == RTNConfig()
+    )
     assert get_default_gptq_config(processor_type="client") == GPTQConfig()
     assert get_default_AutoRound_config() == AutoRoundConfig()
     assert get_default_awq_config() == AWQConfig()
@@ -109,13 +181,25 @@ def test_default_builders():
         (RTNConfig(quant_lm_head=True, bits=8), {"lm_head": "int8"}),
         (RTNConfig(dtype="fp32"), {"w_dtype": "fp32", "is_float": True}),
         (GPTQConfig(act_order=True, percdamp=0.1), {"solver": GPTQ(damp=0.1, block=2048, order="static")}),
-        (GPTQConfig(hybrid_order=True, static_groups=True), {"solver": GPTQ(block=2048, order="groups", static_groups=True)}),
+        (
+            GPTQConfig(hybrid_order=True, static_groups=True),
+            {"solver": GPTQ(block=2048, order="groups", static_groups=True)},
+        ),
         (AWQConfig(use_auto_scale=False), {"transforms": (), "w_algo": "wls"}),
         (AWQConfig(use_auto_clip=False), {"transforms": (AWQ(clip=False),), "w_algo": "minmax"}),
         (HQQConfig(quant_zero=False), {"float_zero": True}),
-        (AutoRoundConfig(bits=3, group_size=64, use_sym=False, minmax_lr=0.01), {"w_dtype": "int3", "group_size": 64, "w_sym": False}),
-        (AutoRoundConfig(scheme="W8A8", scale_dtype="torch.float32"), {"w_dtype": "int8", "act_dtype": "int8", "scale_dtype": "fp32"}),
-        (MXQuantConfig(w_dtype="fp4", weight_only=True), {"w_dtype": "fp4_e2m1", "scale_dtype": "e8m0", "group_size": 32}),
+        (
+            AutoRoundConfig(bits=3, group_size=64, use_sym=False, minmax_lr=0.01),
+            {"w_dtype": "int3", "group_size": 64, "w_sym": False},
+        ),
+        (
+            AutoRoundConfig(scheme="W8A8", scale_dtype="torch.float32"),
+            {"w_dtype": "int8", "act_dtype": "int8", "scale_dtype": "fp32"},
+        ),
+        (
+            MXQuantConfig(w_dtype="fp4", weight_only=True),
+            {"w_dtype": "fp4_e2m1", "scale_dtype": "e8m0", "group_size": 32},
+        ),
     ],
 )
 def test_parameters_mean_what_they_say(given, expected):
@@ -133,7 +217,11 @@ def test_parameters_mean_what_they_say(given, expected):
         (lambda: RTNConfig(dtype="fp4"), nc.UnsupportedError, '"nf4" or "fp4_e2m1"'),
         (lambda: RTNConfig(dtype="fp8_e4m3fnuz"), nc.UnsupportedError, '"fp8_e4m3fn"'),
         (lambda: RTNConfig(group_dim=0), nc.UnsupportedError, "group_dim=1"),
-        (lambda: RTNConfig(use_double_quant=True, double_quant_dtype="nf4"), nc.UnsupportedError, "whole numbers"),
+        (
+            lambda: RTNConfig(use_double_quant=True, double_quant_dtype="nf4"),
+            nc.UnsupportedError,
+            "whole numbers",
+        ),
         (lambda: GPTQConfig(act_order=True, hybrid_order=True), nc.ConfigError, "set one of them"),
         (lambda: GPTQConfig(fp8_aware=True), nc.UnsupportedError, "fp8_e4m3fn"),
         (lambda: HQQConfig(quant_scale=True), nc.UnsupportedError, "quant_zero=False"),
@@ -173,7 +261,10 @@ def test_what_only_saves_memory_is_accepted_in_silence():
     assert RTNConfig(use_layer_wise=False, model_path="x") == RTNConfig()
     assert GPTQConfig(use_layer_wise=True, use_block_wise=True, model_path="x") == GPTQConfig()
     assert AWQConfig(folding=True, use_layer_wise=True) == AWQConfig()
-    assert AutoRoundConfig(low_gpu_mem_usage=True, amp=False, device_map="cpu", export_format="itrex") == AutoRoundConfig()
+    assert (
+        AutoRoundConfig(low_gpu_mem_usage=True, amp=False, device_map="cpu", export_format="itrex")
+        == AutoRoundConfig()
+    )
 
 
 # ---- numbers ----
@@ -183,7 +274,9 @@ def rounded(weight, group, highest):
     """Symmetric codes from -highest to highest, in float64."""
     parts = weight.detach().double().numpy().reshape(weight.shape[0], -1, group)
     scale = (np.abs(parts).max(2, keepdims=True) / highest).astype(np.float32).astype(np.float64)
-    return torch.from_numpy((np.clip(np.round(parts / scale), -highest, highest) * scale).reshape(weight.shape))
+    return torch.from_numpy(
+        (np.clip(np.round(parts / scale), -highest, highest) * scale).reshape(weight.shape)
+    )
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (3, 16)])
@@ -203,15 +296,21 @@ def test_bits_reach_the_codes_for_every_algorithm():
         layer = convert(prepared).model.layers[0].mlp.up_proj
         assert layer.form.bits == bits
         assert int(layer.packed.unpacked().max()) > (7 if bits == 8 else 3)
-        assert (layer.packed.dequantize() - model.model.layers[0].mlp.up_proj.weight).abs().max() < (0.2 if bits == 3 else 0.02)
+        assert (layer.packed.dequantize() - model.model.layers[0].mlp.up_proj.weight).abs().max() < (
+            0.2 if bits == 3 else 0.02
+        )
 
 
 # ---- rules and dictionaries ----
 
 
 def test_local_configurations_stand_for_themselves(model):
-    config = RTNConfig(bits=8, group_size=64, use_double_quant=True).set_local(".*mlp.*", RTNConfig(group_size=16))
-    config.set_local(torch.nn.Linear, RTNConfig(bits=5)).set_local(["lm_head", ".*v_proj"], RTNConfig(dtype="fp32"))
+    config = RTNConfig(bits=8, group_size=64, use_double_quant=True).set_local(
+        ".*mlp.*", RTNConfig(group_size=16)
+    )
+    config.set_local(torch.nn.Linear, RTNConfig(bits=5)).set_local(
+        ["lm_head", ".*v_proj"], RTNConfig(dtype="fp32")
+    )
     plan = nc.describe(model, config)
     assert str(plan["model.layers.0.mlp.up_proj"].form) == "int4 sym g16 fp32"
     assert str(plan["model.layers.0.self_attn.q_proj"].form) == "int5 sym g32 fp32"
@@ -227,16 +326,26 @@ def test_the_users_own_rule_for_the_head_wins(model):
 
 
 def test_a_local_configuration_may_repeat_the_transform_of_the_outer_one(model):
-    config = AWQConfig().set_local(".*down_proj", AWQConfig(bits=8)).set_local(".*o_proj", AWQConfig(dtype="fp32"))
+    config = (
+        AWQConfig().set_local(".*down_proj", AWQConfig(bits=8)).set_local(".*o_proj", AWQConfig(dtype="fp32"))
+    )
     plan = nc.describe(model, config)
     assert plan.transforms == (AWQ(),)
-    assert (plan["model.layers.0.mlp.down_proj"].form.bits, plan["model.layers.0.mlp.up_proj"].form.bits) == (8, 4)
+    assert (plan["model.layers.0.mlp.down_proj"].form.bits, plan["model.layers.0.mlp.up_proj"].form.bits) == (
+        8,
+        4,
+    )
     assert plan["model.layers.0.self_attn.o_proj"].form is None
     config = RTNConfig().set_local(".*down_proj", AWQConfig()).set_local(".*up_proj", RTNConfig(bits=8))
     plan = nc.describe(model, config)
     assert plan["model.layers.0.mlp.down_proj"].transforms == (AWQ(),)
     assert plan["model.layers.0.mlp.up_proj"].transforms == ()
-    assert nc.describe(model, AWQConfig().set_local(".*up_proj", RTNConfig()))["model.layers.0.mlp.up_proj"].transforms == ()
+    assert (
+        nc.describe(model, AWQConfig().set_local(".*up_proj", RTNConfig()))[
+            "model.layers.0.mlp.up_proj"
+        ].transforms
+        == ()
+    )
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
@@ -245,14 +354,20 @@ def test_dictionaries(name):
     assert config_from({name: {}}) == config_from({name: {"global": {}}}) == factory()
     fields = {"bits": 8, "group_size": 64}
     assert config_from({name: fields}) == factory(**fields)
-    both = config_from({name: {"global": fields, "local": {"lm_head": {"dtype": "fp32"}, "Linear": {"bits": 3}}}})
-    assert both == factory(**fields).set_local("lm_head", factory(dtype="fp32")).set_local("Linear", factory(bits=3))
+    both = config_from(
+        {name: {"global": fields, "local": {"lm_head": {"dtype": "fp32"}, "Linear": {"bits": 3}}}}
+    )
+    assert both == factory(**fields).set_local("lm_head", factory(dtype="fp32")).set_local(
+        "Linear", factory(bits=3)
+    )
     assert config_from(both.to_dict()) == both
     assert WeightOnlyConfig.from_json(both.to_json()) == both
 
 
 def test_a_dictionary_of_several_strategies_is_their_sum(model):
-    config = config_from({"rtn": {"white_list": [".*mlp.*"]}, "gptq": {"white_list": [".*self_attn.*"], "bits": 8}})
+    config = config_from(
+        {"rtn": {"white_list": [".*mlp.*"]}, "gptq": {"white_list": [".*self_attn.*"], "bits": 8}}
+    )
     assert config == RTNConfig(white_list=[".*mlp.*"]) + GPTQConfig(white_list=[".*self_attn.*"], bits=8)
     plan = nc.describe(model, config)
     assert {d.solver.name for d in plan.quantized if "mlp" in d.operator} == {"rtn"}
@@ -287,7 +402,12 @@ def test_quantize_with_a_run_function(name, model):
         for batch in batches:
             prepared(input_ids=batch)
 
-    q = quantize(model, {name: {"group_size": 32, **({"iters": 2} if name == "autoround" else {})}}, run_fn, run_args=([IDS[:2], IDS[2:]],))
+    q = quantize(
+        model,
+        {name: {"group_size": 32, **({"iters": 2} if name == "autoround" else {})}},
+        run_fn,
+        run_args=([IDS[:2], IDS[2:]],),
+    )
     assert len(nc.report(q).quantized) == 14
 
 
@@ -298,9 +418,10 @@ def test_algorithms_that_need_data_say_so(name, model):
 
 
 @pytest.mark.parametrize(
-    ("type", "bits"), [("BNB_NF4", 4 + 8 / 32 + 32 / (32 * 2)), ("GGML_TYPE_Q4_K", 4 + 2 * 8 / 32 + 2 * 32 / (32 * 2))]
+    ("type", "bits"),
+    [("BNB_NF4", 4 + 8 / 32 + 32 / (32 * 2)), ("GGML_TYPE_Q4_K", 4 + 2 * 8 / 32 + 2 * 32 / (32 * 2))],
 )
-def test_double_quantized_scales(type, bits, model):  # noqa: A002 - Neural Compressor's name
+def test_double_quantized_scales(type, bits, model):  # Neural Compressor's name
     q = quantize(model, get_default_double_quant_config(type))
     layer = q.model.layers[0].self_attn.q_proj
     assert layer.packed.scale.dtype == torch.uint8
@@ -317,7 +438,10 @@ def test_mx_weights_alone_and_with_activations(model):
     simulated = quantize(linear, MXQuantConfig(), example_inputs=x, backend="reference")
     parts = [(t.detach().double().reshape(t.shape[0], 2, 32)) for t in (x, linear[0].weight)]
     scales = [torch.exp2(torch.floor(torch.log2(p.abs().amax(2, keepdim=True)))) / 64 for p in parts]
-    x_q, w_q = ((torch.clamp(torch.round(p / s), -127, 127) * s).flatten(1) for p, s in zip(parts, scales, strict=True))
+    x_q, w_q = (
+        (torch.clamp(torch.round(p / s), -127, 127) * s).flatten(1)
+        for p, s in zip(parts, scales, strict=True)
+    )
     expected = x_q @ w_q.T + linear[0].bias.double()
     assert torch.allclose(simulated(x).double(), expected, rtol=1e-5, atol=1e-5)
 

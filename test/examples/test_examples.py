@@ -184,7 +184,9 @@ DOCUMENTS = [
 def test_every_document_with_python_blocks_is_run():
     named = {getattr(document, "values", (document,))[0] for document in DOCUMENTS}
     pages = (ROOT / "README.md", *(ROOT / "docs").glob("*/*.md"))
-    assert {str(page.relative_to(ROOT)) for page in pages if "\n```python\n" in page.read_text(encoding="utf-8")} == named
+    assert {
+        str(page.relative_to(ROOT)) for page in pages if "\n```python\n" in page.read_text(encoding="utf-8")
+    } == named
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

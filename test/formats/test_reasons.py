@@ -13,7 +13,11 @@ from nc.graph.plan import Plan
 
 
 def plan():
-    config = StaticQuantConfig().set_local("fc1", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")).set_local(".*2", StaticQuantConfig())
+    config = (
+        StaticQuantConfig()
+        .set_local("fc1", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+        .set_local(".*2", StaticQuantConfig())
+    )
     return describe(MLP().eval(), config, randn(2, 16), backend="reference")
 
 
@@ -25,7 +29,9 @@ def test_every_reason_survives_json(cause):
     assert str(reason).count("x{}'") == len(names)
 
 
-@pytest.mark.parametrize("rule", [NO_RULE, WHITE_LIST, Rule(Level.GLOBAL), *(Rule(level, "a'b\"\\d") for level in Level if level)])
+@pytest.mark.parametrize(
+    "rule", [NO_RULE, WHITE_LIST, Rule(Level.GLOBAL), *(Rule(level, "a'b\"\\d") for level in Level if level)]
+)
 def test_every_rule_survives_json(rule):
     assert Rule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
 

@@ -1,4 +1,7 @@
-"""Dtypes, granularities and specs as values: their texts, their plain form, and what they say when something is wrong."""
+"""Dtypes, granularities and specs as values.
+
+Their texts, their plain form, and what they say when something is wrong.
+"""
 
 import pytest
 import torch
@@ -90,7 +93,11 @@ def test_output_channels_of_an_operator_without_any_are_the_whole_tensor():
 @pytest.mark.parametrize(
     ("value", "shape", "message"),
     [
-        (per_group(-1, 32), (6, 48), "Blocks of 32 do not cover axis 1 of 48 elements; the nearest sizes that do: 24 and 48"),
+        (
+            per_group(-1, 32),
+            (6, 48),
+            "Blocks of 32 do not cover axis 1 of 48 elements; the nearest sizes that do: 24 and 48",
+        ),
         (per_group(-1, 64), (6, 48), "the nearest sizes that do: 48"),
         (per_block((4, 4)), (6, 8), "do not cover axis 0 of 6"),
         (per_block((1, 2, 2)), (6, 8), "3 dimensions do not cover a tensor with 2"),
@@ -102,7 +109,9 @@ def test_blocks_that_do_not_cover_a_tensor_are_refused(value, shape, message):
         value.block_size(shape)
 
 
-@pytest.mark.parametrize("text", ["per_row", "per_group", "per_group 0", "per_block", "per_block 2x", "per_group x", ""])
+@pytest.mark.parametrize(
+    "text", ["per_row", "per_group", "per_group 0", "per_block", "per_block 2x", "per_group x", ""]
+)
 def test_a_text_that_is_no_granularity_is_refused(text):
     with pytest.raises(ConfigError, match="no granularity"):
         granularity(text)
@@ -118,7 +127,11 @@ def test_a_text_that_is_no_granularity_is_refused(text):
         (BF16, "float", "bf16"),
         (OpSpec(activation=A8), "static", "int8"),
         (OpSpec(activation=A8, weight=W8), "static", "int8"),
-        (OpSpec(activation=TensorSpec(dtype=INT8, symmetric=True, dynamic=True), weight=W8), "dynamic", "int8"),
+        (
+            OpSpec(activation=TensorSpec(dtype=INT8, symmetric=True, dynamic=True), weight=W8),
+            "dynamic",
+            "int8",
+        ),
         (OpSpec(weight=W4), "weight_only", "int4 per_group 32, weight only"),
     ],
 )
@@ -129,7 +142,13 @@ def test_the_mode_of_an_operator(spec, mode, precision):
 
 @pytest.mark.parametrize(
     "spec",
-    [FLOAT, BF16, OpSpec(weight=W4), OpSpec(activation=A8, right=A8), OpSpec(activation=A8, weight=W8, smooth=SmoothSpec(alpha=None))],
+    [
+        FLOAT,
+        BF16,
+        OpSpec(weight=W4),
+        OpSpec(activation=A8, right=A8),
+        OpSpec(activation=A8, weight=W8, smooth=SmoothSpec(alpha=None)),
+    ],
 )
 def test_specs_come_back_from_plain_values(spec):
     assert OpSpec.from_dict(spec.to_dict()) == spec

@@ -16,7 +16,16 @@ from nc.backends.dynamic import replace_dynamic
 from nc.backends.native.recurrent import replace_recurrent
 from nc.formats.rule_key import KIND_NAMES
 from nc.graph import catalogue
-from nc.graph.catalogue import KINDS, climb, decide_kinds, first_input, joined_inputs, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import (
+    KINDS,
+    climb,
+    decide_kinds,
+    first_input,
+    joined_inputs,
+    kind_of_node,
+    op_name,
+    schema_arguments,
+)
 from nc.graph.dataflow import behind_matmul, consumers, origin, producer
 from nc.graph.fx_utils import call_function, copy_module, retarget, take_over
 
@@ -84,7 +93,9 @@ def test_readers_behind_many_diamonds_are_found_once(graph):
     value = x = graph.placeholder("x")
     for _ in range(60):  # a walk along every path would take 2^60 steps
         parts = call_function(graph, aten.split.Tensor, (value, 1))
-        value = call_function(graph, aten.cat.default, ([call_function(graph, operator.getitem, (parts, i)) for i in (0, 1)],))
+        value = call_function(
+            graph, aten.cat.default, ([call_function(graph, operator.getitem, (parts, i)) for i in (0, 1)],)
+        )
     reader = call_function(graph, aten.linear.default, (value, x))
     assert list(consumers(x)) == [reader]
 
@@ -115,7 +126,9 @@ def every_kind():
 
 def kinds(module):
     """Name of each operator → the kind of its node."""
-    return {node.meta["operator"]: kind_of_node(node) for node in module.graph.nodes if "operator" in node.meta}
+    return {
+        node.meta["operator"]: kind_of_node(node) for node in module.graph.nodes if "operator" in node.meta
+    }
 
 
 def test_the_kind_of_an_operator_lasts_from_capture_to_load(every_kind, tmp_path):
@@ -137,7 +150,13 @@ def test_what_computes_an_operator_in_another_way_has_not_its_kind(every_kind):
     replace_recurrent(lowered)
     lost = {name for name, kind in kinds(module).items() if kind != kinds(lowered).get(name)}
     assert lost == {"lstm", "gru"}
-    assert {op_name(n) for n in lowered.graph.nodes if kind_of_node(n)} == {"conv1d", "conv_transpose1d", "linear", "bmm", "add"}
+    assert {op_name(n) for n in lowered.graph.nodes if kind_of_node(n)} == {
+        "conv1d",
+        "conv_transpose1d",
+        "linear",
+        "bmm",
+        "add",
+    }
 
 
 def test_rules_name_the_kinds_that_the_catalogue_has():
@@ -154,10 +173,23 @@ class TestOneNamePerNode:
 
     def test_prepare_asks_once_for_each_node(self, named):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
-        prepared = nc.prepare(model, StaticQuantConfig(), example_inputs=torch.randn(4, 8), backend="reference")
-        computed = aten.linear.default, aten.relu.default  # older versions of torch also export what checks sizes
-        assert [target for target in named if target in computed] == [aten.linear.default, aten.relu.default, aten.linear.default]
-        assert [op_name(node) for node in prepared.graph.module.graph.nodes if op_name(node)] == ["linear", "relu", "linear"]
+        prepared = nc.prepare(
+            model, StaticQuantConfig(), example_inputs=torch.randn(4, 8), backend="reference"
+        )
+        computed = (
+            aten.linear.default,
+            aten.relu.default,
+        )  # older versions of torch also export what checks sizes
+        assert [target for target in named if target in computed] == [
+            aten.linear.default,
+            aten.relu.default,
+            aten.linear.default,
+        ]
+        assert [op_name(node) for node in prepared.graph.module.graph.nodes if op_name(node)] == [
+            "linear",
+            "relu",
+            "linear",
+        ]
 
     def test_a_node_that_a_pass_makes_is_named_where_it_is_made(self, named, graph):
         x = graph.placeholder("x")
@@ -170,20 +202,34 @@ class TestOneNamePerNode:
 
     def test_a_node_that_takes_the_place_of_another_keeps_its_own(self, graph):
         x = graph.placeholder("x")
-        old, new = call_function(graph, aten.linear.default, (x, x)), call_function(graph, aten.mul.Tensor, (x, x))
+        old, new = (
+            call_function(graph, aten.linear.default, (x, x)),
+            call_function(graph, aten.mul.Tensor, (x, x)),
+        )
         old.meta["operator"] = "fc"
         decide_kinds(fx.GraphModule({}, graph))
         take_over(new, old)
         assert (op_name(new), kind_of_node(new), new.meta["operator"]) == ("mul", None, "fc")
 
-    @pytest.mark.parametrize("ask", [op_name, kind_of_node, lambda node: decide_kinds(fx.GraphModule({}, node.graph))])
+    @pytest.mark.parametrize(
+        "ask", [op_name, kind_of_node, lambda node: decide_kinds(fx.GraphModule({}, node.graph))]
+    )
     def test_a_node_without_a_name_is_an_error_that_names_it(self, graph, ask):
         node = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
-        with pytest.raises(LookupError, match=r"Node 'relu_default' calls aten.relu.default and does not carry"):
+        with pytest.raises(
+            LookupError, match=r"Node 'relu_default' calls aten.relu.default and does not carry"
+        ):
             ask(node)
 
-    @pytest.mark.parametrize("path", sorted((ROOT / "nc").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+    @pytest.mark.parametrize(
+        "path", sorted((ROOT / "nc").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+    )
     def test_nodes_that_call_are_made_by_the_helpers(self, path):
         if path.name != "fx_utils.py":
             text = path.read_text(encoding="utf-8")
-            assert re.findall(r"graph\.call_function|create_node\(\s*\"call|(?m:^\s*node\.target = (?!name))", text) == []
+            assert (
+                re.findall(
+                    r"graph\.call_function|create_node\(\s*\"call|(?m:^\s*node\.target = (?!name))", text
+                )
+                == []
+            )

@@ -1,4 +1,7 @@
-"""What a model writes into its arguments: the caller finds it there after each call, whatever runs the model."""
+"""What a model writes into its arguments.
+
+The caller finds it there after each call, whatever runs the model.
+"""
 
 import copy
 import dataclasses
@@ -107,7 +110,10 @@ def agreement(a, b):
     leaves = [*zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)]
     for left, right in leaves:
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
-    return min(sqnr_db(left.double(), right.double()) if left.is_floating_point() else 999.0 for left, right in leaves)
+    return min(
+        sqnr_db(left.double(), right.double()) if left.is_floating_point() else 999.0
+        for left, right in leaves
+    )
 
 
 def left_behind(model, inputs):
@@ -154,12 +160,16 @@ def test_exported(prepared):
 
 def test_a_program_gives_the_new_values(tmp_path):
     openvino = pytest.importorskip("openvino")
-    mine = nc.prepare(Copies().eval(), StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference")
+    mine = nc.prepare(
+        Copies().eval(), StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference"
+    )
     mine(X, torch.zeros(4, 8))
     q, cache = nc.convert(mine), torch.zeros(4, 8)
     with pytest.warns(nc.NCWarning, match="its last outputs are the new values of cache, in this order"):
         nc.export_openvino(q, tmp_path / "model.xml")
-    program = openvino.Core().compile_model(tmp_path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    program = openvino.Core().compile_model(
+        tmp_path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
     found = program({"x": X.numpy(), "cache": cache.numpy()})
     assert sqnr_db(q(X, cache), torch.from_numpy(found["output_0"])) > 30
     assert sqnr_db(cache, torch.from_numpy(found["output_1"])) > 30
@@ -178,7 +188,10 @@ def test_the_callers_own_objects(prepared):
 
 @pytest.mark.parametrize("run", ["prepared", "quantized"])
 def test_decoding(run):
-    """Steps build on what the steps in front of them wrote: with a stale state they drift away within a few."""
+    """Steps build on what the steps in front of them wrote.
+
+    With a stale state they drift away within a few.
+    """
     model = Adds().eval()
     mine = nc.prepare(model, StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference")
     states = [torch.zeros(4, 8), torch.zeros(4, 8)]
@@ -220,7 +233,12 @@ def test_shared_memory():
 
 def test_share_elements():
     memory = torch.zeros(40, dtype=torch.float32)
-    pairs = [(memory[:10], memory[10:]), (memory[::2], memory[1::2]), (memory, torch.zeros(40)), (memory[:0], memory)]
+    pairs = [
+        (memory[:10], memory[10:]),
+        (memory[::2], memory[1::2]),
+        (memory, torch.zeros(40)),
+        (memory[:0], memory),
+    ]
     assert not any(share_elements(*pair) for pair in pairs)
     pairs = [(memory[:11], memory[10:]), (memory[::2], memory[::3]), (memory, memory.view(torch.int64)[3:4])]
     assert all(share_elements(*pair) for pair in pairs)
@@ -258,14 +276,18 @@ class Boxed(_Layer):
         return x + 1
 
 
-@pytest.mark.parametrize(("model", "example", "name"), [(Transposes(), torch.ones(3, 5), "cache"), (Boxed(), Box(X), "box")])
+@pytest.mark.parametrize(
+    ("model", "example", "name"), [(Transposes(), torch.ones(3, 5), "cache"), (Boxed(), Box(X), "box")]
+)
 def test_refused_by_name(model, example, name):
     with pytest.raises(CaptureError, match=f"forward changes argument '{name}'"):
         nc.prepare(model.eval(), StaticQuantConfig(), example_inputs=(X, example), backend="reference")
 
 
 def test_a_failed_call_writes_nothing():
-    mine = nc.prepare(Copies().eval(), StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference")
+    mine = nc.prepare(
+        Copies().eval(), StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference"
+    )
     cache = torch.zeros(4, 8)
     with pytest.raises(nc.CalibrationError):
         mine(X / 0, cache)
@@ -274,19 +296,29 @@ def test_a_failed_call_writes_nothing():
 
 def test_kept_samples_are_the_inputs():
     """Algorithms run them again: what the call writes afterwards must not change them."""
-    mine = nc.prepare(Adds().eval(), StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference")
+    mine = nc.prepare(
+        Adds().eval(), StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference"
+    )
     mine._samples.rows, mine._samples.size = 100, 1 << 20
     cache = torch.zeros(4, 8)
     mine(X, cache)
     mine(X, cache)
     first, second = mine._samples.batches
     assert not bool(first[1].any())
-    assert torch.allclose(second[1], first[0] @ mine.graph.module.f_weight.t() + mine.graph.module.f_bias, atol=1e-5)
+    assert torch.allclose(
+        second[1], first[0] @ mine.graph.module.f_weight.t() + mine.graph.module.f_bias, atol=1e-5
+    )
 
 
 def test_cache_of_transformers():
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 50,
+    }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2)).eval()
     ids = torch.arange(12).reshape(2, 6)
 
@@ -295,8 +327,14 @@ def test_cache_of_transformers():
         call(model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
         return cache
 
-    token = {"input_ids": ids[:, :1], "attention_mask": torch.ones(2, 7, dtype=torch.int64), "use_cache": True}
-    prepared = nc.prepare(model, StaticQuantConfig(), example_inputs={**token, "past_key_values": filled()}, backend="reference")
+    token = {
+        "input_ids": ids[:, :1],
+        "attention_mask": torch.ones(2, 7, dtype=torch.int64),
+        "use_cache": True,
+    }
+    prepared = nc.prepare(
+        model, StaticQuantConfig(), example_inputs={**token, "past_key_values": filled()}, backend="reference"
+    )
     mine, own = filled(), filled()
     for step in range(3):
         more = {"attention_mask": torch.ones(2, 7 + step, dtype=torch.int64)}

@@ -1,4 +1,7 @@
-"""Any format at any role, simulated: from configuration to report, on the reference backend, against float64 brute force."""
+"""Any format at any role, simulated.
+
+From configuration to report, on the reference backend, against float64 brute force.
+"""
 
 import itertools
 import math
@@ -45,7 +48,9 @@ ML = {
     "fp8_e5m2": ml_dtypes.float8_e5m2,
 }
 #: Formats that are a list of values: test_formats.py compares the lists with their sources.
-TABLES = {name: DTYPES[name].values for name in ("nf4", "af4", "af4_32")} | {"mxint8": [k / 64 for k in range(-127, 128)]}
+TABLES = {name: DTYPES[name].values for name in ("nf4", "af4", "af4_32")} | {
+    "mxint8": [k / 64 for k in range(-127, 128)]
+}
 
 
 def spec(dtype=None, **fields):
@@ -205,8 +210,30 @@ def test_ties_of_a_floating_point_format():
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 100.0])
     one = torch.tensor(1.0)
     assert fake_quantize(x, one, None, "fp4_e2m1", "half_even", 0).tolist() == [0, 1, 1, 2, 2, 4, 4, 0, -4, 6]
-    assert fake_quantize(x, one, None, "fp4_e2m1", "half_away", 0).tolist() == [0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -6, 6]
-    assert fake_quantize(x, one, None, "fp4_e2m1", "floor", 0).tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, -0.5, -6, 6]
+    assert fake_quantize(x, one, None, "fp4_e2m1", "half_away", 0).tolist() == [
+        0.5,
+        1,
+        1.5,
+        2,
+        3,
+        4,
+        6,
+        -0.5,
+        -6,
+        6,
+    ]
+    assert fake_quantize(x, one, None, "fp4_e2m1", "floor", 0).tolist() == [
+        0,
+        0.5,
+        1,
+        1.5,
+        2,
+        3,
+        4,
+        -0.5,
+        -6,
+        6,
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -228,7 +255,9 @@ def test_elements_are_those_of_ml_dtypes(dtype):
 @pytest.mark.parametrize("dtype", ["int4", "fp4_e2m1"])
 def test_stochastic_rounding_is_unbiased_and_repeatable(dtype):
     x = torch.linspace(-5.9, 5.9, 37).repeat(4000, 1)
-    found, again, other = (fake_quantize(x, torch.tensor(1.0), None, dtype, "stochastic", seed) for seed in (1, 1, 2))
+    found, again, other = (
+        fake_quantize(x, torch.tensor(1.0), None, dtype, "stochastic", seed) for seed in (1, 1, 2)
+    )
     assert torch.equal(found, again)
     assert not torch.equal(found, other)
     table = torch.arange(-8.0, 8.0) if dtype == "int4" else torch.tensor(finite_values(dtype)).float()
@@ -244,7 +273,11 @@ def test_scales_relative_to_a_tensor_scale_are_those_of_nvfp4():
     outer = np.float32(np.float32(x.abs().max() / 6) / np.float32(448))
     for row, start in itertools.product(range(8), range(0, 64, 16)):
         block = x[row, start : start + 16].numpy()
-        inner = np.float32(np.float32(np.abs(block).max() / np.float32(6)) / outer).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        inner = (
+            np.float32(np.float32(np.abs(block).max() / np.float32(6)) / outer)
+            .astype(ml_dtypes.float8_e4m3fn)
+            .astype(np.float32)
+        )
         scale = inner * outer
         values = np.clip(block / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale
         assert np.allclose(found[row, start : start + 16].numpy(), values, rtol=1e-6)
@@ -252,11 +285,17 @@ def test_scales_relative_to_a_tensor_scale_are_those_of_nvfp4():
 
 def test_all_zero_and_constant_blocks_empty_tensors_and_nan():
     for scale_type, dtype in itertools.product(SCALE_TYPES, ["int4", "uint4", "fp4_e2m1"]):
-        zeros = fake_quantize_dynamic(torch.zeros(2, 8), dtype, "per_token", True, "half_even", scale_type, False, 0)
+        zeros = fake_quantize_dynamic(
+            torch.zeros(2, 8), dtype, "per_token", True, "half_even", scale_type, False, 0
+        )
         assert torch.equal(zeros, torch.zeros(2, 8))
     constant = torch.full((1, 8), 3.0)
-    assert torch.allclose(fake_quantize_dynamic(constant, "uint4", "per_token", False, "half_even", "fp32", False, 0), constant)
-    assert fake_quantize_dynamic(torch.zeros(0, 8), "int4", "per_token", True, "half_even", "fp32", False, 0).shape == (0, 8)
+    assert torch.allclose(
+        fake_quantize_dynamic(constant, "uint4", "per_token", False, "half_even", "fp32", False, 0), constant
+    )
+    assert fake_quantize_dynamic(
+        torch.zeros(0, 8), "int4", "per_token", True, "half_even", "fp32", False, 0
+    ).shape == (0, 8)
     x = torch.tensor([1.0, math.nan, -1.0])
     found = fake_quantize_dynamic(x, "fp8_e4m3", "per_tensor", True, "half_even", "fp32", False, 0)
     assert torch.equal(found.isnan(), x.isnan())
@@ -300,10 +339,14 @@ def test_the_range_of_least_error_of_a_constant():
     assert float(errors[1].sum()) < 0.95 * float(errors[0].sum())
 
 
-@pytest.mark.parametrize(("scale_type", "least"), [("fp16", 2.0**-24), ("e4m3", 2.0**-9), ("fp32", None), ("bf16", None)])
+@pytest.mark.parametrize(
+    ("scale_type", "least"), [("fp16", 2.0**-24), ("e4m3", 2.0**-9), ("fp32", None), ("bf16", None)]
+)
 def test_a_scale_too_small_for_its_type_is_the_least_of_it(scale_type, least):
     weight = torch.linspace(-1e-7, 1e-7, 32).reshape(1, 32)
-    codes, scale, zero_point = constant_codes(weight, group("int4", 32, scale_type=scale_type).resolved("weight", "linear"))
+    codes, scale, zero_point = constant_codes(
+        weight, group("int4", 32, scale_type=scale_type).resolved("weight", "linear")
+    )
     assert float(scale) == least if least else float(scale) == pytest.approx(1e-7 / 7, rel=0.01)
     values = fake_quant.values_of(codes, scale, zero_point, DTYPES["int4"], (1, 32))
     assert float((values - weight).abs().max()) <= float(scale) / 2 * 1.0001
@@ -326,16 +369,24 @@ def test_outputs_are_those_of_weights_rounded_group_by_group(bits, size):
 def test_the_graph_holds_codes_and_a_scale_per_group():
     q = q_model(FakeQuantConfig(weight=group("int4", 32)))
     constants = dict(q.graph.module.named_buffers())
-    codes, scale = (next(b for name, b in constants.items() if name.startswith("0") and name.endswith(end)) for end in ("int4", "scale"))
+    codes, scale = (
+        next(b for name, b in constants.items() if name.startswith("0") and name.endswith(end))
+        for end in ("int4", "scale")
+    )
     assert (codes.dtype, codes.shape, scale.shape) == (torch.int8, (96, 64), (96, 2))
     assert (int(codes.min()), int(codes.max())) == (-7, 7)
     assert "fake_quantize" not in str(q.graph.module.graph)
 
 
 def test_weights_need_no_calibration_and_rounding_less_costs_less():
-    prepared = prepare(mlp(), FakeQuantConfig(weight=group("int4", 32)), example_inputs=X, backend="reference")
+    prepared = prepare(
+        mlp(), FakeQuantConfig(weight=group("int4", 32)), example_inputs=X, backend="reference"
+    )
     assert not prepared.observers
-    noise = [q_model(FakeQuantConfig(weight=group(f"int{bits}", 32))).graph.sqnr_vs_fp32_db for bits in (2, 4, 6, 8)]
+    noise = [
+        q_model(FakeQuantConfig(weight=group(f"int{bits}", 32))).graph.sqnr_vs_fp32_db
+        for bits in (2, 4, 6, 8)
+    ]
     assert noise == sorted(noise)
     assert noise[-1] - noise[0] > 25
 
@@ -360,7 +411,12 @@ class Roles(nn.Module):
 
 
 INPUTS = {"linear": (5, 16), "conv1d": (2, 4, 9), "conv2d": (2, 4, 6, 6), "conv_transpose1d": (2, 4, 7)}
-FUNCTIONS = {"linear": F.linear, "conv1d": F.conv1d, "conv2d": lambda *a: F.conv2d(*a, padding=1), "conv_transpose1d": F.conv_transpose1d}
+FUNCTIONS = {
+    "linear": F.linear,
+    "conv1d": F.conv1d,
+    "conv2d": lambda *a: F.conv2d(*a, padding=1),
+    "conv_transpose1d": F.conv_transpose1d,
+}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -382,7 +438,8 @@ def test_every_role_of_every_kind(kind, dynamic):
     middle = FUNCTIONS[kind](brute(x, x.shape, "uint8", symmetric=False), weight, bias)
     if not dynamic:  # ranges of outputs are those of the fp32 model
         scales = {
-            c: brute_scale(FUNCTIONS[kind](x, model.op.weight, model.op.bias).select(channel, c)) for c in range(middle.shape[channel])
+            c: brute_scale(FUNCTIONS[kind](x, model.op.weight, model.op.bias).select(channel, c))
+            for c in range(middle.shape[channel])
         }
         expected = torch.stack([fixed(middle.select(channel, c), scales[c]) for c in scales], channel)
     else:
@@ -400,7 +457,12 @@ def brute_scale(values):
 
 
 def fixed(values, scale):
-    return torch.from_numpy(np.clip(values.numpy() / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)) * scale
+    return (
+        torch.from_numpy(
+            np.clip(values.numpy() / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        )
+        * scale
+    )
 
 
 class Text(nn.Module):
@@ -417,12 +479,19 @@ IDS = torch.arange(12).reshape(2, 6)
 
 def test_embeddings_have_a_weight_and_an_output_and_no_input():
     model = Text().eval()
-    config = FakeQuantConfig(weight=group("int4", 8), input="int8", output=spec("fp8_e5m2", dynamic=True), white_list=[nn.Embedding])
+    config = FakeQuantConfig(
+        weight=group("int4", 8),
+        input="int8",
+        output=spec("fp8_e5m2", dynamic=True),
+        white_list=[nn.Embedding],
+    )
     q = q_model(config, model, IDS)
     assert set(q.graph.plan["table"].spec.fake.roles) == {"weight", "output"}
     assert q.graph.plan["head"].reason == "not on the white list"
     rows = brute(model.table.weight, (1, 8), "int4")[IDS]
-    expected = brute(rows.float(), rows.shape, "fp8_e5m2") @ model.head.weight.double().T + model.head.bias.double()
+    expected = (
+        brute(rows.float(), rows.shape, "fp8_e5m2") @ model.head.weight.double().T + model.head.bias.double()
+    )
     assert torch.allclose(q(IDS).double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -443,7 +512,8 @@ def test_other_kinds_stay_fp32_and_say_so():
     q = q_model(FakeQuantConfig(weight="int4", input="int8", output="int8", bias="int8"), Others().eval(), x)
     assert [d.operator for d in q.graph.plan.quantized] == ["fc"]
     assert {d.kind: d.reason for d in q.graph.plan.decisions if d.kind != "linear"} == {
-        kind: f"backend 'reference' has no fake-quantization kernel for {kind}" for kind in ("add", "matmul", "lstm")
+        kind: f"backend 'reference' has no fake-quantization kernel for {kind}"
+        for kind in ("add", "matmul", "lstm")
     }
 
 
@@ -461,8 +531,15 @@ def test_every_observer_gives_a_range_of_inputs(observer):
     q = q_model(FakeQuantConfig(input=fake), model, x)
     (scale,) = [b for name, b in q.graph.module.named_buffers() if name.endswith("input_scale")]
     whole = 60.0 / 7
-    assert float(scale) == pytest.approx(whole, rel=1e-6) if observer in ("minmax", "moving_average") else float(scale) < whole / 2
-    assert_same(fake_quantize(x, scale, None, "int4", "half_even", 0), torch.clamp(torch.round(x / scale), -8, 7).double() * scale)
+    assert (
+        float(scale) == pytest.approx(whole, rel=1e-6)
+        if observer in ("minmax", "moving_average")
+        else float(scale) < whole / 2
+    )
+    assert_same(
+        fake_quantize(x, scale, None, "int4", "half_even", 0),
+        torch.clamp(torch.round(x / scale), -8, 7).double() * scale,
+    )
 
 
 def test_mse_of_a_floating_point_format_is_the_best_of_its_candidates():
@@ -483,7 +560,9 @@ def test_groups_and_tokens_of_activations():
     x = torch.randn(6, 64)
     model = nn.Linear(64, 8, bias=False).eval()
     found = q_model(FakeQuantConfig(input=group("int4", 16)), model, x)(x)
-    parts = [brute(x[:, s : s + 16], (6, 16), "int4") for s in range(0, 64, 16)]  # one range per group of channels
+    parts = [
+        brute(x[:, s : s + 16], (6, 16), "int4") for s in range(0, 64, 16)
+    ]  # one range per group of channels
     assert torch.allclose(found.double(), torch.cat(parts, 1) @ model.weight.double().T, rtol=1e-5, atol=1e-5)
     mx = spec("fp8_e4m3", granularity="per_group", group_size=32, dynamic=True, scale_type="e8m0")
     found = q_model(FakeQuantConfig(input=mx), model, x)(x)
@@ -491,7 +570,9 @@ def test_groups_and_tokens_of_activations():
     assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5)
     tokens = spec("int8", granularity="per_token", dynamic=True)
     found = q_model(FakeQuantConfig(input=tokens), model, x)(x)
-    assert torch.allclose(found.double(), brute(x, (1, 64), "int8") @ model.weight.double().T, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        found.double(), brute(x, (1, 64), "int8") @ model.weight.double().T, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_static_roles_need_calibration():
@@ -526,7 +607,9 @@ def test_an_operator_that_never_ran_stays_fp32():
 
 
 def test_the_plan_and_the_report_say_what_was_asked_per_role():
-    config = FakeQuantConfig(weight=group("int4", 32), input=spec("uint8", symmetric=False), output="fp8_e4m3")
+    config = FakeQuantConfig(
+        weight=group("int4", 32), input=spec("uint8", symmetric=False), output="fp8_e4m3"
+    )
     plan = describe(mlp(), config, X, backend="reference")
     assert [d.spec.mode for d in plan.quantized] == ["fake_quant"] * 2
     assert "int4 sym per_group 32" in plan.table()
@@ -540,13 +623,25 @@ def test_the_plan_and_the_report_say_what_was_asked_per_role():
 
 def test_fields_of_a_spec_defer_to_the_level_above():
     config = (
-        FakeQuantConfig(weight=group("int4", 32, round_method="floor"), input=spec("int8", dynamic=True), bias="int8")
+        FakeQuantConfig(
+            weight=group("int4", 32, round_method="floor"), input=spec("int8", dynamic=True), bias="int8"
+        )
         .set_local(nn.Linear, FakeQuantConfig(weight=spec(scale_type="fp16"), bias="fp32"))
-        .set_local("2", FakeQuantConfig(weight=spec("int3", group_size=16), bias=spec(round_method="half_away"), input="fp32"))
+        .set_local(
+            "2",
+            FakeQuantConfig(
+                weight=spec("int3", group_size=16), bias=spec(round_method="half_away"), input="fp32"
+            ),
+        )
     )
     with pytest.raises(ConfigError, match=r"Operator '2' .*bias: no rule gives its dtype"):
         describe(mlp(), config, X, backend="reference")
-    plan = describe(mlp(), config.set_local("2", FakeQuantConfig(weight=spec("int3", group_size=16), input="fp32")), X, backend="reference")
+    plan = describe(
+        mlp(),
+        config.set_local("2", FakeQuantConfig(weight=spec("int3", group_size=16), input="fp32")),
+        X,
+        backend="reference",
+    )
     first, second = plan["0"].spec.fake, plan["2"].spec.fake
     assert str(first) == "weight int4 sym per_group 32 fp16 scales floor, input int8 sym dynamic"
     assert str(second) == "weight int3 sym per_group 16 fp16 scales floor"
@@ -554,10 +649,20 @@ def test_fields_of_a_spec_defer_to_the_level_above():
 
 
 def test_exclude_and_static_and_dynamic_operators_in_one_model():
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)).eval()
-    config = StaticQuantConfig().set_local("0", FakeQuantConfig(weight=group("int4", 16))).set_local("4", DynamicQuantConfig())
+    model = nn.Sequential(
+        nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)
+    ).eval()
+    config = (
+        StaticQuantConfig()
+        .set_local("0", FakeQuantConfig(weight=group("int4", 16)))
+        .set_local("4", DynamicQuantConfig())
+    )
     q = q_model(config, model)
-    assert {d.operator: d.spec.mode for d in q.graph.plan.quantized} == {"0": "fake_quant", "2": "static", "4": "dynamic"}
+    assert {d.operator: d.spec.mode for d in q.graph.plan.quantized} == {
+        "0": "fake_quant",
+        "2": "static",
+        "4": "dynamic",
+    }
     assert "1 operators with simulated: weight int4 sym per_group 16" in nc.report(q).summary()
     plan = describe(model, FakeQuantConfig(weight="int4").exclude("2", "4"), X, backend="reference")
     assert [d.operator for d in plan.quantized] == ["0"]
@@ -700,7 +805,7 @@ def test_stored_operators_are_checked(method, tmp_path):
     q.save(tmp_path)
     path = tmp_path / "model.json"
     assert f'"{method}"' in path.read_text()
-    from nc.storage.arguments import check  # noqa: PLC0415
+    from nc.storage.arguments import check
 
     node = next(n for n in q.graph.module.graph.nodes if n.target is fake_quantize)
     check(fake_quantize, node.args, {})
@@ -710,11 +815,15 @@ def test_stored_operators_are_checked(method, tmp_path):
         check(fake_quantize, (*node.args[:3], "int9", method, 0), {})
 
 
-@pytest.mark.parametrize("backend", [*ENGINES, *(["openvino"] if not available_backends()["openvino"] else [])])
+@pytest.mark.parametrize(
+    "backend", [*ENGINES, *(["openvino"] if not available_backends()["openvino"] else [])]
+)
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_engine_without_a_simulation_says_so(backend, strict):
     config = FakeQuantConfig(weight="int4")
-    message = rf"Operator '0' \(linear, rule: global\): backend '{backend}' simulates no number formats.*reference"
+    message = (
+        rf"Operator '0' \(linear, rule: global\): backend '{backend}' simulates no number formats.*reference"
+    )
     for step in (describe, prepare, quantize):
         with pytest.raises(nc.UnsupportedError, match=message):
             step(mlp(), config, example_inputs=X, backend=backend, strict=strict)
@@ -722,7 +831,9 @@ def test_an_engine_without_a_simulation_says_so(backend, strict):
         nc.convert(prepare(mlp(), config, example_inputs=X), backend=backend)
     with pytest.raises(nc.UnsupportedError, match=r"'0'.*embedding.*simulates no"):
         table = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 16)).eval()
-        describe(table, FakeQuantConfig(weight="int4", white_list=[nn.Embedding]), torch.arange(4), backend=backend)
+        describe(
+            table, FakeQuantConfig(weight="int4", white_list=[nn.Embedding]), torch.arange(4), backend=backend
+        )
     model, off = nn.Sequential(nn.Linear(64, 64)).eval(), FakeQuantConfig(weight="fp32")
     float_model = quantize(model, off, example_inputs=X, backend=backend, measure=False)
     assert (float_model(X) - model(X)).abs().max() < 1e-5, "nothing is to be simulated"
@@ -740,11 +851,16 @@ def simulated_configs():
 def test_auto_simulates(config, tmp_path):
     """In one step, in three, from a dictionary, from a plan; and the report says who computes, and why."""
     model = mlp()
-    auto, named = (quantize(mlp(), config, lambda p: p(X), example_inputs=X, **options) for options in ({}, {"backend": "reference"}))
+    auto, named = (
+        quantize(mlp(), config, lambda p: p(X), example_inputs=X, **options)
+        for options in ({}, {"backend": "reference"})
+    )
     assert auto.backend == "reference"
     assert torch.equal(auto(X), named(X))
     assert not torch.equal(auto(X), model(X))
-    assert 'auto" takes the reference, because the configuration simulates number formats' in str(auto.report())
+    assert 'auto" takes the reference, because the configuration simulates number formats' in str(
+        auto.report()
+    )
     assert "simulated: " in str(auto.report())
     assert not named.chosen
     prepared = prepare(mlp(), config.to_dict(), example_inputs=X)
@@ -760,13 +876,19 @@ def test_auto_simulates(config, tmp_path):
 
 
 def test_a_configuration_that_simulates_nothing_runs_on_an_engine():
-    for config in (nc.StaticQuantConfig().set_local("0", FakeQuantConfig(weight="fp32", input="fp32", output="fp32", bias="fp32")),):
+    for config in (
+        nc.StaticQuantConfig().set_local(
+            "0", FakeQuantConfig(weight="fp32", input="fp32", output="fp32", bias="fp32")
+        ),
+    ):
         assert describe(mlp(), config, X).backend != "reference"
 
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_an_engine_that_loads_such_an_artefact_computes_the_same_or_says_what_it_lacks(backend, tmp_path):
-    q = q_model(FakeQuantConfig(weight=group("int4", 32), input="int8", output=spec("fp8_e4m3", dynamic=True)))
+    q = q_model(
+        FakeQuantConfig(weight=group("int4", 32), input="int8", output=spec("fp8_e4m3", dynamic=True))
+    )
     q.save(tmp_path)
     try:
         loaded = load(tmp_path, backend=backend)

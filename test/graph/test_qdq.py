@@ -45,7 +45,11 @@ def counts(q):
     """(quantize, dequantize of activations, dequantize of weights)."""
     weights = [n for n in nodes(q, dequantize_per_tensor) if n.args[0].op == "get_attr"]
     activations = len(nodes(q, dequantize_per_tensor)) - len(weights)
-    return len(nodes(q, quantize_per_tensor)), activations, len(weights) + len(nodes(q, dequantize_per_channel))
+    return (
+        len(nodes(q, quantize_per_tensor)),
+        activations,
+        len(weights) + len(nodes(q, dequantize_per_channel)),
+    )
 
 
 def reads(q, operator):
@@ -111,7 +115,10 @@ def test_residual_block_has_one_pair_on_the_shortcut_and_pools_run_on_codes():
         (nn.MaxPool2d(3, 1, 1), True),
         (nn.AvgPool2d(2), True),
         (nn.AvgPool2d(3, 1, 1, count_include_pad=False), True),
-        (nn.AvgPool2d(3, 1, 1), False),  # counts zeros outside, which codes hold only where the zero point is 0
+        (
+            nn.AvgPool2d(3, 1, 1),
+            False,
+        ),  # counts zeros outside, which codes hold only where the zero point is 0
     ],
 )
 def test_which_pools_run_on_codes(pool, on_codes):
@@ -121,13 +128,19 @@ def test_which_pools_run_on_codes(pool, on_codes):
 
 
 def test_a_pool_reads_fp32_where_its_input_is_needed_in_fp32_anyway():
-    """Squeeze and excitation: codes for the pool alone would be an extra kernel, and cost accuracy. Its result has a range of its own."""
+    """Squeeze and excitation: codes for the pool alone would be an extra kernel, and cost accuracy.
+
+    Its result has a range of its own.
+    """
 
     def forward(self, x):
         y = F.relu(self.a(x))
         return self.c(y * torch.sigmoid(self.b(F.adaptive_avg_pool2d(y, 1))))
 
-    model, x = Function(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 8, 1), c=nn.Conv2d(8, 4, 1)), torch.randn(2, 3, 8, 8)
+    model, x = (
+        Function(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 8, 1), c=nn.Conv2d(8, 4, 1)),
+        torch.randn(2, 3, 8, 8),
+    )
     q = quantized(model, x, BARE)
     (pool,) = nodes(q, "adaptive_avg_pool2d")
     assert op_name(pool.args[0]) == "relu"
@@ -139,9 +152,13 @@ def test_a_pool_reads_fp32_where_its_input_is_needed_in_fp32_anyway():
 def test_pools_keep_their_ranges_on_a_backend_with_fewer_kernels():
     """The pool's input is fp32 there; what was calibrated for it still serves the linear behind."""
     x = torch.randn(2, 3, 8, 8)
-    prepared = prepared_for(nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), x, BARE)
+    prepared = prepared_for(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), x, BARE
+    )
     everything = ReferenceBackend().capabilities()
-    linear = dataclasses.replace(everything, backend="other", ops=tuple(row for row in everything.ops if row.kind == "linear"))
+    linear = dataclasses.replace(
+        everything, backend="other", ops=tuple(row for row in everything.ops if row.kind == "linear")
+    )
     assert [d.operator for d in prepared.quantized_graph(linear).plan.quantized] == ["3"]
 
 
@@ -156,7 +173,9 @@ def test_the_last_sum_reads_codes_that_exist_anyway():
     q = quantized(Function(forward, **layers), torch.randn(2, 3, 8, 8), BARE)
     assert reads(q, "add") == ["conv2d", "q"]
     assert q.graph.plan["add"].reason == "no int8 operator reads the sum; it is fused in fp32"
-    asked = quantized(Function(forward, **layers), torch.randn(2, 3, 8, 8), StaticQuantConfig().set_local("add", FP32))
+    asked = quantized(
+        Function(forward, **layers), torch.randn(2, 3, 8, 8), StaticQuantConfig().set_local("add", FP32)
+    )
     assert reads(asked, "add") == ["conv2d", "relu"]
 
 
@@ -168,14 +187,21 @@ def test_of_two_convolutions_in_front_of_a_sum_the_shortcut_is_quantized(main_fi
         sides = self.second(F.relu(self.first(x))), self.shortcut(x)
         return self.head(F.relu(sides[0] + sides[1] if main_first else sides[1] + sides[0]))
 
-    layers = {"first": nn.Conv2d(3, 8, 3, padding=1), "second": nn.Conv2d(8, 8, 3, padding=1), "shortcut": nn.Conv2d(3, 8, 1)}
+    layers = {
+        "first": nn.Conv2d(3, 8, 3, padding=1),
+        "second": nn.Conv2d(8, 8, 3, padding=1),
+        "shortcut": nn.Conv2d(3, 8, 1),
+    }
     q = quantized(Function(forward, **layers, head=nn.Conv2d(8, 4, 1)), torch.randn(2, 3, 8, 8), BARE)
     assert reads(q, "add") == (["conv2d", "q"] if main_first else ["q", "conv2d"])
 
 
 def test_shortcut_and_next_convolution_share_their_codes():
     q = quantized(ResidualCNN(), torch.randn(4, 3, 8, 8), BARE)
-    add, conv = (next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == name) for name in ("add", "conv1"))
+    add, conv = (
+        next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == name)
+        for name in ("add", "conv1")
+    )
     assert add.args[0].args[0] is conv.args[0].args[0]
     assert add.args[0] is not conv.args[0]  # each reader has a dequantize of its own
 
@@ -186,7 +212,16 @@ def test_attention_has_codes_on_both_sides_of_both_matmuls():
     assert counts(q) == (6, 8, 4)
     for name in ("matmul", "matmul_1"):
         assert reads(q, name) == ["q", "q"]
-    assert len({n.args[0].args[0] for n in q.graph.module.graph.nodes if n.meta.get("operator") in ("query", "key", "value")}) == 1
+    assert (
+        len(
+            {
+                n.args[0].args[0]
+                for n in q.graph.module.graph.nodes
+                if n.meta.get("operator") in ("query", "key", "value")
+            }
+        )
+        == 1
+    )
     softmax = nodes(q, "softmax")[0]
     codes = next(iter(softmax.users))
     assert codes.target is quantize_per_tensor
@@ -317,7 +352,9 @@ def test_tied_weights_are_quantized_once():
 
 
 def test_an_embedding_keeps_its_table_when_the_head_that_shares_it_is_int8():
-    model = Function(lambda self, i: self.head(self.table(i)), table=nn.Embedding(10, 8), head=nn.Linear(8, 10, bias=False))
+    model = Function(
+        lambda self, i: self.head(self.table(i)), table=nn.Embedding(10, 8), head=nn.Linear(8, 10, bias=False)
+    )
     model.head.weight = model.table.weight
     q = quantized(model, torch.randint(0, 10, (4, 3)), BARE)
     assert len(constants(q)) == 1
@@ -370,7 +407,9 @@ class NoVnni(ReferenceBackend):
 
     def capabilities(self):
         everything = super().capabilities()
-        narrow_sums = frozenset((row.kind, dtype) for row in everything.ops for dtype in ("uint8", "int8") if row.kind != "add")
+        narrow_sums = frozenset(
+            (row.kind, dtype) for row in everything.ops for dtype in ("uint8", "int8") if row.kind != "add"
+        )
         return dataclasses.replace(everything, narrow_sums=narrow_sums)
 
 
@@ -419,7 +458,9 @@ def change_before_the_read(self, x):
 
 
 @pytest.mark.parametrize(
-    "forward", [change_before_the_read, lambda self, x: self.c(x) @ self.a(x).view(x.shape).transpose(-1, -2)], ids=["in place", "moves"]
+    "forward",
+    [change_before_the_read, lambda self, x: self.c(x) @ self.a(x).view(x.shape).transpose(-1, -2)],
+    ids=["in place", "moves"],
 )
 def test_clamps_that_torchscript_needs_change_no_number(forward):
     x = torch.randn(2, 6, 8)
@@ -465,7 +506,9 @@ def test_reference_is_integer_arithmetic():
     model, x = MLP().eval(), torch.randn(32, 16)
     q = quantized(model, x, BARE)
     layers = (model.fc1, model.fc2)
-    expected = simulate(x.numpy(), [f.weight.detach().numpy() for f in layers], [f.bias.detach().numpy() for f in layers])
+    expected = simulate(
+        x.numpy(), [f.weight.detach().numpy() for f in layers], [f.bias.detach().numpy() for f in layers]
+    )
     # fp32 sums can move a value over a rounding edge of the second input: then one code differs
     step = float(nodes(q, quantize_per_tensor)[1].args[1]) * model.fc2.weight.abs().max().item()
     difference = np.abs(q(x).detach().numpy() - expected)
@@ -484,10 +527,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("config", [BARE, StaticQuantConfig(), StaticQuantConfig(act_sym=True), StaticQuantConfig(act_dtype="int8")])
+@pytest.mark.parametrize(
+    "config",
+    [BARE, StaticQuantConfig(), StaticQuantConfig(act_sym=True), StaticQuantConfig(act_dtype="int8")],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_quantization_noise_is_that_of_eight_bits(case, config):
-    """~6 dB per bit less the crest of the data; a wrong scale or zero point costs far more than the margin."""
+    """~6 dB per bit less the crest of the data.
+
+    A wrong scale or zero point costs far more than the margin.
+    """
     build, shape = CASES[case]
     model, x = build().eval(), torch.randn(shape)
     assert worst_db(call(model, x), quantized(model, x, config)(x)) > 30
@@ -563,7 +612,9 @@ def test_the_same_request_gives_the_same_graph():
     model, x = ResidualCNN(), torch.randn(4, 3, 8, 8)
     first, second = quantized(model, x), quantized(model, x)
     assert first.graph.module.code == second.graph.module.code
-    for (name, a), (other, b) in zip(first.graph.module.named_buffers(), second.graph.module.named_buffers(), strict=True):
+    for (name, a), (other, b) in zip(
+        first.graph.module.named_buffers(), second.graph.module.named_buffers(), strict=True
+    ):
         assert name == other
         assert torch.equal(a, b)
 
@@ -609,7 +660,9 @@ def test_codes_as_outputs_reach_every_reader():
         return self.c(torch.cat([a, b], 1)), a, b[:, 1:]
 
     x = torch.randn(2, 3, 6, 6)
-    q = with_outputs(Function(forward, a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1), c=nn.Conv2d(8, 2, 1)), x, BARE)
+    q = with_outputs(
+        Function(forward, a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1), c=nn.Conv2d(8, 2, 1)), x, BARE
+    )
     assert [read_otherwise(q, name) for name in "abc"] == [[], [], []]
     module, outputs = q.graph.module, q(x)
     made = {n.meta["operator"]: n for n in module.graph.nodes if n.meta.get("operator") in ("a", "b", "c")}
@@ -655,7 +708,9 @@ def test_codes_as_outputs_are_kept_with_the_model_and_on_other_backends(tmp_path
 def test_a_placement_that_does_not_exist():
     from nc import ConfigError, prepare
 
-    with pytest.raises(ConfigError, match="Expected placement to be one of 'inputs', 'outputs', but got 'every_output'"):
+    with pytest.raises(
+        ConfigError, match="Expected placement to be one of 'inputs', 'outputs', but got 'every_output'"
+    ):
         prepare(MLP(), BARE, example_inputs=torch.randn(2, 16), placement="every_output")
 
 

@@ -1,4 +1,7 @@
-"""Recurrent layers against torch's own: any number of rows and steps, and states that are given or returned."""
+"""Recurrent layers against torch's own.
+
+Any number of rows and steps, and states that are given or returned.
+"""
 
 import itertools
 import warnings
@@ -23,7 +26,9 @@ from nc.planning.rules import fit
 from nc.process.unavailable import Unavailable
 
 pytestmark = pytest.mark.isas
-ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
+ENGINES = [
+    name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why
+]
 LAYERS = [
     (cls, options)
     for cls in (nn.LSTM, nn.GRU, nn.RNN)
@@ -33,7 +38,11 @@ LAYERS = [
         {"num_layers": 2, "bias": False},
         {"num_layers": 2, "bidirectional": True, "batch_first": True},
     )
-] + [(nn.LSTM, {"proj_size": 4}), (nn.LSTM, {"proj_size": 4, "num_layers": 2, "bidirectional": True}), (nn.RNN, {"nonlinearity": "relu"})]
+] + [
+    (nn.LSTM, {"proj_size": 4}),
+    (nn.LSTM, {"proj_size": 4, "num_layers": 2, "bidirectional": True}),
+    (nn.RNN, {"nonlinearity": "relu"}),
+]
 
 
 class Layer(nn.Module):
@@ -50,12 +59,18 @@ class Layer(nn.Module):
 
     def inputs(self, rows, steps, states=False):
         layer = self.rnn
-        x = torch.randn((rows, steps) if layer.batch_first else (steps, rows)).unsqueeze(-1) * torch.randn(layer.input_size)
+        x = torch.randn((rows, steps) if layer.batch_first else (steps, rows)).unsqueeze(-1) * torch.randn(
+            layer.input_size
+        )
         if not states:
             return (x,)
         layers = layer.num_layers * (1 + layer.bidirectional)
         hidden = torch.randn(layers, rows, layer.proj_size or layer.hidden_size).tanh()
-        return (x, hidden, torch.randn(layers, rows, layer.hidden_size)) if isinstance(layer, nn.LSTM) else (x, hidden)
+        return (
+            (x, hidden, torch.randn(layers, rows, layer.hidden_size))
+            if isinstance(layer, nn.LSTM)
+            else (x, hidden)
+        )
 
 
 def worst_db(expected, got):
@@ -72,7 +87,9 @@ def test_any_number_of_rows_and_steps(cls, options, states):
     model = Layer(cls, **options).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error", NCWarning)  # which would say that sizes are fixed
-        prepared = prepare(model, DynamicQuantConfig(), example_inputs=model.inputs(3, 5, states), backend="reference")
+        prepared = prepare(
+            model, DynamicQuantConfig(), example_inputs=model.inputs(3, 5, states), backend="reference"
+        )
     for rows, steps in ((3, 5), (1, 9), (4, 1), (2, 30)):
         inputs = model.inputs(rows, steps, states)
         with torch.no_grad():
@@ -84,7 +101,13 @@ def test_any_number_of_rows_and_steps(cls, options, states):
 def test_dynamic_shapes_may_name_the_steps(cls, rows):
     model = Layer(cls, batch_first=True).eval()
     free = {"x": {0: torch.export.Dim("rows"), 1: torch.export.Dim("steps")}}
-    prepared = prepare(model, DynamicQuantConfig(), example_inputs=model.inputs(rows, 5), dynamic_shapes=free, backend="reference")
+    prepared = prepare(
+        model,
+        DynamicQuantConfig(),
+        example_inputs=model.inputs(rows, 5),
+        dynamic_shapes=free,
+        backend="reference",
+    )
     inputs = model.inputs(2, 11)
     with torch.no_grad():
         assert worst_db(model(*inputs), prepared(*inputs)) > 120
@@ -120,7 +143,13 @@ def test_states_of_other_sizes_are_refused():
     model = Layer(nn.LSTM, proj_size=4).eval()
     x, h, c = model.inputs(3, 5, states=True)
     prepared = prepare(model, DynamicQuantConfig(), example_inputs=(x, h, c), backend="reference")
-    for wrong in ((x, h[:, :2], c[:, :2]), (x, h.repeat(2, 1, 1), c), (x, h, c.repeat(2, 1, 1)), (x, h[..., :3], c), (x[..., :7], h, c)):
+    for wrong in (
+        (x, h[:, :2], c[:, :2]),
+        (x, h.repeat(2, 1, 1), c),
+        (x, h, c.repeat(2, 1, 1)),
+        (x, h[..., :3], c),
+        (x[..., :7], h, c),
+    ):
         with pytest.raises(InputError):
             prepared(*wrong)
 
@@ -128,7 +157,9 @@ def test_states_of_other_sizes_are_refused():
 def test_one_feature_and_one_row():
     """Sizes of 1, which export takes for ones that might be free."""
     model = Layer(nn.GRU, 1, 1, batch_first=True).eval()
-    prepared = prepare(model, DynamicQuantConfig(), example_inputs=model.inputs(1, 1, states=True), backend="reference")
+    prepared = prepare(
+        model, DynamicQuantConfig(), example_inputs=model.inputs(1, 1, states=True), backend="reference"
+    )
     inputs = model.inputs(4, 7, states=True)
     with torch.no_grad():
         assert worst_db(model(*inputs), prepared(*inputs)) > 120
@@ -144,7 +175,9 @@ def test_packed_sequences_are_an_error_that_says_what_to_do(enforce_sorted, stat
             self.rnn = nn.LSTM(8, 16, batch_first=True)
 
         def forward(self, x, lengths):
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=enforce_sorted)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=enforce_sorted
+            )
             hx = (torch.zeros(1, len(x), 16),) * 2 if states else None
             return nn.utils.rnn.pad_packed_sequence(self.rnn(packed, hx)[0], batch_first=True)[0]
 
@@ -276,23 +309,42 @@ def test_no_rows_and_no_steps():
     st.sampled_from(["lstm", "gru", "rnn", "rnn_relu"]),
     st.booleans(),
 )
-def test_the_c_code_of_either_instruction_set_computes_the_reference(features, hidden, rows, steps, kind, vnni):
+def test_the_c_code_of_either_instruction_set_computes_the_reference(
+    features, hidden, rows, steps, kind, vnni
+):
     name = kind.partition("_")[0]
     outputs = {"lstm": 4, "gru": 3, "rnn": 1}[name] * hidden
     codes = [torch.randint(-127, 128, (outputs, k), dtype=torch.int8) for k in (features, hidden)]
     scales = [torch.rand(outputs) * 0.01 + 1e-4 for _ in codes]
     biases = [torch.randn(outputs) for _ in codes]
-    x, hx = torch.randn(steps, rows, features), [torch.randn(1, rows, hidden) for _ in range(2 if name == "lstm" else 1)]
-    packed = [part for c, s, b in zip(codes, scales, biases, strict=True) for part in (*recurrent.pack(c, s), b)] + [None] * 4
+    x, hx = (
+        torch.randn(steps, rows, features),
+        [torch.randn(1, rows, hidden) for _ in range(2 if name == "lstm" else 1)],
+    )
+    packed = [
+        part for c, s, b in zip(codes, scales, biases, strict=True) for part in (*recurrent.pack(c, s), b)
+    ] + [None] * 4
     features_of_cpu = cpu.features() if vnni else ("avx2",)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "features", lambda: features_of_cpu)
         assert recurrent._code().isa() == ("avx512_vnni" if "avx512_vnni" in features_of_cpu else "avx2")
         got = recurrent.layers(x, hx, packed, kind, 1, False, False, features)
     params = [c * s[:, None] for c, s in zip(codes, scales, strict=True)] + biases
-    options = (True, 1, False, False, 0, 255, torch.uint8, True, *([kind == "rnn_relu"] if name == "rnn" else []))
+    options = (
+        True,
+        1,
+        False,
+        False,
+        0,
+        255,
+        torch.uint8,
+        True,
+        *([kind == "rnn_relu"] if name == "rnn" else []),
+    )
     expected = RECURRENT[name](x, hx if name == "lstm" else hx[0], params, *options)
-    assert worst_db(expected, got) > (30 if steps > 1 else 100)  # after the first step a value between two codes can go either way
+    assert worst_db(expected, got) > (
+        30 if steps > 1 else 100
+    )  # after the first step a value between two codes can go either way
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -332,7 +384,9 @@ def test_cells_are_lines_of_plan_and_report(cls, bias, backend, tmp_path):
         q = converted(model, x, backend=backend)
         kind = {"LSTMCell": "lstm_cell", "GRUCell": "gru_cell", "RNNCell": "rnn_cell"}[cls.__name__]
         lines = [(d.operator, d.kind, d.module_type) for d in q.graph.plan.decisions]
-        assert lines[:-1] == [(name, kind, f"torch.nn.modules.rnn.{cls.__name__}") for name in ("cell", "cell@1", "cell@2")]
+        assert lines[:-1] == [
+            (name, kind, f"torch.nn.modules.rnn.{cls.__name__}") for name in ("cell", "cell@1", "cell@2")
+        ]
         for y in (x, torch.randn(1, 3, 8), torch.randn(9, 3, 8)):
             assert sqnr_db(model(y), q(y)) > 25
             assert sqnr_db(q.reference(y), q(y)) > 60
@@ -353,7 +407,9 @@ def test_rules_for_cells(cls):
         plan = nc.describe(model, DynamicQuantConfig().set_local(key, fp32), x)
         assert [d.operator for d in plan.quantized] == ["head"]
     static = nc.describe(model, StaticQuantConfig(), x)
-    assert static["cell"].reason.endswith(f"has no int8 kernel for {cls.__name__.lower().replace('cell', '_cell')}")
+    assert static["cell"].reason.endswith(
+        f"has no int8 kernel for {cls.__name__.lower().replace('cell', '_cell')}"
+    )
 
 
 def test_a_recurrent_network_of_torch_is_quantized():
@@ -366,7 +422,10 @@ def test_a_recurrent_network_of_torch_is_quantized():
             return self.head(self.rnn(x)[0])
 
     q = converted(Net(), torch.randn(2, 5, 32))
-    assert [(op.operator, op.kind, op.ran) for op in q.report().ops] == [("rnn", "rnn", "int8"), ("head", "linear", "int8")]
+    assert [(op.operator, op.kind, op.ran) for op in q.report().ops] == [
+        ("rnn", "rnn", "int8"),
+        ("head", "linear", "int8"),
+    ]
     assert q.report().weight_bytes < 0.4 * q.report().float_bytes
 
 
@@ -374,16 +433,26 @@ def test_a_plan_of_static_kernels_runs_recurrent_layers():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.rnn, self.head = nn.Conv1d(8, 16, 3, padding=1), nn.LSTM(16, 24, batch_first=True), nn.Linear(24, 4)
+            self.conv, self.rnn, self.head = (
+                nn.Conv1d(8, 16, 3, padding=1),
+                nn.LSTM(16, 24, batch_first=True),
+                nn.Linear(24, 4),
+            )
 
         def forward(self, x):
             return self.head(self.rnn(self.conv(x).relu().transpose(1, 2))[0])
 
     model, x = Net().eval(), torch.randn(2, 8, 6)
-    prepared = prepare(model, StaticQuantConfig().set_local("rnn", DynamicQuantConfig()), example_inputs=x, backend="native")
+    prepared = prepare(
+        model, StaticQuantConfig().set_local("rnn", DynamicQuantConfig()), example_inputs=x, backend="native"
+    )
     prepared(x)
     q = convert(prepared, measure=False)
-    assert {op.operator: op.ran for op in q.report().ops if op.asked == "int8"} == {"conv": "int8", "rnn": "int8", "head": "int8"}
+    assert {op.operator: op.ran for op in q.report().ops if op.asked == "int8"} == {
+        "conv": "int8",
+        "rnn": "int8",
+        "head": "int8",
+    }
     for y in (x, torch.randn(3, 8, 11), torch.randn(1, 8, 2)):
         assert sqnr_db(q.reference(y), q(y)) > 30
         assert sqnr_db(model(y).detach(), q(y)) > 20
@@ -410,7 +479,11 @@ class Spread(nn.Module):
         return self.head(y)
 
     def inputs(self):
-        return torch.randn(6, 16) * torch.tensor([1e4, *[1.0] * 15]) if isinstance(self.layer, (nn.Linear, *CELLS)) else self.sequence()
+        return (
+            torch.randn(6, 16) * torch.tensor([1e4, *[1.0] * 15])
+            if isinstance(self.layer, (nn.Linear, *CELLS))
+            else self.sequence()
+        )
 
     def sequence(self):
         return torch.randn(5, 6, 16) * torch.tensor([1e4, *[1.0] * 15])
@@ -423,11 +496,16 @@ def test_an_operator_whose_own_result_is_noise_stays_fp32(cls):
         x = model.inputs()
         q = converted(model, x)
         assert sqnr_db(model(x), q(x)) > 30
-        assert {op.operator: (op.asked, op.ran) for op in q.report().ops} == {"layer": ("int8", "fp32"), "head": ("int8", "int8")}
+        assert {op.operator: (op.asked, op.ran) for op in q.report().ops} == {
+            "layer": ("int8", "fp32"),
+            "head": ("int8", "int8"),
+        }
         decision = q.graph.plan["layer"]
         assert decision.stays_for(Cause.INACCURATE)
         found = float(decision.argument("db"))
-        forced = converted(model, x, DynamicQuantConfig().set_local("layer", DynamicQuantConfig(keep_inaccurate=True)))
+        forced = converted(
+            model, x, DynamicQuantConfig().set_local("layer", DynamicQuantConfig(keep_inaccurate=True))
+        )
         assert {op.ran for op in forced.report().ops} == {"int8"}
         assert [f.operator for f in forced.graph.health if f.kind == "inaccurate"] == ["layer"]
         # the figure is that of the operator alone
@@ -490,7 +568,9 @@ def test_the_operator_takes_fp32_alone(which, dtype):
 
 
 def test_a_plan_for_rows_can_go_to_a_backend_with_one_range():
-    prepared = prepare(Layer(nn.LSTM).eval(), DynamicQuantConfig(), example_inputs=(torch.randn(5, 3, 8),), backend="native")
+    prepared = prepare(
+        Layer(nn.LSTM).eval(), DynamicQuantConfig(), example_inputs=(torch.randn(5, 3, 8),), backend="native"
+    )
     ipex = nc.backends.get_backend("ipex").capabilities()
     assert str(fit(prepared.plan, ipex)["rnn"].spec.activation.granularity) == "per_tensor"
     asked = DynamicQuantConfig(act_granularity="per_token")

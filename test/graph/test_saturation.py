@@ -1,4 +1,7 @@
-"""Artefacts for CPUs that sum in 32 bits, on those that sum pairs of products in 16: what changes there, and that numbers are right."""
+"""Artefacts for CPUs that sum in 32 bits, on those that sum pairs of products in 16.
+
+What changes there, and that numbers are right.
+"""
 
 import dataclasses
 import json
@@ -108,7 +111,11 @@ def test_the_limit_is_the_largest_that_fits():
 @pytest.mark.parametrize("signed", [False, True])
 def test_activations_with_few_codes_leave_room_for_large_weights(avx2, signed, highest, safe):
     """129 x 254 = 32766."""
-    q = quantized(nn.Sequential(nn.Linear(16, 8)), torch.randn(8, 16), StaticQuantConfig(act_dtype="int8" if signed else "uint8"))
+    q = quantized(
+        nn.Sequential(nn.Linear(16, 8)),
+        torch.randn(8, 16),
+        StaticQuantConfig(act_dtype="int8" if signed else "uint8"),
+    )
     codes_of(q.graph, "0").fill_(127)
     (node,) = [n for n in q.graph.module.graph.nodes if n.target is quantize_per_tensor]
     node.update_arg(4, highest - 128 if signed else highest)
@@ -122,7 +129,12 @@ def test_activations_with_few_codes_leave_room_for_large_weights(avx2, signed, h
 #: An engine that runs all kinds and adds all of them in 16 bits.
 HERE = dataclasses.replace(
     get_backend("reference").capabilities(),
-    narrow_sums=frozenset((kind, dtype) for kind in KIND_NAMES if kind != "add" for dtype in ("uint8", "int8", "per_tensor", "per_token")),
+    narrow_sums=frozenset(
+        (kind, dtype)
+        for kind in KIND_NAMES
+        if kind != "add"
+        for dtype in ("uint8", "int8", "per_tensor", "per_token")
+    ),
     isa=("avx2",),
 )
 
@@ -152,14 +164,21 @@ def test_only_what_can_saturate_gets_other_codes():
 
 def test_a_cpu_that_sums_in_32_bits_changes_nothing():
     q = quantized(extreme(MLP()), torch.randn(4, 16), STATIC)
-    assert narrow(q.graph, dataclasses.replace(HERE, narrow_sums=frozenset(), isa=("amx_int8",))) == (q.graph, ())
+    assert narrow(q.graph, dataclasses.replace(HERE, narrow_sums=frozenset(), isa=("amx_int8",))) == (
+        q.graph,
+        (),
+    )
 
 
 def test_a_graph_that_fits_changes_its_plan_only():
     q = quantized(nn.Sequential(nn.Linear(1, 8)), torch.randn(4, 1), STATIC)
     after, names = narrow(q.graph, HERE)
     assert (names, after.changes) == ((), ())
-    assert (after.module, after.plan.decisions, after.plan.isa) == (q.graph.module, q.graph.plan.decisions, ("avx2",))
+    assert (after.module, after.plan.decisions, after.plan.isa) == (
+        q.graph.module,
+        q.graph.plan.decisions,
+        ("avx2",),
+    )
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -192,7 +211,11 @@ def test_all_matrices_of_recurrent_layers(layer):
 
 
 def test_a_weight_that_two_layers_share_stays_one():
-    q = quantized(extreme(Function(lambda self, x: self.a(torch.relu(self.a(x))), a=nn.Linear(8, 8))), torch.rand(4, 8), STATIC)
+    q = quantized(
+        extreme(Function(lambda self, x: self.a(torch.relu(self.a(x))), a=nn.Linear(8, 8))),
+        torch.rand(4, 8),
+        STATIC,
+    )
     after, names = narrow(q.graph, HERE)
     assert len(names) == 2
     assert len(constants_of(after)) == len(constants_of(q.graph)) == 3
@@ -212,7 +235,11 @@ def test_the_second_input_of_a_matmul_moves_to_seven_bits(dtype, symmetric):
         return y @ turned, y.abs() @ turned, turned @ y
 
     x = torch.randn(2, 5, 8)
-    q = quantized(Function(forward, a=nn.Linear(8, 8)), x, StaticQuantConfig(act_dtype=dtype, act_sym=symmetric, post=()))
+    q = quantized(
+        Function(forward, a=nn.Linear(8, 8)),
+        x,
+        StaticQuantConfig(act_dtype=dtype, act_sym=symmetric, post=()),
+    )
     after, names = narrow(q.graph, HERE)
     matmuls = [name for name in names if name.startswith("matmul")]
     assert len(matmuls) == 3
@@ -221,8 +248,13 @@ def test_the_second_input_of_a_matmul_moves_to_seven_bits(dtype, symmetric):
         assert new[0].args[1:] == old[0].args[1:]
         assert new[1].args[3:5] == ((64, 191) if dtype == "uint8" else (-64, 63))
         ends = [[(code - n.args[2]) * n.args[1] for code in n.args[3:5]] for n in (old[1], new[1])]
-        assert ends[1] == pytest.approx(ends[0], abs=2 * new[1].args[1])  # the same values, within a step or two
-        assert (after.plan[name].spec.right.reduce_range, after.plan[name].spec.activation.reduce_range) == (True, False)
+        assert ends[1] == pytest.approx(
+            ends[0], abs=2 * new[1].args[1]
+        )  # the same values, within a step or two
+        assert (after.plan[name].spec.right.reduce_range, after.plan[name].spec.activation.reduce_range) == (
+            True,
+            False,
+        )
     assert quantizes_of(after, matmuls[0])[1] is quantizes_of(after, matmuls[1])[1]  # one quantize for both
     assert saturating(after, HERE) == ()
     assert worst_db(q.graph.module(x), after.module(x)) > 25
@@ -256,7 +288,8 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
     save(q, tmp_path / "wide")
     before = {path.name: path.read_bytes() for path in (tmp_path / "wide").iterdir()}
     with pytest.warns(
-        NCWarning, match=rf"'{backend}' adds products in 16 bits on this CPU.*\. 2 of 2 .*: fc1, fc2\..*convert the fp32 model here"
+        NCWarning,
+        match=rf"'{backend}' adds products in 16 bits on this CPU.*\. 2 of 2 .*: fc1, fc2\..*convert the fp32 model here",
     ) as caught:
         loaded = load(tmp_path / "wide", backend=backend, isolate="never")
     assert caught[0].filename == __file__
@@ -264,7 +297,8 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
     report = loaded.report()
     (line,) = report.changes
     assert line.startswith(
-        "re-quantized from int8 for a CPU that adds products in 16 bits: 2 of 2 layers: fc1, fc2; outputs before and after"
+        "re-quantized from int8 for a CPU that adds products in 16 bits: 2 of 2 layers: fc1, fc2; outputs "
+        "before and after"
     )
     assert line in " ".join(str(report).split())
     assert (report.isa, report.sqnr_vs_fp32_db) == (("avx2",), q.graph.sqnr_vs_fp32_db)
@@ -344,7 +378,9 @@ def tokens():
 
 def image():
     layers = {"a": nn.Conv2d(8, 16, 3), "safe": nn.Conv2d(16, 16, 1), "out": nn.Conv2d(16, 8, 3)}
-    return Function(lambda self, x: self.out(torch.relu(self.safe(torch.relu(self.a(x))))), **layers), torch.rand(2, 8, 12, 12) * 0.2 + 0.8
+    return Function(
+        lambda self, x: self.out(torch.relu(self.safe(torch.relu(self.a(x))))), **layers
+    ), torch.rand(2, 8, 12, 12) * 0.2 + 0.8
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
@@ -360,7 +396,9 @@ def test_numbers_are_right_in_a_process_without_vnni(build, backend, isa, tmp_pa
         layer.weight.data = (0.5 + 0.5 * torch.rand(layer.weight.shape)) / layer.weight[0].numel()
         layer.weight.data[len(layer.weight) // 2 :] *= -1
     signs = torch.tensor([1.0, -1.0]).repeat(model.safe.weight.shape[1] // 2)
-    model.safe.weight.data = (torch.rand(model.safe.weight.shape[:2]) * signs).reshape(model.safe.weight.shape)
+    model.safe.weight.data = (torch.rand(model.safe.weight.shape[:2]) * signs).reshape(
+        model.safe.weight.shape
+    )
     q = quantized(model, x, STATIC)  # the reference sums in 32 bits, like any CPU with VNNI
     save(q, tmp_path / "a")
     with torch.no_grad():

@@ -90,7 +90,11 @@ def test_a_number_instead_of_a_tensor(prepared):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
 def test_dtype(prepared, dtype):
-    text = refused(prepared, f"'x': expected dtype torch.float32, but got {dtype}", **good(x=torch.zeros(2, 3, 4, dtype=dtype)))
+    text = refused(
+        prepared,
+        f"'x': expected dtype torch.float32, but got {dtype}",
+        **good(x=torch.zeros(2, 3, 4, dtype=dtype)),
+    )
     assert "Call .to(torch.float32)" in text
 
 
@@ -99,7 +103,9 @@ def test_rank(prepared):
 
 
 def test_fixed_size(prepared):
-    refused(prepared, "'x': expected size 4 in dimension 2", **good(x=torch.randn(2, 3, 1)))  # would broadcast, or crash a kernel
+    refused(
+        prepared, "'x': expected size 4 in dimension 2", **good(x=torch.randn(2, 3, 1))
+    )  # would broadcast, or crash a kernel
     text = refused(prepared, "'x': expected size 4 in dimension 2", **good(x=torch.randn(2, 3, 5)))
     assert "The model fixes it" in text
     assert "(2, 3, 5)" in text
@@ -107,7 +113,9 @@ def test_fixed_size(prepared):
 
 def test_sizes_that_must_be_equal(prepared):
     refused(prepared, "'y': expected size 2 in dimension 0", **good(y=torch.randn(1, 3, 4)))
-    text = refused(prepared, "'y': expected size 2 in dimension 0, as another input has", **good(y=torch.randn(5, 3, 4)))
+    text = refused(
+        prepared, "'y': expected size 2 in dimension 0, as another input has", **good(y=torch.randn(5, 3, 4))
+    )
     assert "(5, 3, 4)" in text
 
 
@@ -168,7 +176,9 @@ def test_structures_inside_arguments():
     prepared = prepare(Inner().eval(), StaticQuantConfig(), example_inputs=example, backend="reference")
     refused(prepared, r"'batch'.*structure", {"a": torch.randn(2, 4)})
     refused(prepared, r"'batch'.*structure", {"a": torch.randn(2, 4), "b": [torch.randn(2, 4)] * 2})
-    refused(prepared, r"batch\['b'\]\[1\]", {"a": torch.randn(2, 4), "b": (torch.randn(2, 4), torch.randn(2))})
+    refused(
+        prepared, r"batch\['b'\]\[1\]", {"a": torch.randn(2, 4), "b": (torch.randn(2, 4), torch.randn(2))}
+    )
 
 
 Named = collections.namedtuple("Named", "a, b")
@@ -199,7 +209,9 @@ class OfOne(nn.Module):
 def test_the_order_of_keys_does_not_matter():
     one, two = torch.randn(2, 4), torch.randn(2, 4)
     model = OfOne(lambda batch, name: batch[name]).eval()
-    prepared = prepare(model, StaticQuantConfig(), example_inputs=({"a": one, "b": two},), backend="reference")
+    prepared = prepare(
+        model, StaticQuantConfig(), example_inputs=({"a": one, "b": two},), backend="reference"
+    )
     expected = prepared({"a": one, "b": two})
     assert torch.equal(prepared({"b": two, "a": one}), expected)
     assert torch.equal(prepared(batch={"b": two, "a": one}), expected)
@@ -207,11 +219,19 @@ def test_the_order_of_keys_does_not_matter():
     refused(prepared, r"'batch'.*structure", {"b": two, "a": one, "c": one})
 
 
-@pytest.mark.filterwarnings("ignore:The captured model takes inputs of exactly")  # torch frees no sizes in dataclasses
+@pytest.mark.filterwarnings(
+    "ignore:The captured model takes inputs of exactly"
+)  # torch frees no sizes in dataclasses
 @pytest.mark.parametrize("cls", [Named, Members])
 def test_a_loaded_model_takes_the_users_own_classes(cls, tmp_path):
     example = (cls(torch.randn(2, 4), torch.randn(2, 4)),)
-    q_model = nc.quantize(OfOne(getattr).eval(), StaticQuantConfig(), lambda p: p(*example), example_inputs=example, backend="reference")
+    q_model = nc.quantize(
+        OfOne(getattr).eval(),
+        StaticQuantConfig(),
+        lambda p: p(*example),
+        example_inputs=example,
+        backend="reference",
+    )
     nc.save(q_model, tmp_path / "model")
     loaded = nc.load(tmp_path / "model", backend="reference")
     assert torch.equal(loaded(*example), q_model(*example))
@@ -222,9 +242,18 @@ def test_structures_that_do_not_fit_are_explained():
     example = (collections.defaultdict(list, a=torch.randn(2, 4), b=torch.randn(2, 4)),)
     model = OfOne(lambda batch, name: batch[name]).eval()
     prepared = prepare(model, StaticQuantConfig(), example_inputs=example, backend="reference")
-    for other in ({"a": example[0]["a"], "b": example[0]["b"]}, Members(*example[0].values()), Named(*example[0].values())):
+    for other in (
+        {"a": example[0]["a"], "b": example[0]["b"]},
+        Members(*example[0].values()),
+        Named(*example[0].values()),
+    ):
         refused(prepared, r"'batch'.*structure", other)
-    prepared = prepare(OfOne(getattr).eval(), StaticQuantConfig(), example_inputs=(Named(*example[0].values()),), backend="reference")
+    prepared = prepare(
+        OfOne(getattr).eval(),
+        StaticQuantConfig(),
+        example_inputs=(Named(*example[0].values()),),
+        backend="reference",
+    )
     for other in (Members(*example[0].values()), tuple(example[0].values()), dict(example[0])):
         refused(prepared, r"'batch'.*structure", other)
 
@@ -232,7 +261,11 @@ def test_structures_that_do_not_fit_are_explained():
 def test_a_dataclass_that_torch_does_not_know():
     other = dataclasses.make_dataclass("Other", ["a", "b"])
     with pytest.raises(InputError, match=r"hold a Other.*register_dataclass"):
-        prepare(OfOne(getattr).eval(), StaticQuantConfig(), example_inputs=(other(torch.randn(2, 4), torch.randn(2, 4)),))
+        prepare(
+            OfOne(getattr).eval(),
+            StaticQuantConfig(),
+            example_inputs=(other(torch.randn(2, 4), torch.randn(2, 4)),),
+        )
 
 
 def test_an_array_instead_of_a_constant(prepared):

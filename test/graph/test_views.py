@@ -12,7 +12,18 @@ from nc import StaticQuantConfig
 from nc.backends import get_backend
 from nc.graph.catalogue import first_input, input_node, joined_inputs
 from nc.graph.fx_utils import call_function, copy_module
-from nc.graph.views import Binary, Conv, Linear, Softmax, Transpose, Weighted, called_with, options, returned, set_argument
+from nc.graph.views import (
+    Binary,
+    Conv,
+    Linear,
+    Softmax,
+    Transpose,
+    Weighted,
+    called_with,
+    options,
+    returned,
+    set_argument,
+)
 
 aten = torch.ops.aten
 #: view → operator and arguments by position; "x" and "w" stand for nodes.
@@ -38,13 +49,19 @@ def nodes(graph):
 
 def by_name(node):
     """Give every argument of a call by its name."""
-    node.args, node.kwargs = (), {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    node.args, node.kwargs = (
+        (),
+        {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)}
+        | dict(node.kwargs),
+    )
 
 
 @pytest.mark.parametrize("view", CALLS)
 def test_a_view_finds_arguments_by_position_and_by_name(view, graph, nodes):
     target, arguments = CALLS[view]
-    node = call_function(graph, target, tuple(nodes.get(a, a) if isinstance(a, str) else a for a in arguments))
+    node = call_function(
+        graph, target, tuple(nodes.get(a, a) if isinstance(a, str) else a for a in arguments)
+    )
     expected, given = view.of(node), node.args
     assert first_input(node) is input_node(node) is nodes["x"]
     assert called_with(node) == (given, {})
@@ -56,7 +73,14 @@ def test_a_view_finds_arguments_by_position_and_by_name(view, graph, nodes):
 
 def test_sides_have_one_name_in_all_operators(graph, nodes):
     x, w = nodes.values()
-    for target in (aten.add.Tensor, aten.matmul.default, aten.bmm.default, aten.mm.default, aten.mul.Tensor, aten.div.Tensor_mode):
+    for target in (
+        aten.add.Tensor,
+        aten.matmul.default,
+        aten.bmm.default,
+        aten.mm.default,
+        aten.mul.Tensor,
+        aten.div.Tensor_mode,
+    ):
         kwargs = {"rounding_mode": "floor"} if target is aten.div.Tensor_mode else {}
         node = call_function(graph, target, (x, w), kwargs)
         assert Binary.of(node).sides == (x, w)
@@ -104,12 +128,18 @@ def test_a_graph_that_gives_its_arguments_by_name_is_the_same_model(model):
     x = torch.randn(2, 6, 32) if model is Attention else torch.randn(2, 3, 16, 16)
     q = quantized(model(), x, StaticQuantConfig())
     module, _ = copy_module(q.graph.module)
-    calls = [n for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"]
+    calls = [
+        n
+        for n in module.graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"
+    ]
     for node in calls:
         by_name(node)
     assert len(calls) > 5
     module.recompile()
     named = dataclasses.replace(q.graph, module=module)
     expected, got = (get_backend("native").lower(graph, verify="off") for graph in (q.graph, named))
-    assert [(op.operator, op.ran) for op in got.report().ops] == [(op.operator, op.ran) for op in expected.report().ops]
+    assert [(op.operator, op.ran) for op in got.report().ops] == [
+        (op.operator, op.ran) for op in expected.report().ops
+    ]
     assert torch.equal(expected.run([x])[0], got.run([x])[0])

@@ -53,7 +53,12 @@ def _(x, w):
 
 #: name: (model, input, kind of the operator that reads the weight, its multiply-adds)
 CASES = {
-    "rnn": (Net(lambda s, x: s.m[0](x)[0], modules=[nn.RNN(32, 16, 2, batch_first=True)]), STEPS, "rnn", 30 * 16 * (32 + 16 * 3)),
+    "rnn": (
+        Net(lambda s, x: s.m[0](x)[0], modules=[nn.RNN(32, 16, 2, batch_first=True)]),
+        STEPS,
+        "rnn",
+        30 * 16 * (32 + 16 * 3),
+    ),
     "rnn relu both ways": (
         Net(lambda s, x: s.m[0](x)[0], modules=[nn.RNN(32, 16, nonlinearity="relu", bidirectional=True)]),
         STEPS,
@@ -61,18 +66,43 @@ CASES = {
         2 * 30 * 16 * (32 + 16),
     ),
     "rnn cell": (Net(lambda s, x: s.m[0](x), modules=[nn.RNNCell(32, 16)]), ROWS, "rnn_cell", 6 * 16 * 48),
-    "bilinear": (Net(lambda s, x: s.m[0](x, x), modules=[nn.Bilinear(32, 32, 4)]), ROWS, "bilinear", 6 * 32 * 32 * 4),
+    "bilinear": (
+        Net(lambda s, x: s.m[0](x, x), modules=[nn.Bilinear(32, 32, 4)]),
+        ROWS,
+        "bilinear",
+        6 * 32 * 32 * 4,
+    ),
     "linear of a parameter": (Net(lambda s, x: F.linear(x, s.w[0]), (8, 32)), ROWS, "linear", 6 * 8 * 32),
     "matmul of a parameter": (Net(lambda s, x: x @ s.w[0], (32, 8)), ROWS, "linear", 6 * 8 * 32),
     "a matrix per sample": (Net(lambda s, x: x @ s.w[0], (6, 32, 8)), STEPS, "matmul", 30 * 8 * 32),
     "einsum": (Net(lambda s, x: torch.einsum("bi,oi->bo", x, s.w[0]), (8, 32)), ROWS, "einsum", 6 * 8 * 32),
-    "einsum with dots": (Net(lambda s, x: torch.einsum("...i,oi->...o", x, s.w[0]), (8, 32)), STEPS, "einsum", 30 * 8 * 32),
-    "baddbmm": (Net(lambda s, x: torch.baddbmm(s.w[1], x, s.w[0]), (6, 32, 8), (6, 5, 8)), STEPS, "baddbmm", 30 * 8 * 32),
-    "tensordot": (Net(lambda s, x: torch.tensordot(x, s.w[0], dims=1), (32, 8)), ROWS, "tensordot", 6 * 8 * 32),
+    "einsum with dots": (
+        Net(lambda s, x: torch.einsum("...i,oi->...o", x, s.w[0]), (8, 32)),
+        STEPS,
+        "einsum",
+        30 * 8 * 32,
+    ),
+    "baddbmm": (
+        Net(lambda s, x: torch.baddbmm(s.w[1], x, s.w[0]), (6, 32, 8), (6, 5, 8)),
+        STEPS,
+        "baddbmm",
+        30 * 8 * 32,
+    ),
+    "tensordot": (
+        Net(lambda s, x: torch.tensordot(x, s.w[0], dims=1), (32, 8)),
+        ROWS,
+        "tensordot",
+        6 * 8 * 32,
+    ),
     "autograd function": (Net(lambda s, x: Product.apply(x, s.w[0]), (8, 32)), ROWS, "tensordot", 6 * 8 * 32),
     "scripted function": (Net(lambda s, x: scripted(x, s.w[0]), (32, 8)), ROWS, "tensordot", 6 * 8 * 32),
     "custom operator": (Net(lambda s, x: custom(x, s.w[0]), (32, 8)), ROWS, "nc_test::product", None),
-    "a view of it": (Net(lambda s, x: torch.tensordot(x, s.w[0][:8].t(), dims=1), (10, 32)), ROWS, "tensordot", 6 * 8 * 32),
+    "a view of it": (
+        Net(lambda s, x: torch.tensordot(x, s.w[0][:8].t(), dims=1), (10, 32)),
+        ROWS,
+        "tensordot",
+        6 * 8 * 32,
+    ),
     "computed from two": (
         Net(lambda s, x: torch.tensordot(x, s.w[0] @ s.w[1], dims=1), (32, 4), (4, 8)),
         ROWS,
@@ -82,10 +112,18 @@ CASES = {
     "index": (Net(lambda s, x: s.w[0][(x[:, 0] > 0).long()], (8, 32)), ROWS, "index", 0),
     "gather": (Net(lambda s, x: torch.gather(s.w[0], 0, (x > 0).long()), (8, 32)), ROWS, "gather", 0),
     "positions": (Net(lambda s, x: x + s.w[0][: x.shape[1]], (50, 32)), STEPS, "add", 0),
-    "embedding bag": (Net(lambda s, x: s.m[0]((x[:, :3] > 0).long()), modules=[nn.EmbeddingBag(10, 8)]), ROWS, "embedding_bag", 0),
+    "embedding bag": (
+        Net(lambda s, x: s.m[0]((x[:, :3] > 0).long()), modules=[nn.EmbeddingBag(10, 8)]),
+        ROWS,
+        "embedding_bag",
+        0,
+    ),
     "distances": (Net(lambda s, x: torch.cdist(x, s.w[0]), (10, 32)), ROWS, "cdist", 6 * 10 * 32),
     "a weight of the input": (
-        Net(lambda s, x: F.conv1d(x[None], s.m[0](x).mean(0)[:, None, None].expand(8, 6, 1)), modules=[nn.Linear(32, 8)]),
+        Net(
+            lambda s, x: F.conv1d(x[None], s.m[0](x).mean(0)[:, None, None].expand(8, 6, 1)),
+            modules=[nn.Linear(32, 8)],
+        ),
         ROWS,
         "linear",
         6 * 8 * 32,
@@ -100,7 +138,9 @@ def test_what_reads_a_weight_is_in_plan_and_report(name):
     readers = [d for d in plan.decisions if d.weights]
     assert [d.kind for d in readers] == [kind]
     (decision,) = readers
-    assert {weight for weight, _ in decision.weights} == {n for n, p in model.named_parameters() if p.dim() > 1}
+    assert {weight for weight, _ in decision.weights} == {
+        n for n, p in model.named_parameters() if p.dim() > 1
+    }
     assert decision.multiply_adds == products
     assert decision.reason or decision.spec.quantized
     q = nc.convert(prepared(model, x), measure=False)
@@ -120,7 +160,11 @@ def prepared(model, x):
 def test_names_of_other_operators_do_not_depend_on_what_is_listed_for_its_weight():
     model = Net(lambda s, x: (x + s.w[0]) + s.m[0](x), (5, 32), modules=[nn.Linear(32, 32)])
     plan = nc.describe(model, nc.StaticQuantConfig(), STEPS, backend="reference")
-    assert [(d.operator, bool(d.weights)) for d in plan.decisions] == [("add_1", True), ("m.0", True), ("add", False)]
+    assert [(d.operator, bool(d.weights)) for d in plan.decisions] == [
+        ("add_1", True),
+        ("m.0", True),
+        ("add", False),
+    ]
 
 
 def test_vectors_and_buffers_that_are_no_weights_are_not_listed():
@@ -147,15 +191,28 @@ def test_shares_add_up_to_what_is_counted(static):
             self.fc, self.head = nn.Linear(32, 64), nn.Linear(64, 4)
 
         def forward(self, ids):
-            return self.head(self.fc(torch.tensordot(torch.tensordot(self.embed(ids), self.mix, 1), self.unmix, 1)))
+            return self.head(
+                self.fc(torch.tensordot(torch.tensordot(self.embed(ids), self.mix, 1), self.unmix, 1))
+            )
 
     ids, config = torch.randint(0, 20, (3, 7)), nc.StaticQuantConfig() if static else nc.DynamicQuantConfig()
-    q = nc.quantize(Both().eval(), config.exclude("head"), lambda p: p(ids), example_inputs=ids, backend="native", measure=False)
+    q = nc.quantize(
+        Both().eval(),
+        config.exclude("head"),
+        lambda p: p(ids),
+        example_inputs=ids,
+        backend="native",
+        measure=False,
+    )
     report = q.report()
     int8, others = 32 * 64, 20 * 32 + 2 * 32 * 32 + 64 * 4
-    assert report.weight_shares == pytest.approx({"int8": int8 / (int8 + others), "fp32": others / (int8 + others)})
+    assert report.weight_shares == pytest.approx(
+        {"int8": int8 / (int8 + others), "fp32": others / (int8 + others)}
+    )
     int8, others = 21 * 32 * 64, 21 * (2 * 32 * 32 + 64 * 4)
-    assert report.multiply_add_shares == pytest.approx({"int8": int8 / (int8 + others), "fp32": others / (int8 + others)})
+    assert report.multiply_add_shares == pytest.approx(
+        {"int8": int8 / (int8 + others), "fp32": others / (int8 + others)}
+    )
     assert report.to_dict()["weight_shares"] == report.weight_shares
     assert "weights: 59.0% fp32, 41.0% int8 of 5.0 k" in report.summary()
     assert "multiply-adds on the example: 52.9% fp32, 47.1% int8" in report.summary()
@@ -168,7 +225,11 @@ def test_shares_of_weights_that_two_operators_read():
         Part(operator="c", form="fp32", weights=(("w", 10),), multiply_adds=None),
     ]
     shares = shares_of(parts)
-    assert (shares.weights, shares.multiply_adds, shares.unknown) == ({"int8": 10, "fp32": 10}, {"int8": 10}, ("c",))
+    assert (shares.weights, shares.multiply_adds, shares.unknown) == (
+        {"int8": 10, "fp32": 10},
+        {"int8": 10},
+        ("c",),
+    )
     assert "multiply-adds of c are not known" in shares.lines()
 
 
@@ -190,7 +251,11 @@ def test_multiply_adds_are_those_that_torch_counts():
     model, x = Mixed().eval(), torch.randn(2, 3, 9, 9)
     plan = nc.describe(model, nc.StaticQuantConfig(), x, backend="reference")
     module = capture(model, x).module
-    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with (
+        torch.no_grad(),
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
         module(x)
     assert 2 * sum(d.multiply_adds for d in plan.decisions) == counter.get_total_flops()
 
@@ -208,7 +273,11 @@ def test_weight_only_lists_weights_that_are_in_no_layer():
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fc, self.attend, self.rnn = nn.Linear(32, 64), nn.MultiheadAttention(64, 4, batch_first=True), nn.RNN(64, 32)
+            self.fc, self.attend, self.rnn = (
+                nn.Linear(32, 64),
+                nn.MultiheadAttention(64, 4, batch_first=True),
+                nn.RNN(64, 32),
+            )
 
         def forward(self, x):
             x = self.fc(x)
@@ -216,12 +285,16 @@ def test_weight_only_lists_weights_that_are_in_no_layer():
 
     model, config = Experts().eval(), nc.WeightOnlyConfig("int4", group_size=32)
     plan = nc.describe(model, config)
-    assert {"attend.in_proj_weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0"} <= {row.split()[0] for row in plan.table().splitlines()}
+    assert {"attend.in_proj_weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0"} <= {
+        row.split()[0] for row in plan.table().splitlines()
+    }
     with pytest.warns(nc.NCWarning, match="Most weights"):
         q = nc.quantize(model, config)
     report = nc.report(q)
     low, others = 32 * 64 + 64 * 64, 3 * 64 * 64 + 64 * 32 + 32 * 32
-    assert report.weight_shares == pytest.approx({"float": others / (low + others), "int4": low / (low + others)})
+    assert report.weight_shares == pytest.approx(
+        {"float": others / (low + others), "int4": low / (low + others)}
+    )
     assert report.multiply_add_shares == {}
     assert "attend.in_proj_weight" in str(report)
     timed = nc.report(q, profile_inputs=STEPS)

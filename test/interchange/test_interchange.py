@@ -1,4 +1,7 @@
-"""Files of other tools: tiny layouts computed by hand, round trips bit for bit, refusals, altered files. The judges are in test/judges."""
+"""Files of other tools: tiny layouts computed by hand, round trips bit for bit, refusals, altered files.
+
+The judges are in test/judges.
+"""
 
 import copy
 import json
@@ -85,7 +88,13 @@ class TestGGUF:
         }
         for code, block in ((2, block4), (3, block5), (8, block8)):
             name = b"w"
-            head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + name + struct.pack("<IQQIQ", 2, 32, 1, code, 0)
+            head = (
+                b"GGUF"
+                + struct.pack("<IQQ", 3, 1, 0)
+                + struct.pack("<Q", 1)
+                + name
+                + struct.pack("<IQQIQ", 2, 32, 1, code, 0)
+            )
             path = tmp_path / f"{code}.gguf"
             path.write_bytes(head + bytes(-len(head) % 32) + block)
             read = gguf.read(path)
@@ -95,7 +104,17 @@ class TestGGUF:
 
     def test_floats_and_values_come_back(self, tmp_path):
         tensors = {str(d): weights(3, 5).to(d) for d in (torch.float32, torch.float16, torch.bfloat16)}
-        values = {"a": "text é", "b": True, "c": -3, "d": 2**40, "e": 0.5, "f": ["x", ""], "g": [1, 2], "h": [], "i": [0.25, 1.5]}
+        values = {
+            "a": "text é",
+            "b": True,
+            "c": -3,
+            "d": 2**40,
+            "e": 0.5,
+            "f": ["x", ""],
+            "g": [1, 2],
+            "h": [],
+            "i": [0.25, 1.5],
+        }
         gguf_writer.write(tmp_path / "a.gguf", tensors, values)
         file = gguf.read(tmp_path / "a.gguf")
         assert file.values == {"general.alignment": 32, "general.quantization_version": 2, **values}
@@ -115,7 +134,10 @@ class TestGGUF:
         ],
     )
     def test_what_no_block_holds_is_refused(self, fields, tmp_path):
-        with pytest.raises(UnsupportedError, match=r"Tensor 'layer.q': GGUF cannot hold .* group_size=32, scale_dtype=\"fp16\""):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"Tensor 'layer.q': GGUF cannot hold .* group_size=32, scale_dtype=\"fp16\"",
+        ):
             gguf_writer.write(tmp_path / "a.gguf", {"layer.q": quantized(**fields)})
         assert not (tmp_path / "a.gguf").exists()
 
@@ -141,7 +163,9 @@ class TestGGUF:
                 gguf.read(path)
 
     def test_no_altered_head_escapes_the_errors_of_nc(self, tmp_path):
-        gguf_writer.write(tmp_path / "a.gguf", {"w": quantized(), "b": torch.ones(3)}, {"k": ["a", "bc"], "n": [1, 2]})
+        gguf_writer.write(
+            tmp_path / "a.gguf", {"w": quantized(), "b": torch.ones(3)}, {"k": ["a", "bc"], "n": [1, 2]}
+        )
         whole = bytearray((tmp_path / "a.gguf").read_bytes())
         path = tmp_path / "bad.gguf"
         noticed = 0
@@ -180,7 +204,13 @@ class TestGGUF:
             gguf.read(path).float("v")
 
     def test_other_types_are_listed_and_refused_when_read(self, tmp_path):
-        head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"w" + struct.pack("<IQQIQ", 2, 256, 1, 12, 0)
+        head = (
+            b"GGUF"
+            + struct.pack("<IQQ", 3, 1, 0)
+            + struct.pack("<Q", 1)
+            + b"w"
+            + struct.pack("<IQQIQ", 2, 256, 1, 12, 0)
+        )
         (tmp_path / "a.gguf").write_bytes(head + bytes(-len(head) % 32 + 144))
         file = gguf.read(tmp_path / "a.gguf")
         assert file.tensors["w"].type == "type 12"
@@ -190,7 +220,10 @@ class TestGGUF:
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_rows_of_rotary_heads_are_put_back(heads):
-    """Against llama.cpp's permutation, written from its definition: row (half, i) of a head becomes row (i, half)."""
+    """Against llama.cpp's permutation, written from its definition.
+
+    Row (half, i) of a head becomes row (i, half).
+    """
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import smollm2
 
@@ -209,7 +242,9 @@ ASYM = {"dtype": "uint4", "symmetric": False}
 
 def words(rows):
     """Words of eight nibbles, the first in the lowest bits, as int32."""
-    return torch.tensor([[sum(int(n) << 4 * i for i, n in enumerate(word)) for word in row] for row in rows]).to(torch.int32)
+    return torch.tensor(
+        [[sum(int(n) << 4 * i for i, n in enumerate(word)) for word in row] for row in rows]
+    ).to(torch.int32)
 
 
 def written(weight, path, format, name="a.b"):
@@ -238,7 +273,9 @@ def negative():
 
 class TestRoundTrips:
     @pytest.mark.parametrize("format", FORMATS)
-    @pytest.mark.parametrize("fields", [{}, {"group_size": 16}, {"group_size": -1}, ASYM, {**ASYM, "group_size": -1}])
+    @pytest.mark.parametrize(
+        "fields", [{}, {"group_size": 16}, {"group_size": -1}, ASYM, {**ASYM, "group_size": -1}]
+    )
     def test_four_bits(self, format, fields, tmp_path):
         weight = quantized(**fields)
         if not weight.form.symmetric:
@@ -249,7 +286,8 @@ class TestRoundTrips:
         same(found.layers["a.b"].weight, weight)
 
     @pytest.mark.parametrize(
-        ("format", "bits"), [("compressed-tensors", 2), ("compressed-tensors", 8), ("gptq", 2), ("gptq", 8), ("quark", 8)]
+        ("format", "bits"),
+        [("compressed-tensors", 2), ("compressed-tensors", 8), ("gptq", 2), ("gptq", 8), ("quark", 8)],
     )
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_other_bits(self, format, bits, symmetric, tmp_path):
@@ -304,7 +342,12 @@ class TestRoundTrips:
             same(read_weights(tmp_path).layers["a.b"].weight, weight)
 
     def test_layers_may_differ_in_compressed_tensors(self, tmp_path):
-        found = {"x.0": quantized(), "x.1": quantized(group_size=16, **ASYM), "y": quantized(dtype="int8", group_size=-1), "z": quantized()}
+        found = {
+            "x.0": quantized(),
+            "x.1": quantized(group_size=16, **ASYM),
+            "y": quantized(dtype="int8", group_size=-1),
+            "z": quantized(),
+        }
         export_weights(found, tmp_path)
         again = read_weights(tmp_path).layers
         for name, weight in found.items():
@@ -332,7 +375,12 @@ class TestLayouts:
         assert torch.equal(tensors["a.b.qzeros"], words((self.ZERO - 1).reshape(1, 1, 8)))
         assert torch.equal(tensors["a.b.scales"], (torch.arange(1, 9)[None] / 8).half())
         assert torch.equal(tensors["a.b.g_idx"], torch.zeros(32, dtype=torch.int32))
-        assert (config["checkpoint_format"], config["bits"], config["sym"], config["desc_act"]) == ("gptq", 4, False, False)
+        assert (config["checkpoint_format"], config["bits"], config["sym"], config["desc_act"]) == (
+            "gptq",
+            4,
+            False,
+            False,
+        )
         assert json.loads((tmp_path / "quantize_config.json").read_text()) == config
 
     def test_symmetric_gptq_has_the_zeros_that_every_reader_knows(self, tmp_path):
@@ -354,7 +402,11 @@ class TestLayouts:
         assert torch.equal(tensors["a.b.weight_zero_point"], words(self.ZERO.reshape(1, 1, 8)))
         assert tensors["a.b.weight_shape"].tolist() == [8, 32]
         scheme = config["config_groups"]["group_0"]
-        assert (config["format"], scheme["targets"], scheme["weights"]["strategy"]) == ("pack-quantized", ["Linear"], "channel")
+        assert (config["format"], scheme["targets"], scheme["weights"]["strategy"]) == (
+            "pack-quantized",
+            ["Linear"],
+            "channel",
+        )
         assert scheme["weights"]["actorder"] is None
 
     def test_quark(self, tmp_path):
@@ -414,7 +466,9 @@ class TestGPTQ:
     def test_groups_of_channels_that_are_not_neighbours_are_refused(self, tmp_path):
         export_weights({"a.b": quantized()}, tmp_path, "gptq")
         changed(tmp_path, lambda t: t["a.b.g_idx"].copy_(torch.arange(64) % 2))
-        with pytest.raises(UnsupportedError, match=r"Layer 'a.b': .*g_idx.* desc_act=False, static groups or group-aware"):
+        with pytest.raises(
+            UnsupportedError, match=r"Layer 'a.b': .*g_idx.* desc_act=False, static groups or group-aware"
+        ):
             read_weights(tmp_path)
 
     def test_renumbered_groups_are_put_back(self, tmp_path):
@@ -469,12 +523,18 @@ class TestRefusals:
         plain = quantized(scale_dtype="fp32")
         form = WeightFormat(dtype="int4", group_size=32, double_quant=DoubleQuant())
         weight = PackedWeight(
-            form=form, shape=plain.shape, codes=plain.codes, scale=torch.ones(16, 2, dtype=torch.uint8), outer_scale=torch.ones(16, 1)
+            form=form,
+            shape=plain.shape,
+            codes=plain.codes,
+            scale=torch.ones(16, 2, dtype=torch.uint8),
+            outer_scale=torch.ones(16, 1),
         )
         with pytest.raises(UnsupportedError, match=r"one level of scales.*double_quant=None"):
             export_weights({"a.b": weight}, tmp_path, format)
 
-    @pytest.mark.parametrize(("format", "rows", "columns", "reason"), [("gptq", 12, 64, "N = 12"), ("gptq", 16, 48, "K = 48")])
+    @pytest.mark.parametrize(
+        ("format", "rows", "columns", "reason"), [("gptq", 12, 64, "N = 12"), ("gptq", 16, 48, "K = 48")]
+    )
     def test_shapes(self, format, rows, columns, reason, tmp_path):
         for name in (format, "awq"):
             with pytest.raises(UnsupportedError, match=reason):
@@ -483,7 +543,8 @@ class TestRefusals:
     @pytest.mark.parametrize("format", ["gptq", "awq", "quark"])
     def test_layers_that_differ(self, format, tmp_path):
         with pytest.raises(
-            UnsupportedError, match=r"Layer 'b': .*one bit width and group size.*'a' has 4 in groups of 32.*compressed-tensors"
+            UnsupportedError,
+            match=r"Layer 'b': .*one bit width and group size.*'a' has 4 in groups of 32.*compressed-tensors",
         ):
             export_weights({"a": quantized(), "b": quantized(group_size=16)}, tmp_path, format)
 
@@ -581,7 +642,10 @@ class TestModels:
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_eight_bits_and_int8_activations_are_int_quantized(self, symmetric, tmp_path):
-        model, other = net(act_dtype="int8", dtype="int8", group_size=-1, symmetric=symmetric, rule="minmax")[0], net(1)[1]
+        model, other = (
+            net(act_dtype="int8", dtype="int8", group_size=-1, symmetric=symmetric, rule="minmax")[0],
+            net(1)[1],
+        )
         export_weights(model, tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
         assert config["format"] == "int-quantized"
@@ -623,7 +687,10 @@ class TestModels:
         model, tied = net()
         model.head.weight = torch.nn.Parameter(model.head.weight.detach() * 2)
         export_weights(model, tmp_path)
-        with pytest.raises(ArtefactError, match="'head.weight' and 'table.weight' are one tensor in the model and two in the files"):
+        with pytest.raises(
+            ArtefactError,
+            match="'head.weight' and 'table.weight' are one tensor in the model and two in the files",
+        ):
             import_weights(tmp_path, tied)
         tied.head.weight = torch.nn.Parameter(torch.zeros(32, 64))
         assert torch.equal(import_weights(tmp_path, tied)(self.IDS), model(self.IDS))
@@ -632,9 +699,18 @@ class TestModels:
         ("change", "message"),
         [
             (lambda m: setattr(m, "first", torch.nn.Identity()), "no linear or embedding"),
-            (lambda m: setattr(m, "first", torch.nn.Linear(64, 64)), r"shape \[96, 64\], in the model \[64, 64\]"),
-            (lambda m: setattr(m, "first", torch.nn.Linear(64, 96, bias=False)), "a bias in the files, and the model has none"),
-            (lambda m: setattr(m, "second", torch.nn.Linear(96, 64)), "no bias in the files, and the model has one"),
+            (
+                lambda m: setattr(m, "first", torch.nn.Linear(64, 64)),
+                r"shape \[96, 64\], in the model \[64, 64\]",
+            ),
+            (
+                lambda m: setattr(m, "first", torch.nn.Linear(64, 96, bias=False)),
+                "a bias in the files, and the model has none",
+            ),
+            (
+                lambda m: setattr(m, "second", torch.nn.Linear(96, 64)),
+                "no bias in the files, and the model has one",
+            ),
             (lambda m: m.register_buffer("more", torch.ones(1)), "'more' is missing in the files"),
             (lambda m: delattr(m, "offset"), "'offset' is not in the model"),
             (lambda m: m.register_buffer("offset", torch.ones(3)), "'offset' has another shape"),
@@ -654,7 +730,12 @@ class TestModels:
     def test_a_transformers_model_gets_its_own_config(self, tmp_path):
         transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            tie_word_embeddings=True,
         )
         model = transformers.LlamaForCausalLM(config).eval()
         for name, module in list(model.named_modules()):
@@ -662,7 +743,11 @@ class TestModels:
                 model.set_submodule(name, QuantLinear(quantized(module.weight.detach(), group_size=32)))
         export_weights(model, tmp_path / "tied")
         found = json.loads((tmp_path / "tied" / "config.json").read_text())
-        assert (found["model_type"], found["architectures"], found["tie_word_embeddings"]) == ("llama", ["LlamaForCausalLM"], True)
+        assert (found["model_type"], found["architectures"], found["tie_word_embeddings"]) == (
+            "llama",
+            ["LlamaForCausalLM"],
+            True,
+        )
         assert found["quantization_config"]["ignore"] == ["lm_head"]
         again = transformers.LlamaForCausalLM(config)
         ids = torch.arange(10)[None]
@@ -708,7 +793,9 @@ class TestAlteredFiles:
         (tmp_path / "model.safetensors").unlink()
         names = sorted(tensors)
         for i, part in enumerate((names[:1], names[1:]), 1):
-            save_file({name: tensors[name] for name in part}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+            save_file(
+                {name: tensors[name] for name in part}, tmp_path / f"model-0000{i}-of-00002.safetensors"
+            )
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "")}))
         same(read_weights(tmp_path).layers["a.b"].weight, weight)
@@ -722,14 +809,23 @@ class TestAlteredFiles:
     @pytest.mark.parametrize("format", FORMATS)
     def test_each_tensor_must_be_there_with_its_shape_and_dtype(self, format, tmp_path):
         """But for what a format leaves out where it is the usual value."""
-        optional = {"a.b.g_idx", *(["a.b.weight_zero_point"] if format in ("compressed-tensors", "quark") else [])}
-        names = written(quantized(**ASYM), tmp_path / "x", "awq" if format == "awq" else format)[0] if format != "gptq" else None
+        optional = {
+            "a.b.g_idx",
+            *(["a.b.weight_zero_point"] if format in ("compressed-tensors", "quark") else []),
+        }
+        names = (
+            written(quantized(**ASYM), tmp_path / "x", "awq" if format == "awq" else format)[0]
+            if format != "gptq"
+            else None
+        )
         names = names or written(quantized(), tmp_path / "x", "gptq")[0]
         kept = {name: tensor.clone() for name, tensor in names.items()}
         for name, tensor in kept.items():
             changes = {
                 "missing": None,
-                "longer": torch.cat([tensor, tensor]) if tensor.shape[0] > 1 else torch.cat([tensor, tensor, tensor]),
+                "longer": torch.cat([tensor, tensor])
+                if tensor.shape[0] > 1
+                else torch.cat([tensor, tensor, tensor]),
                 "flat": tensor.reshape(-1, 1, 1),
                 "double": tensor.double(),
             }
@@ -743,7 +839,10 @@ class TestAlteredFiles:
                 except (ArtefactError, UnsupportedError):
                     continue
                 assert what == "missing", (name, what)
-                assert not found.layers, (name, what)  # without its main tensor it is no low-bit layer, and the rest is left over
+                assert not found.layers, (
+                    name,
+                    what,
+                )  # without its main tensor it is no low-bit layer, and the rest is left over
                 assert found.tensors
 
     @pytest.mark.parametrize("format", FORMATS)
@@ -764,8 +863,18 @@ class TestAlteredFiles:
             ("compressed-tensors", {"config_groups": {"g": {"targets": [3]}}}),
             ("compressed-tensors", {"config_groups": {"g": {"targets": ["re:("], "weights": {}}}}),
             ("compressed-tensors", {"config_groups": {}}),
-            ("compressed-tensors", {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3}}}}),
-            ("compressed-tensors", {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}}}),
+            (
+                "compressed-tensors",
+                {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3}}}},
+            ),
+            (
+                "compressed-tensors",
+                {
+                    "config_groups": {
+                        "g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}
+                    }
+                },
+            ),
             ("gptq", {"checkpoint_format": "marlin"}),
             ("awq", {"version": "gemv"}),
             ("awq", {"bits": 8}),

@@ -1,7 +1,10 @@
-"""Files of other tools against the libraries that define them: what they read of ours, and what we read of theirs, bit for bit.
+"""Files of other tools against the libraries that define them.
 
-`make test-judges` runs this in an environment that has the libraries. Weights of fp16 scales are compared in fp16, in which these libraries
-compute: code - zero is exact there, and the product with the scale is rounded once, as is the fp32 product that nc has.
+What they read of ours, and what we read of theirs, bit for bit.
+
+`make test-judges` runs this in an environment that has the libraries. Weights of fp16 scales are compared in
+fp16, in which these libraries compute: code - zero is exact there, and the product with the scale is rounded
+once, as is the fp32 product that nc has.
 """
 
 import json
@@ -43,14 +46,18 @@ def exported(case, path, format):
     if "negative" in case:
         assert (weight.scale < 0).any()
     export_weights({"a.b": weight}, path, format)
-    tensors = {name.removeprefix("a.b."): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    tensors = {
+        name.removeprefix("a.b."): tensor for name, tensor in load_file(path / "model.safetensors").items()
+    }
     return weight, tensors, json.loads((path / "config.json").read_text())["quantization_config"]
 
 
 def ours(path, tensors, config):
     """The layer that nc reads of files with these tensors and this configuration."""
     path.mkdir(exist_ok=True)
-    save_file({f"a.b.{name}": tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {f"a.b.{name}": tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
     (path / "config.json").write_text(json.dumps({"quantization_config": config}))
     return read_weights(path).layers["a.b"].weight
 
@@ -59,7 +66,11 @@ def asked(case):
     """(scale, zero, codes) of a weight: fp32 [N, G], int [N, G], [N, K]."""
     weight = quantized(**CASES[case])
     zero = weight.params.zero
-    return weight, weight.params.scale, torch.full_like(weight.params.scale, weight.form.middle) if zero is None else zero
+    return (
+        weight,
+        weight.params.scale,
+        torch.full_like(weight.params.scale, weight.form.middle) if zero is None else zero,
+    )
 
 
 class TestCompressedTensors:
@@ -132,7 +143,10 @@ class TestGPTQModel:
         weight.zero[0, 0] = 0
         with pytest.warns(match="zero point is 0"):
             export_weights({"a.b": weight}, tmp_path, "gptq")
-        tensors = {name.removeprefix("a.b."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+        tensors = {
+            name.removeprefix("a.b."): tensor
+            for name, tensor in load_file(tmp_path / "model.safetensors").items()
+        }
         config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
         assert config["checkpoint_format"] == "gptq_v2"
         assert torch.equal(self.linear(config, tensors).dequantize_weight().T, weight.dequantize().half())
@@ -140,12 +154,21 @@ class TestGPTQModel:
     @pytest.mark.parametrize("case", CASES)
     def test_we_read_what_it_writes(self, case, tmp_path):
         weight, scale, zero = asked(case)
-        config = {"quant_method": "gptq", "bits": weight.form.bits, "group_size": weight.form.group_size, "sym": False}
+        config = {
+            "quant_method": "gptq",
+            "bits": weight.form.bits,
+            "group_size": weight.form.group_size,
+            "sym": False,
+        }
         made = self.linear(config)
         float_linear = torch.nn.Linear(K, N, bias=False)
         float_linear.weight.data = weight.dequantize()
         made.pack_original(float_linear, scale, zero.int(), made.g_idx)
-        tensors = {name: tensor for name, tensor in made.state_dict().items() if name in ("qweight", "qzeros", "scales", "g_idx")}
+        tensors = {
+            name: tensor
+            for name, tensor in made.state_dict().items()
+            if name in ("qweight", "qzeros", "scales", "g_idx")
+        }
         found = ours(tmp_path, tensors, {**config, "checkpoint_format": "gptq_v2"})
         assert torch.equal(found.dequantize(), weight.dequantize())
 
@@ -165,13 +188,26 @@ class TestGPTQModel:
         weight, scale, zero = asked(case)
         group = weight.form.group_size
         made = AwqTorchLinear(
-            bits=4, group_size=group, sym=False, desc_act=False, in_features=K, out_features=N, bias=False, register_buffers=True
+            bits=4,
+            group_size=group,
+            sym=False,
+            desc_act=False,
+            in_features=K,
+            out_features=N,
+            bias=False,
+            register_buffers=True,
         )
         float_linear = torch.nn.Linear(K, N, bias=False)
         float_linear.weight.data = weight.dequantize()
         made.pack(float_linear, scale, zero.int())
         tensors = {name: getattr(made, name) for name in ("qweight", "qzeros", "scales")}
-        config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True}
+        config = {
+            "quant_method": "awq",
+            "version": "gemm",
+            "bits": 4,
+            "group_size": group,
+            "zero_point": True,
+        }
         assert torch.equal(ours(tmp_path, tensors, config).dequantize(), weight.dequantize())
 
 
@@ -188,11 +224,22 @@ class TestAutoRound:
         float_linear = torch.nn.Linear(K, N, bias=False)
         float_linear.weight.data = weight.dequantize()
         zero = zero.clamp(min=1)  # version 1 has no other
-        expected = ((weight.unpacked().float().reshape(*scale.shape, -1) - zero[..., None]) * scale[..., None]).reshape(N, K)
+        expected = (
+            (weight.unpacked().float().reshape(*scale.shape, -1) - zero[..., None]) * scale[..., None]
+        ).reshape(N, K)
         float_linear.weight.data = expected
         made.pack(float_linear, scale, zero, None)
-        tensors = {name: tensor for name, tensor in made.state_dict().items() if name in ("qweight", "qzeros", "scales")}
-        config = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": weight.form.bits, "group_size": group}
+        tensors = {
+            name: tensor
+            for name, tensor in made.state_dict().items()
+            if name in ("qweight", "qzeros", "scales")
+        }
+        config = {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": weight.form.bits,
+            "group_size": group,
+        }
         assert torch.equal(ours(tmp_path, tensors, config).dequantize(), expected)
 
     @pytest.mark.parametrize("case", FOUR_BITS)
@@ -219,7 +266,9 @@ class TestQuark:
 
         monkeypatch.setitem(CASES, case, {**CASES[case], "scale_dtype": scale_dtype})
         weight, tensors, config = exported(case, tmp_path, "quark")
-        settings = QConfig.from_dict({name: value for name, value in config.items() if name not in ("export", "quant_method")})
+        settings = QConfig.from_dict(
+            {name: value for name, value in config.items() if name not in ("export", "quant_method")}
+        )
         float_linear = torch.nn.Linear(K, N, bias=False, dtype=weight.scale.dtype)
         made = QParamsLinear.from_module(
             linear=float_linear,
@@ -228,9 +277,15 @@ class TestQuark:
             algo_config=None,
             quant_config=settings.global_quant_config,
         )
-        names = {"weight": "weight", "weight_scale": "weight_quantizer.scale", "weight_zero_point": "weight_quantizer.zero_point"}
+        names = {
+            "weight": "weight",
+            "weight_scale": "weight_quantizer.scale",
+            "weight_zero_point": "weight_quantizer.zero_point",
+        }
         state = made.state_dict()
-        assert {names[name]: tensor.shape for name, tensor in tensors.items()} == {name: tensor.shape for name, tensor in state.items()}
+        assert {names[name]: tensor.shape for name, tensor in tensors.items()} == {
+            name: tensor.shape for name, tensor in state.items()
+        }
         made.load_state_dict({names[name]: tensor for name, tensor in tensors.items()})
         theirs = made._get_qweight(made.weight)
         assert torch.equal(theirs.float(), weight.dequantize().to(theirs.dtype).float())
@@ -301,4 +356,8 @@ class TestGGUF:
         file = gguf.read(tmp_path / "a.gguf")
         assert torch.equal(file.packed("w").dequantize(), torch.from_numpy(theirs.dequantize(packed, number)))
         assert torch.equal(file.float("norm"), torch.from_numpy(data[0]))
-        assert (file.values["general.architecture"], file.values["a.list"], file.values["a.yes"]) == ("llama", ["x", "é"], True)
+        assert (file.values["general.architecture"], file.values["a.list"], file.values["a.yes"]) == (
+            "llama",
+            ["x", "é"],
+            True,
+        )

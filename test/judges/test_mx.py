@@ -30,7 +30,9 @@ ELEMENTS = {
 def weights(rows, columns, dtype, *, near):
     """Of many magnitudes, with values at the largest element times powers of two, and with `near` next to it."""
     weight = torch.randn(rows, columns) * torch.logspace(-6, 6, rows).unsqueeze(1)
-    weight[: rows // 2, ::32] = dtype.largest * torch.exp2(torch.randint(-8, 8, (rows // 2, columns // 32)).float())
+    weight[: rows // 2, ::32] = dtype.largest * torch.exp2(
+        torch.randint(-8, 8, (rows // 2, columns // 32)).float()
+    )
     if near:
         weight[: rows // 4, ::32] = torch.nextafter(weight[: rows // 4, ::32], torch.tensor(math.inf))
     weight[rows // 4 : rows // 3, ::32] = torch.exp2(torch.randint(-8, 8, (1, columns // 32)).float())
@@ -41,7 +43,8 @@ def weights(rows, columns, dtype, *, near):
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_mx_is_torchaos(name, mode):
     form = replace(PRESETS[name], scale_mode=mode)
-    # torchao's rceil multiplies by the reciprocal of the largest element in fp32, which errs by a bit next to it; ours is exact
+    # torchao's rceil multiplies by the reciprocal of the largest element in fp32, which errs by a bit next to
+    # it; ours is exact
     weight = weights(64, 256, form.dtype, near=mode != "rceil")
     scale, data = to_mx(weight, ELEMENTS[name], 32, ScaleCalculationMode[mode.upper()])
     found = choose(weight, form, "minmax")
@@ -77,9 +80,16 @@ def test_nvfp4_is_torchaos_where_it_does_not_clamp():
     assert clamped.sum() == 1
     assert torch.equal(ours[~clamped], scale.float().reshape(64, -1)[~clamped])
     table = values(form.dtype)
-    one, other = (table[c.int()].reshape(64, -1, 16) for c in (encode(weight, found, form), bits.unpack(data, 4, 256)))
+    one, other = (
+        table[c.int()].reshape(64, -1, 16) for c in (encode(weight, found, form), bits.unpack(data, 4, 256))
+    )
     # torchao multiplies by reciprocals, which moves what is next to a tie
     assert (one == other)[~clamped].float().mean() > 0.999
     units = (weight.reshape(64, -1, 16) / found.scale.unsqueeze(2))[~clamped]
     different = (one != other)[~clamped]
-    assert ((units[different].abs().unsqueeze(1) - torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])).abs().amin(1) < 1e-5).all()
+    assert (
+        (units[different].abs().unsqueeze(1) - torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))
+        .abs()
+        .amin(1)
+        < 1e-5
+    ).all()

@@ -14,10 +14,19 @@ transformers = pytest.importorskip("transformers")
 def adapted(dtype=torch.float32):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    model = nc.quantize(transformers.LlamaForCausalLM(config).to(dtype).eval(), WeightOnlyConfig("int4", group_size=16))
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = nc.quantize(
+        transformers.LlamaForCausalLM(config).to(dtype).eval(), WeightOnlyConfig("int4", group_size=16)
+    )
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     return model, lora
 
 
@@ -49,8 +58,12 @@ def test_gradients_are_those_of_adapters_on_the_dequantized_weights():
     model, lora = adapted()
     plain = transformers.LlamaForCausalLM(model.config).eval()
     low_bit = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    kept = {name: value for name, value in model.state_dict().items() if name.rpartition(".")[0] not in low_bit}
-    plain.load_state_dict({**kept, **{f"{name}.weight": module.weight.dequantize() for name, module in low_bit.items()}})
+    kept = {
+        name: value for name, value in model.state_dict().items() if name.rpartition(".")[0] not in low_bit
+    }
+    plain.load_state_dict(
+        {**kept, **{f"{name}.weight": module.weight.dequantize() for name, module in low_bit.items()}}
+    )
     found = []
     for each in (model, plain):
         wrapped, trained = with_adapter(each, lora)

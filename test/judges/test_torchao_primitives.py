@@ -5,14 +5,23 @@ import torch
 
 from nc.torchao import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine
 
-theirs = pytest.importorskip("torchao.quantization.quant_primitives", reason="torchao is in requirements/judges.txt")
+theirs = pytest.importorskip(
+    "torchao.quantization.quant_primitives", reason="torchao is in requirements/judges.txt"
+)
 
 #: dtype of the codes, lowest and highest code.
 SIGNED = [(torch.int8, None, None), (torch.int8, -8, 7), (torch.int8, -127, 127), (torch.int32, -128, 127)]
 UNSIGNED = [(torch.uint8, None, None), (torch.uint8, 0, 15)]
 #: SYMMETRIC_NO_CLIPPING_ERR divides by the lowest code, which is 0 of unsigned codes.
-CASES = [(m, c) for m in MappingType for c in (*SIGNED, *(() if m is MappingType.SYMMETRIC_NO_CLIPPING_ERR else UNSIGNED))]
-BLOCKS = {(16, 64): [(16, 64), (1, 64), (1, 32), (4, 16), (16, 1)], (8, 4, 3, 3): [(1, 4, 3, 3), (8, 4, 3, 3), (1, 2, 3, 3)]}
+CASES = [
+    (m, c)
+    for m in MappingType
+    for c in (*SIGNED, *(() if m is MappingType.SYMMETRIC_NO_CLIPPING_ERR else UNSIGNED))
+]
+BLOCKS = {
+    (16, 64): [(16, 64), (1, 64), (1, 32), (4, 16), (16, 1)],
+    (8, 4, 3, 3): [(1, 4, 3, 3), (8, 4, 3, 3), (1, 2, 3, 3)],
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -33,16 +42,25 @@ def test_all_three_are_torchaos_bit_for_bit(codes, mapping, dtype):
                 assert torch.equal(zero, their_zero)
                 assert zero.dtype == their_zero.dtype
                 ours = quantize_affine(x, block, scale, zero, target, lowest, highest)
-                assert torch.equal(ours, theirs.quantize_affine(x, block, scale, zero, target, lowest, highest))
-                values = dequantize_affine(ours, block, scale, zero, target, lowest, highest, output_dtype=dtype)
-                expected = theirs.dequantize_affine(ours, block, scale, zero, target, lowest, highest, output_dtype=dtype)
+                assert torch.equal(
+                    ours, theirs.quantize_affine(x, block, scale, zero, target, lowest, highest)
+                )
+                values = dequantize_affine(
+                    ours, block, scale, zero, target, lowest, highest, output_dtype=dtype
+                )
+                expected = theirs.dequantize_affine(
+                    ours, block, scale, zero, target, lowest, highest, output_dtype=dtype
+                )
                 assert values.dtype == expected.dtype
                 assert torch.equal(values, expected)
 
 
 def test_their_mapping_type_is_accepted():
     x = torch.randn(4, 8)
-    mine, other = (choose_qparams_affine(x, m, (1, 8), torch.int8) for m in (MappingType.ASYMMETRIC, theirs.MappingType.ASYMMETRIC))
+    mine, other = (
+        choose_qparams_affine(x, m, (1, 8), torch.int8)
+        for m in (MappingType.ASYMMETRIC, theirs.MappingType.ASYMMETRIC)
+    )
     assert torch.equal(mine[0], other[0])
 
 
@@ -52,12 +70,16 @@ def test_without_a_zero_point():
     ours = quantize_affine(x, (1, 8), scale, None, torch.int8)
     assert torch.equal(ours, quantize_affine(x, (1, 8), scale, torch.zeros(4, dtype=torch.int32), torch.int8))
     assert torch.equal(
-        dequantize_affine(ours, (1, 8), scale, None, torch.int8), theirs.dequantize_affine(ours, (1, 8), scale, None, torch.int8)
+        dequantize_affine(ours, (1, 8), scale, None, torch.int8),
+        theirs.dequantize_affine(ours, (1, 8), scale, None, torch.int8),
     )
 
 
 def test_blocks_of_one_element_differ():
-    """torchao reduces over no dimensions there, which torch reads as all of them: it gives one scale. Ours gives one per element."""
+    """torchao reduces over no dimensions there, which torch reads as all of them: it gives one scale.
+
+    Ours gives one per element.
+    """
     x = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
     ours, _ = choose_qparams_affine(x, "SYMMETRIC", (1, 1), torch.int8)
     assert torch.equal(ours, x / 127.5)

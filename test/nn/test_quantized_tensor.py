@@ -56,7 +56,14 @@ def test_a_weight_looks_like_the_float_one_and_copies_nothing(name):
     module = layer(name)
     w = module.weight
     assert isinstance(w, QuantizedTensor)
-    assert (w.shape, w.dtype, w.device.type, w.requires_grad, w.ndim, w.numel()) == ((24, 32), torch.float32, "cpu", False, 2, 24 * 32)
+    assert (w.shape, w.dtype, w.device.type, w.requires_grad, w.ndim, w.numel()) == (
+        (24, 32),
+        torch.float32,
+        "cpu",
+        False,
+        2,
+        24 * 32,
+    )
     assert w.packed.codes.data_ptr() == module.codes.data_ptr()
     assert torch.equal(w.dequantize(), module.packed.dequantize())
     assert str(module.form) in repr(w)
@@ -72,7 +79,10 @@ def test_linears_and_look_ups_are_those_of_the_dequantized_weight(name):
     assert_equal(x @ w.T, x @ plain.T)
     assert_equal(torch.mm(x[0], w.transpose(0, 1)), x[0] @ plain.t())
     assert_equal(torch.addmm(bias, x[0], w.t()), torch.addmm(bias, x[0], plain.t()))
-    assert_equal(torch.addmm(bias, x[0], w.t(), beta=0.5, alpha=2), torch.addmm(bias, x[0], plain.t(), beta=0.5, alpha=2))
+    assert_equal(
+        torch.addmm(bias, x[0], w.t(), beta=0.5, alpha=2),
+        torch.addmm(bias, x[0], plain.t(), beta=0.5, alpha=2),
+    )
     assert_equal(torch.mm(torch.ones(3, 24), w), torch.ones(3, 24) @ plain)
     assert_equal(F.linear(torch.ones(3, 24), w.t()), F.linear(torch.ones(3, 24), plain.t()))
     ids = torch.tensor([[0, 23], [5, 5]])
@@ -83,14 +93,29 @@ def test_known_operators_do_not_dequantize(monkeypatch):
     w, x = weight(), torch.randn(3, 32)
     calls = []
     monkeypatch.setattr(QuantizedTensor, "dequantize", lambda self: calls.append(1))
-    F.linear(x, w), torch.addmm(torch.zeros(24), x, w.t()), torch.mm(x, w.t()), F.embedding(torch.tensor([1]), w)
+    (
+        F.linear(x, w),
+        torch.addmm(torch.zeros(24), x, w.t()),
+        torch.mm(x, w.t()),
+        F.embedding(torch.tensor([1]), w),
+    )
     w.detach(), w.clone(), w.to(torch.bfloat16), w.t().t(), copy.deepcopy(w)
     assert not calls
 
 
 def test_views_and_copies_stay_quantized():
     w = weight()
-    for same in (w.detach(), w.data, w.clone(), w.cpu(), w.contiguous(), copy.deepcopy(w), w.t().t(), w.transpose(0, 0), w.permute(0, 1)):
+    for same in (
+        w.detach(),
+        w.data,
+        w.clone(),
+        w.cpu(),
+        w.contiguous(),
+        copy.deepcopy(w),
+        w.t().t(),
+        w.transpose(0, 0),
+        w.permute(0, 1),
+    ):
         assert isinstance(same, QuantizedTensor)
         assert torch.equal(same.dequantize(), w.dequantize())
     assert w.clone().packed.codes.data_ptr() != w.packed.codes.data_ptr()
@@ -193,10 +218,16 @@ def test_it_is_saved_and_loaded(name, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda parts: parts.update(codes=parts["codes"][:, 1:]), r"codes: torch.uint8 of shape \(24, 11\) where .*\(24, 12\) is expected"),
+        (
+            lambda parts: parts.update(codes=parts["codes"][:, 1:]),
+            r"codes: torch.uint8 of shape \(24, 11\) where .*\(24, 12\) is expected",
+        ),
         (lambda parts: parts.update(scale=parts["scale"].half()), "scale: torch.float16"),
         (lambda parts: parts.pop("zero"), "zero: none where torch.uint8"),
-        (lambda parts: parts.update(minimum=parts["scale"]), "minimum: torch.float32.* where none is expected"),
+        (
+            lambda parts: parts.update(minimum=parts["scale"]),
+            "minimum: torch.float32.* where none is expected",
+        ),
         (lambda parts: parts.pop("codes"), "not the parts of a QuantizedTensor"),
     ],
 )
@@ -212,7 +243,8 @@ def test_parts_that_do_not_fit_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    ("position", "value"), [(1, {}), (2, (24,)), (2, (24, 40)), (2, (24.0, 32)), (2, (24, 31)), (3, torch.int8), (3, "fp32")]
+    ("position", "value"),
+    [(1, {}), (2, (24,)), (2, (24, 40)), (2, (24.0, 32)), (2, (24, 31)), (3, torch.int8), (3, "fp32")],
 )
 def test_what_is_no_weight_is_refused(position, value):
     call, arguments = weight("uint3").__reduce_ex__(2)
@@ -240,7 +272,9 @@ def test_it_is_a_parameter_of_a_state_dict():
 def test_compilers_can_take_it_apart():
     w = weight("uint3", torch.float16).t()
     names, context = w.__tensor_flatten__()
-    again = QuantizedTensor.__tensor_unflatten__({name: getattr(w, name) for name in names}, context, w.shape, w.stride())
+    again = QuantizedTensor.__tensor_unflatten__(
+        {name: getattr(w, name) for name in names}, context, w.shape, w.stride()
+    )
     assert (again.shape, again.dtype) == (w.shape, w.dtype)
     assert torch.equal(again.dequantize(), w.dequantize())
 
@@ -253,7 +287,9 @@ def test_the_weight_of_a_module_has_the_dtype_of_the_model():
     assert module.weight.dtype is torch.bfloat16
     assert module.float().weight.dtype is torch.float32
     assert module.codes.dtype is torch.uint8
-    table = nc.quantize(nn.Sequential(nn.Embedding(10, 16)).eval(), WeightOnlyConfig("int4", group_size=16, embedding="int4"))[0]
+    table = nc.quantize(
+        nn.Sequential(nn.Embedding(10, 16)).eval(), WeightOnlyConfig("int4", group_size=16, embedding="int4")
+    )[0]
     assert isinstance(table, QuantEmbedding)
     assert table.weight.shape == (10, 16)
     assert table.to(torch.bfloat16)(torch.tensor([1])).dtype is table.weight.dtype is torch.bfloat16
@@ -294,7 +330,9 @@ def close_to_dequantized(model, run):
 def test_multi_head_attention_reads_the_weight_of_its_projection():
     torch.manual_seed(0)
     model, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 5, 32)
-    with pytest.warns(nc.NCWarning, match=r"Most weights of this model stay as they are.*in_proj_weight \[96, 32\]"):
+    with pytest.warns(
+        nc.NCWarning, match=r"Most weights of this model stay as they are.*in_proj_weight \[96, 32\]"
+    ):
         q = nc.quantize(model, CONFIGS["int4"])
     assert isinstance(q.out_proj, QuantLinear)
     with torch.no_grad():
@@ -304,7 +342,9 @@ def test_multi_head_attention_reads_the_weight_of_its_projection():
 @pytest.mark.parametrize("grad", [False, True])
 def test_an_encoder_layer_does_not_take_its_fast_path(grad):
     torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False).eval()
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
     x = torch.randn(2, 5, 32)
     q = nc.quantize(model, CONFIGS["int4"])
     assert isinstance(q.layers[0].linear1, QuantLinear)
@@ -316,7 +356,9 @@ def test_an_encoder_layer_does_not_take_its_fast_path(grad):
 def test_t5_reads_the_dtype_of_a_weight(dtype):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.T5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    config = transformers.T5Config(
+        vocab_size=40, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
     model = transformers.T5ForConditionalGeneration(config).to(dtype).eval()
     q = nc.quantize(model, WeightOnlyConfig("int4", group_size=16))
     assert sum(isinstance(m, QuantLinear) for m in q.modules()) > 20
@@ -335,7 +377,10 @@ def test_t5_reads_the_dtype_of_a_weight(dtype):
 def test_quantize_in_place_with_a_filter():
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4)).eval()
     same = model[0]
-    assert quantize_(model, CONFIGS["int4"], lambda module, name: module.out_features == 32 and name != "0") is None
+    assert (
+        quantize_(model, CONFIGS["int4"], lambda module, name: module.out_features == 32 and name != "0")
+        is None
+    )
     assert [type(m).__name__ for m in model] == ["Linear", "ReLU", "QuantLinear", "Linear"]
     assert model[0] is same
     quantize_(model, CONFIGS["int4"])
@@ -380,7 +425,9 @@ def test_primitives_against_brute_force(mapping, block):
             }[mapping.name]
             z = min(max(-8 - round(low / s), -8), 7) if mapping is MappingType.ASYMMETRIC else 0
             expected = [(min(max(round(v * (1 / s)) + z, -8), 7) - z) * s for v in part]
-            assert values[i : i + block[0], j : j + block[1]].flatten().tolist() == pytest.approx(expected, rel=1e-12)
+            assert values[i : i + block[0], j : j + block[1]].flatten().tolist() == pytest.approx(
+                expected, rel=1e-12
+            )
     assert codes.dtype is torch.int8
 
 
@@ -410,7 +457,10 @@ def test_primitives_refuse_tensors_that_do_not_fit(call):
         call(torch.ones(4, 32))
 
 
-@pytest.mark.parametrize("block", [(1,), (1, 32, 1), (1, 5), (3, 32), (8, 32), (0, 32), (1, -1), (1.0, 16), (1, 16.0), "ab", None, 16])
+@pytest.mark.parametrize(
+    "block",
+    [(1,), (1, 32, 1), (1, 5), (3, 32), (8, 32), (0, 32), (1, -1), (1.0, 16), (1, 16.0), "ab", None, 16],
+)
 def test_blocks_that_do_not_cover_a_tensor_are_refused(block):
     for call in (
         lambda x: choose_qparams_affine(x, "SYMMETRIC", block, torch.int8),

@@ -22,7 +22,12 @@ ORACLES = {
 
 def reference_pack(codes, width):
     """The stream of bits of a row, the lowest bit of the first code first, cut into bytes."""
-    return np.stack([np.packbits([code >> i & 1 for code in row for i in range(width)], bitorder="little") for row in codes.tolist()])
+    return np.stack(
+        [
+            np.packbits([code >> i & 1 for code in row for i in range(width)], bitorder="little")
+            for row in codes.tolist()
+        ]
+    )
 
 
 @pytest.mark.parametrize("width", range(1, 9))
@@ -49,10 +54,18 @@ def numbers(found):
     """All values, all middles between neighbours, their fp32 neighbours, numbers beyond the largest, and many others."""
     finite = sorted({v for v in found.values if abs(v) <= found.largest})
     exact = torch.tensor(finite, dtype=torch.float64)
-    special = torch.cat([exact, (exact[1:] + exact[:-1]) / 2, torch.tensor([2 * found.largest, -2 * found.largest, 1e-30, -0.0])]).float()
+    special = torch.cat(
+        [
+            exact,
+            (exact[1:] + exact[:-1]) / 2,
+            torch.tensor([2 * found.largest, -2 * found.largest, 1e-30, -0.0]),
+        ]
+    ).float()
     infinite = torch.tensor(math.inf)
     spread = torch.randn(20_000) * torch.logspace(-4, 1, 20_000) * found.largest
-    return torch.cat([special, torch.nextafter(special, infinite), torch.nextafter(special, -infinite), spread])
+    return torch.cat(
+        [special, torch.nextafter(special, infinite), torch.nextafter(special, -infinite), spread]
+    )
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -73,7 +86,9 @@ def test_elements_are_those_of_ml_dtypes(name):
 def test_codes_stand_for_the_values_of_ml_dtypes(name):
     found = dtype(name)
     codes = np.arange(2**found.bits, dtype=np.uint8)
-    assert np.array_equal(np.array(found.values, np.float32), codes.view(ORACLES[name]).astype(np.float32), equal_nan=True)
+    assert np.array_equal(
+        np.array(found.values, np.float32), codes.view(ORACLES[name]).astype(np.float32), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("name", ["nf4", "af4", "af4_32", "mxint8"])
@@ -83,7 +98,9 @@ def test_elements_of_tables_are_the_nearest(name):
     chosen = np.array([v for v in found.values if abs(v) <= found.largest])
     codes = np.array([c for c, v in enumerate(found.values) if abs(v) <= found.largest])
     distance = np.abs(np.clip(x.double().numpy(), chosen.min(), chosen.max())[:, None] - chosen)
-    ties = (distance == distance.min(1, keepdims=True)) * np.where(codes % 2 == 0, 2, 1)  # of two the even code
+    ties = (distance == distance.min(1, keepdims=True)) * np.where(
+        codes % 2 == 0, 2, 1
+    )  # of two the even code
     assert np.array_equal(formats.nearest_codes(x, found).numpy(), codes[ties.argmax(1)])
 
 
@@ -91,7 +108,12 @@ def test_mxint8_is_symmetric():
     found = dtype("mxint8")
     assert (found.bits, found.largest) == (8, 127 / 64)
     assert list(found.values) == (np.arange(256, dtype=np.uint8).view(np.int8) / 64).tolist()
-    assert formats.nearest_codes(torch.tensor([-9.0, -2.0, -127 / 64, 9.0]), found).tolist() == [129, 129, 129, 127]
+    assert formats.nearest_codes(torch.tensor([-9.0, -2.0, -127 / 64, 9.0]), found).tolist() == [
+        129,
+        129,
+        129,
+        127,
+    ]
 
 
 def test_af4_depends_on_the_group():
@@ -110,7 +132,9 @@ def test_signed_codes_are_offset_binary(name, oracle):
     one = GroupParams(torch.ones(1, 1))
     codes = encode(whole, one, form)
     assert codes.tolist() == [list(range(2**form.bits))]
-    assert np.array_equal(codes.numpy().astype(np.int16) - form.middle, whole.numpy().astype(oracle).astype(np.int16))
+    assert np.array_equal(
+        codes.numpy().astype(np.int16) - form.middle, whole.numpy().astype(oracle).astype(np.int16)
+    )
     assert torch.equal(decode(codes, one, form), whole)
     ties = torch.tensor([[low - 3.0, -0.5, 0.5, 1.5, high + 9.0]])
     assert (encode(ties, one, form).int() - form.middle).tolist() == [[low, 0, 0, min(2, high), high]]
@@ -119,8 +143,8 @@ def test_signed_codes_are_offset_binary(name, oracle):
 @pytest.mark.parametrize("width", range(2, 9))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_signed_and_unsigned_names_are_stored_alike(width, symmetric):
-    from nc.numerics.group_ranges import choose  # noqa: PLC0415
-    from nc.numerics.packed_weight import pack  # noqa: PLC0415
+    from nc.numerics.group_ranges import choose
+    from nc.numerics.packed_weight import pack
 
     weight = torch.randn(8, 64)
     stored = []

@@ -14,7 +14,18 @@ from hypothesis.extra import numpy as st_np
 from nc.formats import TensorSpec
 from nc.numerics import affine, weight_mse
 from nc.numerics.affine import choose_qparams, dequantize, quantize
-from nc.numerics.histogram import BINS, MIN_EXPONENT, SIDE, centres, coarsen, count, edges, exponent_for, magnitudes, quantile
+from nc.numerics.histogram import (
+    BINS,
+    MIN_EXPONENT,
+    SIDE,
+    centres,
+    coarsen,
+    count,
+    edges,
+    exponent_for,
+    magnitudes,
+    quantile,
+)
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.histogram import HISTOGRAM
 from nc.observers.kl import divergence
@@ -125,7 +136,9 @@ def test_quantiles_are_within_a_bin_of_the_datas(seed, share):
     x = torch.randn(999, generator=torch.Generator().manual_seed(seed)) * 3 + 1
     k = exponent_for(float(x.abs().max()))
     found = quantile(count(x, k), k, float(x.min()), float(x.max()), share)
-    below, above = (float(torch.quantile(x.double(), share, interpolation=how)) for how in ("lower", "higher"))
+    below, above = (
+        float(torch.quantile(x.double(), share, interpolation=how)) for how in ("lower", "higher")
+    )
     assert below - 2 * 2.0**k <= found <= above + 2 * 2.0**k
 
 
@@ -133,21 +146,27 @@ def test_quantiles_at_the_ends_are_the_extremes():
     x = torch.randn(1000)
     k = exponent_for(float(x.abs().max()))
     counts = count(x, k)
-    assert quantile(counts, k, float(x.min()), float(x.max()), 0.0) == pytest.approx(float(x.min()), abs=2 * 2.0**k)
+    assert quantile(counts, k, float(x.min()), float(x.max()), 0.0) == pytest.approx(
+        float(x.min()), abs=2 * 2.0**k
+    )
     assert quantile(counts, k, float(x.min()), float(x.max()), 1.0) == float(x.max())
 
 
 @given(arrays)
 def test_magnitudes_are_counts_of_absolute_values(x):
     k = exponent_for(float(np.abs(x).max()))
-    assert torch.equal(magnitudes(count(torch.from_numpy(x), k)), count(torch.from_numpy(np.abs(x)), k)[SIDE:])
+    assert torch.equal(
+        magnitudes(count(torch.from_numpy(x), k)), count(torch.from_numpy(np.abs(x)), k)[SIDE:]
+    )
 
 
 # ---- the algorithms ----
 
 
 def find(name, x, spec, **fields):
-    spec = dataclasses.replace(spec, algo=name, **({"percentile": 99.999} if name == "percentile" else {}) | fields)
+    spec = dataclasses.replace(
+        spec, algo=name, **({"percentile": 99.999} if name == "percentile" else {}) | fields
+    )
     algorithm = ALGORITHMS[name]
     low, high = algorithm.find_range(observed([x], algorithm.statistic).state, spec)
     assert low.dtype == high.dtype == torch.float32
@@ -156,7 +175,11 @@ def find(name, x, spec, **fields):
 
 def mean_squared_error(x, low, high, spec):
     scale, zero = choose_qparams(
-        torch.tensor(low), torch.tensor(high), quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric
+        torch.tensor(low),
+        torch.tensor(high),
+        quant_min=spec.quant_min,
+        quant_max=spec.quant_max,
+        symmetric=spec.symmetric,
     )
     codes = quantize(x, scale, int(zero), spec.quant_min, spec.quant_max, dtype=spec.dtype.storage)
     return float((dequantize(codes, scale, int(zero)).double() - x.double()).square().mean())
@@ -170,7 +193,13 @@ def outliers():
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(
     "data",
-    [lambda: torch.randn(5000), lambda: torch.randn(5000).relu(), lambda: -torch.rand(5000), lambda: torch.full((9,), 3.0), outliers],
+    [
+        lambda: torch.randn(5000),
+        lambda: torch.randn(5000).relu(),
+        lambda: -torch.rand(5000),
+        lambda: torch.full((9,), 3.0),
+        outliers,
+    ],
     ids=["normal", "relu", "negative", "constant", "outliers"],
 )
 def test_ranges_lie_within_the_data_and_around_its_middle(name, spec, data):
@@ -195,7 +224,9 @@ def test_percentile_covers_that_share(percentile, spec):
     x = torch.randn(100_000) + 0.5
     low, high = find("percentile", x, spec, percentile=percentile)
     if spec.symmetric:
-        assert float((x.abs() <= max(-low, high)).double().mean()) == pytest.approx(percentile / 100, abs=2e-3)
+        assert float((x.abs() <= max(-low, high)).double().mean()) == pytest.approx(
+            percentile / 100, abs=2e-3
+        )
         return
     outside = (100 - percentile) / 200
     assert float((x < low).double().mean()) == pytest.approx(outside, abs=2e-3)
@@ -210,14 +241,18 @@ def test_percentile_100_is_minmax():
 
 @pytest.mark.parametrize("spec", [AFFINE, SIGNED], ids=str)
 @pytest.mark.parametrize(
-    "data", [outliers, lambda: torch.randn(20_000), lambda: torch.randn(20_000).exp()], ids=["outliers", "normal", "exp"]
+    "data",
+    [outliers, lambda: torch.randn(20_000), lambda: torch.randn(20_000).exp()],
+    ids=["outliers", "normal", "exp"],
 )
 def test_mse_is_as_good_as_searching_the_data_itself(spec, data):
     """All pairs of a grid of ends, with the errors of the values themselves instead of bins."""
     x = data()
     found = mean_squared_error(x, *find("mse", x, spec), spec)
     grid = [1 - i / 20 for i in range(20)]
-    ends = [(float(x.min()) * a, float(x.max()) * b) for a in grid for b in (grid if not spec.symmetric else [a])]
+    ends = [
+        (float(x.min()) * a, float(x.max()) * b) for a in grid for b in (grid if not spec.symmetric else [a])
+    ]
     best = min(mean_squared_error(x, low, high, spec) for low, high in ends)
     assert found <= best * 1.05
     assert found <= mean_squared_error(x, float(x.min()), float(x.max()), spec) * 1.0001
@@ -225,7 +260,10 @@ def test_mse_is_as_good_as_searching_the_data_itself(spec, data):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_mse_clips_either_end(sign):
-    low, high = sorted(sign * end for end in find("mse", sign * torch.cat([torch.randn(200_000), torch.tensor([12.0])]), AFFINE))
+    low, high = sorted(
+        sign * end
+        for end in find("mse", sign * torch.cat([torch.randn(200_000), torch.tensor([12.0])]), AFFINE)
+    )
     assert -6 < low < -3
     assert 3 < high < 11
 
@@ -250,10 +288,17 @@ def migacz(hist, i, codes):
 
 
 def test_divergence_is_that_of_the_description():
-    hist = torch.cat([torch.randn(400).abs(), torch.tensor([5.0, 5.3])]).mul(32).long().bincount(minlength=SIDE + 1)
+    hist = (
+        torch.cat([torch.randn(400).abs(), torch.tensor([5.0, 5.3])])
+        .mul(32)
+        .long()
+        .bincount(minlength=SIDE + 1)
+    )
     counts = torch.cat([torch.zeros(SIDE), hist]).double()
     for last, codes in ((40, 16), (99, 16), (128, 128), (170, 7)):
-        assert divergence(counts, SIDE, SIDE + last, codes) == pytest.approx(migacz(hist.tolist(), last + 1, codes), rel=1e-9)
+        assert divergence(counts, SIDE, SIDE + last, codes) == pytest.approx(
+            migacz(hist.tolist(), last + 1, codes), rel=1e-9
+        )
 
 
 def test_kl_takes_the_least_divergence():
@@ -270,10 +315,15 @@ def test_kl_takes_the_least_divergence():
 
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.55, 0.9])
 def test_kl_is_not_led_by_a_relus_zeros(share):
-    """Zeros are exact whatever the range; below half of all values they used to weigh so much that 2 % of the others were cut off."""
+    """Zeros are exact whatever the range.
+
+    Below half of all values they used to weigh so much that 2 % of the others were cut off.
+    """
     positive = torch.randn(100_000).abs()
     zeros = torch.zeros(round(len(positive) * share / (1 - share)))
-    assert find("kl", torch.cat([positive, zeros]), AFFINE)[1] == pytest.approx(find("kl", positive, AFFINE)[1], rel=0.1)
+    assert find("kl", torch.cat([positive, zeros]), AFFINE)[1] == pytest.approx(
+        find("kl", positive, AFFINE)[1], rel=0.1
+    )
 
 
 def test_kl_clips_outliers_on_both_sides():
@@ -297,7 +347,10 @@ def test_moving_average_is_torchs():
 
 def test_merged_moving_averages_are_weighted_by_batches():
     statistic = ALGORITHMS["moving_average"].statistic
-    a, b = observed([torch.tensor([0.0, 1.0])] * 3, statistic), observed([torch.tensor([0.0, 5.0])], statistic)
+    a, b = (
+        observed([torch.tensor([0.0, 1.0])] * 3, statistic),
+        observed([torch.tensor([0.0, 5.0])], statistic),
+    )
     a.merge(b)
     assert float(a.state["high"]) == pytest.approx(2.0)
     assert int(a.state["batches"]) == 4
@@ -312,8 +365,12 @@ def test_weight_ranges_are_the_best_of_the_grid():
     rows[4] = 0.0
 
     def rounded(limit):
-        scale, zero_point = affine.choose_qparams(-limit, limit, quant_min=-127, quant_max=127, symmetric=True)
-        codes = affine.quantize(rows, scale, zero_point, -127, 127, dtype=torch.int8, block_size=(1, rows.shape[1]))
+        scale, zero_point = affine.choose_qparams(
+            -limit, limit, quant_min=-127, quant_max=127, symmetric=True
+        )
+        codes = affine.quantize(
+            rows, scale, zero_point, -127, 127, dtype=torch.int8, block_size=(1, rows.shape[1])
+        )
         return affine.dequantize(codes, scale, zero_point, (1, rows.shape[1]))
 
     low, high = weight_mse.best_range(rows, rounded)
@@ -323,7 +380,12 @@ def test_weight_ranges_are_the_best_of_the_grid():
         for i in range(80):
             scale = amax * (1 - i / 100) / 127 or 1.0
             errors[i] = float(((row / scale).round().clamp(-127, 127) * scale - row).abs().pow(2.4).sum())
-        chosen = float(((row / (float(limit) / 127 or 1.0)).round().clamp(-127, 127) * (float(limit) / 127) - row).abs().pow(2.4).sum())
+        chosen = float(
+            ((row / (float(limit) / 127 or 1.0)).round().clamp(-127, 127) * (float(limit) / 127) - row)
+            .abs()
+            .pow(2.4)
+            .sum()
+        )
         assert chosen <= min(errors.values()) * 1.001 + 1e-12
     assert torch.equal(low, -high)
     assert high[2] < 12.0

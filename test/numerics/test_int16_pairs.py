@@ -1,4 +1,7 @@
-"""Weights for 16-bit pair sums: the limit holds for every pair, the error is at most that of 7 bits, the engine is exact."""
+"""Weights for 16-bit pair sums.
+
+The limit holds for every pair, the error is at most that of 7 bits, the engine is exact.
+"""
 
 import itertools
 
@@ -44,7 +47,11 @@ def test_no_pair_exceeds_the_limit_and_others_are_rounded_only(values):
             assert bool(((plain[i : i + 2] - codes[i : i + 2]).abs() <= 63.5).all())
 
 
-@given(st.integers(0, 2**31), st.sampled_from([(4, 1, 16), (3, 9, 8), (2, 1, 7), (1, 4, 5)]), st.sampled_from([0.5, 1.0, 3.0]))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([(4, 1, 16), (3, 9, 8), (2, 1, 7), (1, 4, 5)]),
+    st.sampled_from([0.5, 1.0, 3.0]),
+)
 def test_the_error_is_at_most_that_of_seven_bits(seed, shape, tail):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).abs().pow(tail)
@@ -91,18 +98,32 @@ def each_beside_itself(weight):
         ((6, 3, 3), None, 2, lambda w: w.reshape(2, 3, 3, 3).movedim(1, -1)),
     ],
     ids=[
-        *("linear", "convolution", "depthwise", "one channel", "one channel for two", "depthwise 3d", "transposed depthwise"),
+        *(
+            "linear",
+            "convolution",
+            "depthwise",
+            "one channel",
+            "one channel for two",
+            "depthwise 3d",
+            "transposed depthwise",
+        ),
         *("pointwise", "transposed", "transposed in groups", "odd groups"),
     ],
 )
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 @pytest.mark.parametrize("algo", ["minmax", "mse"])
-def test_pairs_are_neighbouring_input_channels_or_any_two_positions(shape, axis, groups, inputs, granularity, algo):
+def test_pairs_are_neighbouring_input_channels_or_any_two_positions(
+    shape, axis, groups, inputs, granularity, algo
+):
     weight = torch.randn(shape).abs() + 1.0  # every pair is of one sign
-    spec = TensorSpec(dtype="int8", symmetric=True, granularity=granularity, algo=algo, narrow=True, paired=True)
+    spec = TensorSpec(
+        dtype="int8", symmetric=True, granularity=granularity, algo=algo, narrow=True, paired=True
+    )
     codes, scale = quantize_weight(weight, spec, axis, groups)
     assert codes.shape == weight.shape
-    assert codes.stride() == torch.empty(shape).stride()  # also where a size of 1 hides it: convolutions take their layout from that
+    assert (
+        codes.stride() == torch.empty(shape).stride()
+    )  # also where a size of 1 hides it: convolutions take their layout from that
     assert worst_pair(inputs(codes)) <= PAIR_LIMIT
     per_channel = granularity == "per_channel" and axis is not None
     assert scale.shape == ((weight.shape[axis],) if per_channel else ())
@@ -113,17 +134,24 @@ def test_pairs_are_neighbouring_input_channels_or_any_two_positions(shape, axis,
 
 
 def extreme_codes(shape, axis, groups):
-    """Pairs of input channels at the limit, in either direction and of either sign; other pairs far above it."""
+    """Pairs of input channels at the limit, in either direction and of either sign.
+
+    Other pairs far above it.
+    """
     inputs = 1 if axis == 0 else 0
     split = torch.empty(shape if inputs else (groups, shape[0] // groups, *shape[1:]))
     last = split.movedim(1, -1)
     n = last.shape[-1]
-    if n == 1 and last.dim() > 2 and not (axis == 0 and groups == shape[0] and len(shape) < 5):  # any two positions of a window are a pair
+    if (
+        n == 1 and last.dim() > 2 and not (axis == 0 and groups == shape[0] and len(shape) < 5)
+    ):  # any two positions of a window are a pair
         return torch.full(shape, PAIR_LIMIT // 2, dtype=torch.int8)
     first = torch.randint(64, 128, (*last.shape[:-1], -(-n // 2)))
     pair = torch.stack([first, PAIR_LIMIT - first], -1)
     pair = torch.where(torch.rand(first.shape)[..., None] < 0.5, pair, pair.flip(-1))
-    pair = pair * torch.where(torch.rand(*first.shape[:-1], 1, 1) < 0.5, 1, -1)  # one sign per row: sums grow as large as they can
+    pair = pair * torch.where(
+        torch.rand(*first.shape[:-1], 1, 1) < 0.5, 1, -1
+    )  # one sign per row: sums grow as large as they can
     codes = pair.flatten(-2)[..., :n].movedim(-1, 1)
     return codes.reshape(shape).to(torch.int8).contiguous()
 
@@ -131,7 +159,11 @@ def extreme_codes(shape, axis, groups):
 def engine(name):
     why = available_backends()[name]
     return pytest.param(
-        name, marks=[*([pytest.mark.ipex] if name == "ipex" else []), pytest.mark.skipif(bool(why), reason=why or "it can run")]
+        name,
+        marks=[
+            *([pytest.mark.ipex] if name == "ipex" else []),
+            pytest.mark.skipif(bool(why), reason=why or "it can run"),
+        ],
     )
 
 
@@ -139,7 +171,10 @@ def engine(name):
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_the_engine_is_exact_at_the_limit(name, dtype, backend, monkeypatch):
-    """Every activation at an end of its range, every pair of weights at the limit: a sum of 16 bits that saturated would show."""
+    """Every activation at an end of its range, every pair of weights at the limit.
+
+    A sum of 16 bits that saturated would show.
+    """
     build, shape = NETS[name]
     if backend == "ipex" and dtype == "int8" and name not in ("linear", "long linear"):
         pytest.skip("oneDNN halves the weights of convolutions of int8 activations itself")

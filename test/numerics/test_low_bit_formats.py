@@ -1,4 +1,7 @@
-"""Scales of low-bit weights: shared exponents, two levels, storage formats, and range rules, against float64 by hand and brute force."""
+"""Scales of low-bit weights.
+
+Shared exponents, two levels, storage formats, and range rules, against float64 by hand and brute force.
+"""
 
 import math
 from dataclasses import replace
@@ -19,7 +22,10 @@ FORMS = {
     str(form): form
     for form in (
         *(WeightFormat(dtype=f"int{bits}", group_size=32, scale_dtype="fp16") for bits in range(2, 9)),
-        *(WeightFormat(dtype=f"uint{bits}", group_size=64, symmetric=False, scale_dtype="bf16") for bits in range(2, 9)),
+        *(
+            WeightFormat(dtype=f"uint{bits}", group_size=64, symmetric=False, scale_dtype="bf16")
+            for bits in range(2, 9)
+        ),
         WeightFormat(dtype="int4", group_size=-1),
         WeightFormat(dtype="int4", group_size=64, symmetric=False, float_zero=True, scale_dtype="fp16"),
         WeightFormat(dtype="int4", group_size=32, scale_dtype="e8m0"),
@@ -101,7 +107,11 @@ def test_a_weight_of_zeros():
     for form in FORMS.values():
         _, packed = solved(torch.zeros(4, 256), form)
         assert (packed.dequantize() == 0).all()
-        assert all((t.float() != 0).all() and t.float().isfinite().all() for n, t in packed.tensors().items() if n.endswith("scale"))
+        assert all(
+            (t.float() != 0).all() and t.float().isfinite().all()
+            for n, t in packed.tensors().items()
+            if n.endswith("scale")
+        )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -115,7 +125,9 @@ def test_subnormal_scales_of_fp16_are_exact_and_never_zero(amax, rule):
     assert (steps.abs() >= 1).all()
     assert torch.equal(packed.scale.float(), found.scale)
     # half a step of the scale's grid times 8, and half a scale
-    assert (packed.dequantize() - weight).abs().max() <= 0.5 * found.scale.abs().max() + 8 * 2.0**-25 + 0.15 * amax
+    assert (
+        packed.dequantize() - weight
+    ).abs().max() <= 0.5 * found.scale.abs().max() + 8 * 2.0**-25 + 0.15 * amax
 
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
@@ -129,9 +141,14 @@ def test_scales_are_rounded_to_nearest_within_limits(scale_dtype):
     digits = {"fp32": 24, "bf16": 8, "fp16": 11, "e4m3": 4, "e8m0": 1}[scale_dtype]
     held = x.double().clamp(least, most)
     unit = {"fp16": 2.0**-24, "e4m3": 2.0**-9}.get(scale_dtype, 0.0)
-    assert ((rounded.double() - held).abs() <= torch.maximum(held * 2.0**-digits, torch.tensor(unit / 2))).all()
+    assert (
+        (rounded.double() - held).abs() <= torch.maximum(held * 2.0**-digits, torch.tensor(unit / 2))
+    ).all()
     if scale_dtype != "e8m0":
-        assert torch.equal(round_scale(-x[:-3], scale_dtype), -rounded[:-3]) or scale_dtype in ("fp16", "e4m3")
+        assert torch.equal(round_scale(-x[:-3], scale_dtype), -rounded[:-3]) or scale_dtype in (
+            "fp16",
+            "e4m3",
+        )
 
 
 def test_weights_too_large_for_their_scales_are_refused():
@@ -140,7 +157,9 @@ def test_weights_too_large_for_their_scales_are_refused():
         WeightFormat(dtype="int4", group_size=32, scale_dtype="fp16"),
         WeightFormat(dtype="int4", group_size=32, scale_dtype="e4m3"),
     ):
-        with pytest.raises(ConfigError, match=r"largest one in (fp16|e4m3) is .* Use scale_dtype='bf16' or 'fp32'"):
+        with pytest.raises(
+            ConfigError, match=r"largest one in (fp16|e4m3) is .* Use scale_dtype='bf16' or 'fp32'"
+        ):
             choose(weight, form)
     _, packed = solved(weight, WeightFormat(dtype="int4", group_size=32, scale_dtype="bf16"))
     assert torch.allclose(packed.dequantize(), weight, rtol=0.01)
@@ -183,10 +202,14 @@ def exponent_by_hand(amax, name, mode):
         return -127
     fraction, power = math.frexp(amax)
     if mode == "even":
-        rounded = math.floor(fraction * 2 ** (MANTISSA[name] + 1) + 0.5)  # half up, as adding half to the bits does
+        rounded = math.floor(
+            fraction * 2 ** (MANTISSA[name] + 1) + 0.5
+        )  # half up, as adding half to the bits does
         found = power - 1 + (rounded == 2 ** (MANTISSA[name] + 1)) - EMAX[name]
     elif mode == "rceil":
-        found = next(e for e in range(power - EMAX[name] - 3, power + 3) if dtype(name).largest * 2.0**e >= amax)
+        found = next(
+            e for e in range(power - EMAX[name] - 3, power + 3) if dtype(name).largest * 2.0**e >= amax
+        )
     else:
         found = power - 1 + (mode == "ceil" and fraction != 0.5) - EMAX[name]
     return max(-127, min(127, found))
@@ -196,8 +219,17 @@ def exponent_by_hand(amax, name, mode):
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_shared_exponents(name, mode):
     powers = torch.tensor([2.0**e for e in range(-126, 128)])
-    around = torch.cat([powers * k for k in (1.0, 1.5, 1.75, 1.875, 1.9375, dtype(name).largest / 2 ** EMAX[name])])
-    amax = torch.cat([around, torch.nextafter(around, torch.tensor(math.inf)), torch.nextafter(around, torch.tensor(0.0)), torch.rand(500)])
+    around = torch.cat(
+        [powers * k for k in (1.0, 1.5, 1.75, 1.875, 1.9375, dtype(name).largest / 2 ** EMAX[name])]
+    )
+    amax = torch.cat(
+        [
+            around,
+            torch.nextafter(around, torch.tensor(math.inf)),
+            torch.nextafter(around, torch.tensor(0.0)),
+            torch.rand(500),
+        ]
+    )
     amax = amax[amax.isfinite()]
     codes = mx.shared_codes(amax, dtype(name), mode)
     assert codes.tolist() == [exponent_by_hand(a, name, mode) + 127 for a in amax.tolist()]
@@ -249,7 +281,9 @@ def test_nvfp4_by_hand():
 @pytest.mark.parametrize("float_zero", [False, True])
 def test_double_quantization_by_hand(groups, float_zero):
     double = DoubleQuant(6, 4, "fp16")
-    form = WeightFormat(dtype="int4", group_size=16, symmetric=not float_zero, float_zero=float_zero, double_quant=double)
+    form = WeightFormat(
+        dtype="int4", group_size=16, symmetric=not float_zero, float_zero=float_zero, double_quant=double
+    )
     scale = torch.rand(3, groups) * 0.1
     minimum = -torch.rand(3, groups) if float_zero else None
     found = second_level(GroupParams(scale, None, minimum), form)
@@ -265,7 +299,9 @@ def test_double_quantization_by_hand(groups, float_zero):
             assert codes.max() == 63
             if float_zero:
                 least = (minimum[row, part].min() / 63).to(torch.float16).float()
-                assert torch.equal(found.minimum[row, part], (minimum[row, part] / least).round().clamp(0, 63) * least)
+                assert torch.equal(
+                    found.minimum[row, part], (minimum[row, part] / least).round().clamp(0, 63) * least
+                )
     packed = pack(torch.zeros(3, groups * 16, dtype=torch.uint8), found, form)
     assert packed.scale.dtype == torch.uint8
     assert packed.outer_scale.dtype == torch.float16
@@ -281,7 +317,10 @@ def test_groups_one_after_the_other_with_outer_scales_of_the_whole(form):
     weight = heavy(8, 1024)
     whole = choose(weight, form)
     size, groups = form.group(1024), 1024 // form.group(1024)
-    parts = [choose(weight[:, i * size : (i + 1) * size], form, outer=whole.outer.of_groups(i, 1, groups)) for i in range(groups)]
+    parts = [
+        choose(weight[:, i * size : (i + 1) * size], form, outer=whole.outer.of_groups(i, 1, groups))
+        for i in range(groups)
+    ]
     joined = join(parts, outer=whole.outer)
     for name in ("scale", "zero", "minimum"):
         one, other = getattr(whole, name), getattr(joined, name)
@@ -340,10 +379,14 @@ def test_least_squares_come_near_the_best(options, within, weighted):
     weight = torch.cat([torch.randn(6, 32), heavy(6, 32)])
     importance = torch.rand(32) ** 2 if weighted else None
     rms = weight.square().mean(1, keepdim=True).sqrt()
-    h = weight.abs() + rms if importance is None else importance.expand(12, 32)  # without data, large weights matter more
+    h = (
+        weight.abs() + rms if importance is None else importance.expand(12, 32)
+    )  # without data, large weights matter more
     _, packed = solved(weight, form, "wls", importance)
     errors = ((packed.dequantize() - weight).double().square() * h).sum(1)
-    best = torch.tensor([best_possible(group, form, each) for group, each in zip(weight, h, strict=True)], dtype=torch.float64)
+    best = torch.tensor(
+        [best_possible(group, form, each) for group, each in zip(weight, h, strict=True)], dtype=torch.float64
+    )
     assert (errors >= best * 0.97).all()
     assert (errors / best).mean() <= within
     by_minmax = ((solved(weight, form, "minmax")[1].dequantize() - weight).double().square() * h).sum(1)
@@ -353,7 +396,9 @@ def test_least_squares_come_near_the_best(options, within, weighted):
 @EACH
 def test_least_squares_are_better_than_the_other_rules(form):
     weight = heavy(32, 512)
-    by_wls, by_mse, by_minmax = (loss(weight, solved(weight, form, rule, torch.ones(512))[1]) for rule in ("wls", "mse", "minmax"))
+    by_wls, by_mse, by_minmax = (
+        loss(weight, solved(weight, form, rule, torch.ones(512))[1]) for rule in ("wls", "mse", "minmax")
+    )
     assert by_wls <= by_minmax
     assert by_wls <= by_mse * 1.005
 

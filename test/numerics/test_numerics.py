@@ -10,13 +10,28 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from nc.formats import PER_CHANNEL, PER_TENSOR, PER_TOKEN, TensorSpec, dtype, per_block, per_channel, per_group
+from nc.formats import (
+    PER_CHANNEL,
+    PER_TENSOR,
+    PER_TOKEN,
+    TensorSpec,
+    dtype,
+    per_block,
+    per_channel,
+    per_group,
+)
 from nc.numerics import affine
 from nc.numerics.affine import TINY_AMAX, block_range, choose_qparams, dequantize
 from nc.numerics.metrics import cosine, sqnr_db
 from nc.numerics.weights import quantize_weight
 
-CODES = {"uint8": (0, 255), "int8": (-128, 127), "narrow": (-127, 127), "7-bit": (64, 191), "7-bit signed": (-64, 63)}
+CODES = {
+    "uint8": (0, 255),
+    "int8": (-128, 127),
+    "narrow": (-127, 127),
+    "7-bit": (64, 191),
+    "7-bit signed": (-64, 63),
+}
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -26,11 +41,15 @@ codes = st.sampled_from(list(CODES.values()))
 
 def quantize(x, scale, zero_point, low, high, block_size=None):
     """Codes in the dtype that their range needs."""
-    return affine.quantize(x, scale, zero_point, low, high, dtype=torch.int8 if low < 0 else torch.uint8, block_size=block_size)
+    return affine.quantize(
+        x, scale, zero_point, low, high, dtype=torch.int8 if low < 0 else torch.uint8, block_size=block_size
+    )
 
 
 def qparams(low, high, limits, symmetric=False):
-    scale, zero_point = choose_qparams(torch.tensor(low), torch.tensor(high), quant_min=limits[0], quant_max=limits[1], symmetric=symmetric)
+    scale, zero_point = choose_qparams(
+        torch.tensor(low), torch.tensor(high), quant_min=limits[0], quant_max=limits[1], symmetric=symmetric
+    )
     assert scale.dtype == torch.float32
     assert zero_point.dtype == torch.int64
     return scale.item(), zero_point.item()
@@ -65,7 +84,9 @@ def test_symmetric_qparams_are_those_of_the_formula(a, b, limits):
     middle = {(0, 255): 128, (64, 191): 128}.get(limits, 0)
     assert zero_point == middle
     amax = max(abs(min(low, 0.0)), max(high, 0.0))
-    assert scale == (pytest.approx(amax / min(limits[1] - middle, middle - limits[0]), rel=2**-23) if amax else 1.0)
+    assert scale == (
+        pytest.approx(amax / min(limits[1] - middle, middle - limits[0]), rel=2**-23) if amax else 1.0
+    )
 
 
 @given(ordinary, ordinary, codes, st.booleans(), st.floats(0, 1))
@@ -109,7 +130,9 @@ def test_a_constant_is_exact(name, value):
     scale, zero_point = qparams(value, value, CODES[name])
     assert scale == pytest.approx(abs(value) / 255, rel=1e-6)
     x = torch.tensor([value])
-    assert dequantize(quantize(x, scale, zero_point, *CODES[name]), scale, zero_point).item() == pytest.approx(value, rel=1e-6)
+    assert dequantize(
+        quantize(x, scale, zero_point, *CODES[name]), scale, zero_point
+    ).item() == pytest.approx(value, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -117,9 +140,13 @@ def test_a_constant_is_exact(name, value):
 def test_a_range_wider_than_float32_does_not_overflow(name, symmetric):
     scale, zero_point = qparams(-FLOAT_MAX, FLOAT_MAX, CODES[name], symmetric)
     limits = CODES[name]
-    expected = 2 * FLOAT_MAX / (limits[1] - limits[0]) if not symmetric else FLOAT_MAX / (limits[1] - zero_point)
+    expected = (
+        2 * FLOAT_MAX / (limits[1] - limits[0]) if not symmetric else FLOAT_MAX / (limits[1] - zero_point)
+    )
     assert scale == pytest.approx(expected, rel=1e-6)
-    back = dequantize(quantize(torch.tensor([FLOAT_MAX, -FLOAT_MAX]), scale, zero_point, *limits).float(), scale, zero_point)
+    back = dequantize(
+        quantize(torch.tensor([FLOAT_MAX, -FLOAT_MAX]), scale, zero_point, *limits).float(), scale, zero_point
+    )
     assert back.sign().tolist() == [1.0, -1.0]
 
 
@@ -131,7 +158,12 @@ def test_symmetric_uint8_has_its_zero_in_the_middle():
 def test_seven_bit_codes_end_at_127():
     scale, zero_point = qparams(0.0, 1.0, (0, 127))
     assert (scale, zero_point) == (pytest.approx(1 / 127), 0)
-    assert quantize(torch.tensor([-1.0, 0.5, 1.0, 9.0]), scale, zero_point, 0, 127).tolist() == [0, 64, 127, 127]
+    assert quantize(torch.tensor([-1.0, 0.5, 1.0, 9.0]), scale, zero_point, 0, 127).tolist() == [
+        0,
+        64,
+        127,
+        127,
+    ]
 
 
 def test_ranges_of_one_sign_are_widened_to_zero():
@@ -143,13 +175,21 @@ def test_qparams_of_many_channels_are_those_of_each():
     low, high = torch.tensor([-1.0, 0.0, -5.0]), torch.tensor([2.0, 0.0, -1.0])
     scales, zeros = choose_qparams(low, high, quant_min=-127, quant_max=127, symmetric=True)
     for i in range(3):
-        assert qparams(low[i].item(), high[i].item(), (-127, 127), True) == (scales[i].item(), zeros[i].item())
+        assert qparams(low[i].item(), high[i].item(), (-127, 127), True) == (
+            scales[i].item(),
+            zeros[i].item(),
+        )
 
 
 # ---- codes ----
 
 
-@given(st.lists(ordinary, min_size=1, max_size=20), st.floats(2**-10, 2**10, width=32), st.integers(0, 255), codes)
+@given(
+    st.lists(ordinary, min_size=1, max_size=20),
+    st.floats(2**-10, 2**10, width=32),
+    st.integers(0, 255),
+    codes,
+)
 def test_codes_are_those_of_the_definition(values, scale, zero_point, limits):
     """`clamp(half_even(x / s) + z, a, b)`, with the one fp32 rounding of x / s that the definition has."""
     got = quantize(torch.tensor(values), scale, zero_point, *limits)
@@ -187,12 +227,20 @@ def test_other_float_types_are_computed_in_fp32(dtype):
 
 
 @given(
-    st_np.arrays(np.float32, st_np.array_shapes(min_dims=1, max_dims=4, max_side=4), elements=st.floats(-9, 9, width=32)),
+    st_np.arrays(
+        np.float32,
+        st_np.array_shapes(min_dims=1, max_dims=4, max_side=4),
+        elements=st.floats(-9, 9, width=32),
+    ),
     st.data(),
 )
 def test_per_channel_is_per_tensor_along_each_index(values, data):
     axis = data.draw(st.integers(0, values.ndim - 1))
-    scale = torch.tensor(data.draw(st.lists(st.floats(2**-7, 1, width=32), min_size=values.shape[axis], max_size=values.shape[axis])))
+    scale = torch.tensor(
+        data.draw(
+            st.lists(st.floats(2**-7, 1, width=32), min_size=values.shape[axis], max_size=values.shape[axis])
+        )
+    )
     x = torch.from_numpy(values)
     block = per_channel(axis).block_size(x.shape)
     q = quantize(x, scale, 0, -127, 127, block)
@@ -261,12 +309,16 @@ def test_blocks_of_any_granularity_against_brute_force(granularity, name, symmet
     limits, block = (of.quant_min, of.quant_max), granularity.block_size(x.shape, 0)
     low, high = block_range(x, block)
     assert low.shape == high.shape == tuple(s // b for s, b in zip(x.shape, block, strict=True))
-    scale, zero_point = choose_qparams(low, high, quant_min=of.quant_min, quant_max=of.quant_max, symmetric=symmetric)
+    scale, zero_point = choose_qparams(
+        low, high, quant_min=of.quant_min, quant_max=of.quant_max, symmetric=symmetric
+    )
     codes = affine.quantize(x, scale, zero_point, *limits, dtype=of.storage, block_size=block)
     wanted, values = brute_force(x, block, limits, symmetric)
     assert codes.dtype == of.storage
     assert codes.tolist() == wanted.tolist()
-    assert np.allclose(dequantize(codes, scale, zero_point, block).double().numpy(), values, rtol=1e-6, atol=1e-7)
+    assert np.allclose(
+        dequantize(codes, scale, zero_point, block).double().numpy(), values, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_blocks_in_three_dimensions_and_other_memory_formats():
@@ -277,7 +329,9 @@ def test_blocks_in_three_dimensions_and_other_memory_formats():
     codes = quantize(x, scale, zero_point, 0, 15, block)
     assert codes.tolist() == brute_force(x, block, (0, 15), False)[0].tolist()
     channels_last = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
-    codes = quantize(channels_last, torch.rand(4) + 0.1, 0, -127, 127, per_channel(0).block_size(channels_last.shape))
+    codes = quantize(
+        channels_last, torch.rand(4) + 0.1, 0, -127, 127, per_channel(0).block_size(channels_last.shape)
+    )
     assert codes.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -304,7 +358,9 @@ def test_weights_of_any_granularity_are_quantized_block_by_block(granularity, al
 
 
 def test_sqnr_of_known_tensors():
-    assert sqnr_db(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == pytest.approx(10 * math.log10(25 / 0.25))
+    assert sqnr_db(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == pytest.approx(
+        10 * math.log10(25 / 0.25)
+    )
     assert sqnr_db(torch.ones(3), torch.zeros(3)) == 0.0
     assert sqnr_db(torch.ones(4), torch.ones(4) * 0.99) == pytest.approx(40.0, abs=1e-4)
 

@@ -1,4 +1,7 @@
-"""Calibration on several ranks: two processes of this machine, started with this file as their program, go through all cases once."""
+"""Calibration on several ranks.
+
+Two processes of this machine, started with this file as their program, go through all cases once.
+"""
 
 import datetime
 import hashlib
@@ -21,7 +24,10 @@ ALGORITHMS = ("minmax", "mse", "moving_average")
 
 
 def data():
-    """40 batches, the last of which are wider; 4 rows each, so that either half is less than what is kept for bias correction."""
+    """40 batches, the last of which are wider.
+
+    4 rows each, so that either half is less than what is kept for bias correction.
+    """
     torch.manual_seed(1)
     batches = torch.randn(40, 4, 16)
     batches[37:] *= 3
@@ -31,7 +37,12 @@ def data():
 def prepared(algo="mse", batches=(), model=None, example=None, config=None):
     torch.manual_seed(0)
     config = config or StaticQuantConfig(act_algo=algo)
-    result = prepare((model or MLP()).eval(), config, example_inputs=torch.ones(2, 16) if example is None else example, backend="reference")
+    result = prepare(
+        (model or MLP()).eval(),
+        config,
+        example_inputs=torch.ones(2, 16) if example is None else example,
+        backend="reference",
+    )
     for batch in batches:
         result(batch)
     return result
@@ -55,7 +66,9 @@ class Ranks:
             for algo in ALGORITHMS:
                 save(convert(prepared(algo, data())), self.folder / f"{algo}-alone")
         timeout = datetime.timedelta(seconds=120)
-        dist.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=2, timeout=timeout)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=2, timeout=timeout
+        )
         mine = data()[20 * self.rank : 20 * self.rank + 20]
         for algo in ALGORITHMS:
             save(convert(prepared(algo, mine)), self.folder / f"{algo}-{self.rank}")
@@ -82,8 +95,18 @@ class Ranks:
         self.refused("model", prepared("mse", mine, model=more))
         torch.manual_seed(5 + self.rank)
         self.refused("weights", prepared("mse", mine, model=MLP()))
-        self.refused("rule", prepared("mse", mine, config=StaticQuantConfig(act_algo="mse").set_local("fc2", FP32) if other else None))
-        self.refused("post", prepared("mse", mine, config=StaticQuantConfig(act_algo="mse", post=()) if other else None))
+        self.refused(
+            "rule",
+            prepared(
+                "mse",
+                mine,
+                config=StaticQuantConfig(act_algo="mse").set_local("fc2", FP32) if other else None,
+            ),
+        )
+        self.refused(
+            "post",
+            prepared("mse", mine, config=StaticQuantConfig(act_algo="mse", post=()) if other else None),
+        )
         self.refused("example", prepared("mse", mine, example=mine[0]))
         self.refused("nothing", prepared("mse"))
         save(convert(prepared("mse", mine)), self.folder / f"after-{self.rank}")  # the group still works
@@ -155,7 +178,10 @@ def test_a_rank_without_data(folder, which):
 def test_ranks_with_different_models_are_all_told_so(folder, case, what):
     for rank in RANKS:
         text = told(folder, rank)[case]
-        assert text.startswith(f"Rank 1 has another {what} than rank 0, so that there is no common model. Give prepare() the same")
+        assert text.startswith(
+            f"Rank 1 has another {what} than rank 0, so that there is no common model. Give prepare() the "
+            "same"
+        )
 
 
 def test_no_data_at_all(folder):
@@ -183,7 +209,9 @@ print(before - threads())
 def test_the_group_can_be_destroyed(tmp_path):
     """Threads of a group that outlives this call can abort the process at its end, as they take the lock of an interpreter that is gone."""
     command = [sys.executable, "-c", LIFE_OF_A_GROUP, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) >= 2
 

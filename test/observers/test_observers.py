@@ -17,7 +17,11 @@ from nc.formats import TensorSpec
 from nc.observers import ALGORITHMS, Observer
 
 batches = st.lists(
-    st_np.arrays(np.float32, st_np.array_shapes(max_dims=3, max_side=4, min_side=0), elements=st.floats(-(2**100), 2**100, width=32)),
+    st_np.arrays(
+        np.float32,
+        st_np.array_shapes(max_dims=3, max_side=4, min_side=0),
+        elements=st.floats(-(2**100), 2**100, width=32),
+    ),
     min_size=1,
     max_size=5,
 ).filter(lambda arrays: any(a.size for a in arrays))
@@ -46,7 +50,9 @@ def ranges(prepared):
 
 @given(batches)
 def test_minmax_is_the_range_of_everything_seen(arrays):
-    low, high = ALGORITHMS["minmax"].find_range(observed("extremes", arrays).state, TensorSpec(dtype="uint8", symmetric=False))
+    low, high = ALGORITHMS["minmax"].find_range(
+        observed("extremes", arrays).state, TensorSpec(dtype="uint8", symmetric=False)
+    )
     flat = np.concatenate([a.ravel() for a in arrays])
     assert (low.item(), high.item()) == (flat.min(), flat.max())
     assert low.dtype == high.dtype == torch.float32
@@ -128,7 +134,9 @@ def test_ranges_do_not_depend_on_the_order_or_split_of_the_data():
 
 
 def test_example_inputs_do_not_calibrate():
-    prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=torch.full((2, 16), 1e6), backend="reference")
+    prepared = prepare(
+        MLP().eval(), StaticQuantConfig(), example_inputs=torch.full((2, 16), 1e6), backend="reference"
+    )
     assert not any(o.batches for o in prepared.observers.values())
     prepared(torch.rand(2, 16))
     assert all(abs(v) < 100 for pair in ranges(prepared).values() for v in pair)
@@ -181,7 +189,9 @@ def test_a_batch_that_overflows_half_way_leaves_no_trace():
 
 
 def test_an_error_in_the_users_loop_loses_nothing():
-    prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16), backend="reference")
+    prepared = prepare(
+        MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16), backend="reference"
+    )
     data = torch.randn(4, 16)
 
     def run(model):
@@ -204,19 +214,30 @@ def test_an_error_in_run_fn_of_quantize_is_the_users_own():
         raise KeyError(msg)
 
     with pytest.raises(KeyError, match="the user's own"):
-        quantize(MLP().eval(), StaticQuantConfig(), run, example_inputs=torch.randn(2, 16), backend="reference")
+        quantize(
+            MLP().eval(), StaticQuantConfig(), run, example_inputs=torch.randn(2, 16), backend="reference"
+        )
 
 
 def test_quantize_is_the_three_steps_in_one():
     model, x = MLP().eval(), torch.randn(4, 16)
     expected = convert(prepared_for(model, x))(x)
     for run_args in ((x,), [x], x):
-        got = quantize(model, StaticQuantConfig(), lambda m, data: m(data), run_args, example_inputs=x, backend="reference")
+        got = quantize(
+            model,
+            StaticQuantConfig(),
+            lambda m, data: m(data),
+            run_args,
+            example_inputs=x,
+            backend="reference",
+        )
         assert torch.equal(got(x), expected)
 
 
 def test_convert_without_calibration_is_refused():
-    prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16), backend="reference")
+    prepared = prepare(
+        MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16), backend="reference"
+    )
     with pytest.raises(StateError, match="Nothing was calibrated.*before convert"):
         convert(prepared)
 
@@ -224,7 +245,9 @@ def test_convert_without_calibration_is_refused():
 def test_nothing_to_quantize_needs_no_calibration():
     x = torch.randn(2, 16)
     model = MLP().eval()
-    prepared = prepare(model, StaticQuantConfig().set_local(".*", FP32), example_inputs=x, backend="reference")
+    prepared = prepare(
+        model, StaticQuantConfig().set_local(".*", FP32), example_inputs=x, backend="reference"
+    )
     assert torch.equal(convert(prepared)(x), model(x))
 
 
@@ -274,7 +297,9 @@ def test_an_operator_that_never_ran_stays_fp32_and_the_report_says_so():
 
 
 def test_an_addition_whose_side_never_ran():
-    model = Function(lambda self, x, y: self.c(F.relu(self.a(x)) + self.b(y).sum(0)), **{n: nn.Linear(4, 4) for n in "abc"}).eval()
+    model = Function(
+        lambda self, x, y: self.c(F.relu(self.a(x)) + self.b(y).sum(0)), **{n: nn.Linear(4, 4) for n in "abc"}
+    ).eval()
     x, y = torch.randn(3, 4), torch.randn(2, 4)
     prepared = prepare(model, StaticQuantConfig(), example_inputs=(x, y), backend="reference")
     call(prepared, (x, torch.randn(0, 4)))

@@ -1,4 +1,7 @@
-"""act_algo="auto": the algorithm that is chosen is the one with the least output error, computed here by hand in float64."""
+"""act_algo="auto".
+
+The algorithm that is chosen is the one with the least output error, computed here by hand in float64.
+"""
 
 import numpy as np
 import pytest
@@ -45,7 +48,10 @@ def test_the_least_output_error_wins(important):
     with torch.no_grad():
         model[0].weight[:, 0] = 3.0 if important else 0.0
     x, w = batches[0].double().numpy(), model[0].weight.detach().double().numpy()
-    errors = {name: output_error(x, w, *scale_of(convert(prepared(model, config, batches)))) for name, config in FIXED.items()}
+    errors = {
+        name: output_error(x, w, *scale_of(convert(prepared(model, config, batches))))
+        for name, config in FIXED.items()
+    }
     q = convert(prepared(model, AUTO, batches))
     (change,) = [str(a) for a in q.report().algorithms if a.algorithm == "range_search"]
     name = change.removeprefix("range_search: ").removesuffix(" for 1 tensors")
@@ -73,7 +79,10 @@ def test_a_tensor_that_several_operators_read_has_one_range():
 def test_no_worse_than_the_worst_and_mixed_with_others(backend):
     model, batches = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 8)), heavy_tailed()
     x = torch.cat(batches[1:])
-    noise = {name: sqnr_db(model(x), convert(prepared(model, c, batches, backend))(x)) for name, c in {**FIXED, "auto": AUTO}.items()}
+    noise = {
+        name: sqnr_db(model(x), convert(prepared(model, c, batches, backend))(x))
+        for name, c in {**FIXED, "auto": AUTO}.items()
+    }
     assert noise["auto"] >= min(noise[name] for name in CANDIDATES) - 0.1
     mixed = StaticQuantConfig(act_algo="auto").set_local("2", StaticQuantConfig(act_algo="minmax"))
     q = convert(prepared(model, mixed, batches, backend))

@@ -1,4 +1,7 @@
-"""Dynamic quantization: its numbers against float64 and against torch's own kernels, and that it needs no calibration."""
+"""Dynamic quantization.
+
+Its numbers against float64 and against torch's own kernels, and that it needs no calibration.
+"""
 
 import warnings
 
@@ -12,11 +15,22 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
-from nc import DynamicQuantConfig, StaticQuantConfig, UnsupportedError, available_backends, convert, load, prepare, quantize
+from nc import (
+    DynamicQuantConfig,
+    StaticQuantConfig,
+    UnsupportedError,
+    available_backends,
+    convert,
+    load,
+    prepare,
+    quantize,
+)
 from nc.numerics.metrics import sqnr_db
 from nc.ops import quantize_dequantize_dynamic
 
-ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
+ENGINES = [
+    name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why
+]
 
 
 class Net(nn.Module):
@@ -45,7 +59,13 @@ def converted(model, example, config=None, **options):
 )
 def test_values_are_those_of_float64(rows, per_token, symmetric, codes):
     x = torch.tensor(rows)
-    got = quantize_dequantize_dynamic(x, per_token, *codes, symmetric, torch.uint8 if codes[0] == 0 else torch.int8).double().numpy()
+    got = (
+        quantize_dequantize_dynamic(
+            x, per_token, *codes, symmetric, torch.uint8 if codes[0] == 0 else torch.int8
+        )
+        .double()
+        .numpy()
+    )
     for i, row in enumerate(np.array(rows, dtype=np.float32).astype(np.float64)):
         seen = row if per_token else np.array(rows, dtype=np.float32).astype(np.float64)
         low, high = min(seen.min(), 0.0), max(seen.max(), 0.0)
@@ -70,7 +90,9 @@ def test_a_row_of_zeros_and_no_rows():
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_engines_compute_the_reference(backend, shape, granularity, symmetric):
     model, x = Net(), torch.randn(shape) * torch.logspace(-2, 2, shape[-2])[:, None]
-    q = converted(model, x, DynamicQuantConfig(act_granularity=granularity, act_sym=symmetric), backend=backend)
+    q = converted(
+        model, x, DynamicQuantConfig(act_granularity=granularity, act_sym=symmetric), backend=backend
+    )
     assert sqnr_db(q.reference(x), q(x)) > 60  # a value between two codes can go either way
     assert sqnr_db(model(x), q(x)) > 30
     more = torch.randn(3, *shape[1:])
@@ -96,12 +118,16 @@ def test_per_token_serves_rows_of_different_size_where_per_tensor_can_not():
 def test_codes_of_either_sign_are_the_same_numbers(dtype):
     model, x = Net(), torch.randn(5, 48)
     expected = converted(model, x, backend="reference")(x)
-    torch.testing.assert_close(converted(model, x, DynamicQuantConfig(act_dtype=dtype), backend="reference")(x), expected)
+    torch.testing.assert_close(
+        converted(model, x, DynamicQuantConfig(act_dtype=dtype), backend="reference")(x), expected
+    )
 
 
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("options", [{}, {"batch_first": True, "num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True, "num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str
+)
 @pytest.mark.sample(4)
 def test_recurrent_layers(backend, cls, options):
     """The engine runs torch's own kernel: an independent implementation of what the reference computes."""
@@ -132,10 +158,17 @@ def test_recurrent_layers_without_a_kernel_say_why():
     per_tensor = DynamicQuantConfig(act_granularity="per_tensor")
     plan = nc.describe(projected.eval(), per_tensor, torch.randn(3, 2, 8), backend="native")
     assert plan["0"].reason == "backend 'native' has no per_tensor kernel with projections (proj_size)"
-    static = nc.describe(nn.Sequential(nn.GRU(8, 16)).eval(), StaticQuantConfig(), torch.randn(3, 2, 8), backend="reference")
+    static = nc.describe(
+        nn.Sequential(nn.GRU(8, 16)).eval(), StaticQuantConfig(), torch.randn(3, 2, 8), backend="reference"
+    )
     assert static["0"].reason == "backend 'reference' has no int8 kernel for gru"
     with pytest.raises(UnsupportedError, match="act_sym=True"):
-        nc.describe(nn.Sequential(nn.GRU(8, 16)).eval(), DynamicQuantConfig(act_sym=True), torch.randn(3, 2, 8), backend="reference")
+        nc.describe(
+            nn.Sequential(nn.GRU(8, 16)).eval(),
+            DynamicQuantConfig(act_sym=True),
+            torch.randn(3, 2, 8),
+            backend="reference",
+        )
 
 
 # ---- use ----
@@ -159,7 +192,10 @@ def test_linears_of_one_input_share_its_codes():
 @pytest.mark.parametrize("backend", ENGINES)
 def test_dynamic_and_static_operators_of_one_model(backend):
     model, x = Attention().eval(), torch.randn(2, 6, 32)
-    for outer, inner in ((StaticQuantConfig(), DynamicQuantConfig()), (DynamicQuantConfig(), StaticQuantConfig())):
+    for outer, inner in (
+        (StaticQuantConfig(), DynamicQuantConfig()),
+        (DynamicQuantConfig(), StaticQuantConfig()),
+    ):
         prepared = prepare(model, outer.set_local(nn.Linear, inner), example_inputs=x, backend=backend)
         call(prepared, x)
         q = convert(prepared, **({} if backend == "reference" else {"isolate": "never"}))
@@ -192,7 +228,9 @@ def test_saved_and_loaded(backend, tmp_path):
 
 def test_fallback_and_weights_per_tensor():
     x = torch.randn(4, 48)
-    q = converted(Net(), x, DynamicQuantConfig(w_granularity="per_tensor").set_local("out", FP32), backend="reference")
+    q = converted(
+        Net(), x, DynamicQuantConfig(w_granularity="per_tensor").set_local("out", FP32), backend="reference"
+    )
     assert [d.operator for d in q.graph.plan.quantized] == ["q", "k"]
     assert not any("per_channel" in n.name for n in q.graph.module.graph.nodes)
 

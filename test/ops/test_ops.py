@@ -1,4 +1,7 @@
-"""The operators of namespace `nc` alone: their schemas, fake implementations and numbers, and all that traces them."""
+"""The operators of namespace `nc` alone.
+
+Their schemas, fake implementations and numbers, and all that traces them.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +22,9 @@ from nc.graph.fx_utils import inline
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 #: What torch has registered, whoever did it.
 REGISTERED = sorted(
-    f"{s.name.removeprefix('nc::')}.{s.overload_name or 'default'}" for s in torch._C._jit_get_all_schemas() if s.name.startswith("nc::")
+    f"{s.name.removeprefix('nc::')}.{s.overload_name or 'default'}"
+    for s in torch._C._jit_get_all_schemas()
+    if s.name.startswith("nc::")
 )
 
 
@@ -66,12 +71,18 @@ def spread(value, shape, index_of):
 
 
 def quantized(x, scale, zero_point, quant_min, quant_max, index_of=lambda index: 0):
-    s, z = (spread(value, x.shape, index_of if np.size(value) > 1 else lambda index: 0) for value in (scale, zero_point))
+    s, z = (
+        spread(value, x.shape, index_of if np.size(value) > 1 else lambda index: 0)
+        for value in (scale, zero_point)
+    )
     return np.clip(np.rint(x.astype(np.float64) / s) + z, quant_min, quant_max)
 
 
 def dequantized(codes, scale, zero_point, index_of=lambda index: 0):
-    s, z = (spread(value, codes.shape, index_of if np.size(value) > 1 else lambda index: 0) for value in (scale, zero_point))
+    s, z = (
+        spread(value, codes.shape, index_of if np.size(value) > 1 else lambda index: 0)
+        for value in (scale, zero_point)
+    )
     return (codes.astype(np.float64) - z) * s
 
 
@@ -81,7 +92,9 @@ def channel(axis):
 
 def block(shape, counts):
     """Flat index of the block that an element is in."""
-    return lambda index: int(np.ravel_multi_index([i * c // s for i, s, c in zip(index, shape, counts, strict=True)], counts))
+    return lambda index: int(
+        np.ravel_multi_index([i * c // s for i, s, c in zip(index, shape, counts, strict=True)], counts)
+    )
 
 
 def group(shape, axis, size):
@@ -103,12 +116,17 @@ def dynamic(x, per_token, quant_min, quant_max, symmetric, *_):
             scale = (high - low) / (quant_max - quant_min)
             zero_point = np.clip(quant_min - np.rint(low / scale), quant_min, quant_max)
         scale = float(np.float32(scale))
-        result[part] = (np.clip(np.rint(values / scale) + zero_point, quant_min, quant_max) - zero_point) * scale
+        result[part] = (
+            np.clip(np.rint(values / scale) + zero_point, quant_min, quant_max) - zero_point
+        ) * scale
     return result
 
 
 def quantized_float(x, scale, name):
-    """The nearest value by distance: its code, or the value itself where the codes are of a dtype of torch; ties to the even code."""
+    """The nearest value by distance: its code, or the value itself where the codes are of a dtype of torch.
+
+    Ties to the even code.
+    """
     table = np.array(dtype(name).values)
     usable = np.flatnonzero(np.isfinite(table) & ~((table == 0) & np.signbit(table)))
     s = spread(scale, x.shape, block(x.shape, scale.shape) if scale.ndim else lambda index: 0)
@@ -131,7 +149,12 @@ def simulated(x, scale, zero_point, name, *_):
     if dtype(name).kind == "float":
         return dequantized_float(quantized_float(x, scale, name).astype(np.int64), scale, name)
     blocks = block(x.shape, scale.shape)
-    return dequantized(quantized(x, scale, zero_point, dtype(name).quant_min, dtype(name).quant_max, blocks), scale, zero_point, blocks)
+    return dequantized(
+        quantized(x, scale, zero_point, dtype(name).quant_min, dtype(name).quant_max, blocks),
+        scale,
+        zero_point,
+        blocks,
+    )
 
 
 def simulated_dynamic(x, name, text, symmetric, *_):
@@ -148,11 +171,29 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def recurrent(cell, x, hx, params, has_biases, layers, bidirectional, batch_first, quant_min, quant_max, dtype, per_token=False, relu=None):
+def recurrent(
+    cell,
+    x,
+    hx,
+    params,
+    has_biases,
+    layers,
+    bidirectional,
+    batch_first,
+    quant_min,
+    quant_max,
+    dtype,
+    per_token=False,
+    relu=None,
+):
     """Step by step, as `torch.nn.LSTM` documents it, with the input of a layer and each hidden state quantized by their own ranges."""
 
     def rounded(values):
-        return dynamic(values.astype(np.float32), per_token, quant_min, quant_max, False) if values.any() else values
+        return (
+            dynamic(values.astype(np.float32), per_token, quant_min, quant_max, False)
+            if values.any()
+            else values
+        )
 
     steps = (x.swapaxes(0, 1) if batch_first else x).astype(np.float64)
     states = [hx] if isinstance(hx, np.ndarray) else hx
@@ -221,7 +262,9 @@ def nibbles(packed, count):
 
 def low_bit_weight(packed, scale, zero):
     groups = scale.shape[1]
-    return (nibbles(packed, 12) - np.repeat(nibbles(zero, groups), 12 // groups, 1)) * np.repeat(scale.astype(np.float64), 12 // groups, 1)
+    return (nibbles(packed, 12) - np.repeat(nibbles(zero, groups), 12 // groups, 1)) * np.repeat(
+        scale.astype(np.float64), 12 // groups, 1
+    )
 
 
 def low_bit_linear(x, packed, scale, zero, _minimum, _outer, _outer_minimum, bias, *_):
@@ -238,7 +281,11 @@ def values(*shape):
 
 
 def codes(*shape, signed=True):
-    return torch.randint(-128, 128, shape, dtype=torch.int8) if signed else torch.randint(0, 256, shape, dtype=torch.uint8)
+    return (
+        torch.randint(-128, 128, shape, dtype=torch.int8)
+        if signed
+        else torch.randint(0, 256, shape, dtype=torch.uint8)
+    )
 
 
 def scales(*shape):
@@ -255,7 +302,9 @@ def layers_of(cls, **options):
     layer = cls(6, 8, **options)
     params = [p.detach() for p in layer.parameters()]
     directions = layer.num_layers * (1 + layer.bidirectional)
-    hx = [torch.randn(directions, 4, layer.proj_size or 8), torch.randn(directions, 4, 8)][: 2 if cls is nn.LSTM else 1]
+    hx = [torch.randn(directions, 4, layer.proj_size or 8), torch.randn(directions, 4, 8)][
+        : 2 if cls is nn.LSTM else 1
+    ]
     flags = layer.bias, layer.num_layers, layer.bidirectional, layer.batch_first
     return (hx if cls is nn.LSTM else hx[0]), params, *flags, 0, 255, torch.uint8
 
@@ -264,14 +313,26 @@ INT8, UINT8 = (-128, 127, torch.int8), (0, 255, torch.uint8)
 #: name of an operator → its calls; made when a test asks, from the test's own seed.
 SAMPLES = {
     "quantize_per_tensor.default": lambda: [
-        Sample(lambda x, s, z, low, high, _: quantized(x, s, z, low, high), (values(*SHAPE), 0.25, 3, *UINT8)),
-        Sample(lambda x, s, z, low, high, _: quantized(x, s, z, low, high), (values(3, 5).t(), 0.5, -7, -64, 63, torch.int8)),
+        Sample(
+            lambda x, s, z, low, high, _: quantized(x, s, z, low, high), (values(*SHAPE), 0.25, 3, *UINT8)
+        ),
+        Sample(
+            lambda x, s, z, low, high, _: quantized(x, s, z, low, high),
+            (values(3, 5).t(), 0.5, -7, -64, 63, torch.int8),
+        ),
     ],
     "dequantize_per_tensor.default": lambda: [
-        Sample(lambda q, s, z, _: dequantized(q, s, z), (codes(*SHAPE, signed=False), 0.1, 12, torch.uint8), tolerance=1e-5)
+        Sample(
+            lambda q, s, z, _: dequantized(q, s, z),
+            (codes(*SHAPE, signed=False), 0.1, 12, torch.uint8),
+            tolerance=1e-5,
+        )
     ],
     "quantize_per_tensor.tensor": lambda: [
-        Sample(lambda x, s, z, low, high, _: quantized(x, s, z, low, high), (values(*SHAPE), scales(), zero_points(), *INT8)),
+        Sample(
+            lambda x, s, z, low, high, _: quantized(x, s, z, low, high),
+            (values(*SHAPE), scales(), zero_points(), *INT8),
+        ),
         Sample(
             lambda x, s, z, low, high, _: quantized(x, s, z, low, high, block(x.shape, s.shape)),
             (values(*SHAPE), scales(1, 3, 4), zero_points(1, 3, 4), *INT8),
@@ -285,16 +346,24 @@ SAMPLES = {
         ),
     ],
     "quantize_per_channel.default": lambda: [
-        Sample(lambda x, s, z, axis, low, high, _: quantized(x, s, z, low, high, channel(axis)), (values(*SHAPE), scales(6), z, 1, *INT8))
+        Sample(
+            lambda x, s, z, axis, low, high, _: quantized(x, s, z, low, high, channel(axis)),
+            (values(*SHAPE), scales(6), z, 1, *INT8),
+        )
         for z in (None, zero_points(6))
     ],
     "dequantize_per_channel.default": lambda: [
-        Sample(lambda q, s, z, axis, _: dequantized(q, s, z, channel(axis)), (codes(*SHAPE), scales(8), z, -1, torch.int8))
+        Sample(
+            lambda q, s, z, axis, _: dequantized(q, s, z, channel(axis)),
+            (codes(*SHAPE), scales(8), z, -1, torch.int8),
+        )
         for z in (None, zero_points(8))
     ],
     "quantize_per_group.default": lambda: [
         Sample(
-            lambda x, s, z, axis, size, low, high, _: quantized(x, s, z, low, high, group(x.shape, axis, size)),
+            lambda x, s, z, axis, size, low, high, _: quantized(
+                x, s, z, low, high, group(x.shape, axis, size)
+            ),
             (values(6, 8), scales(6, 2), z, -1, 4, -8, 7, torch.int8),
             free,
         )
@@ -322,15 +391,28 @@ SAMPLES = {
         Sample(simulated, (values(*SHAPE), scales(1, 3, 4), zero_points(1, 3, 4), "int8", "half_even", 0)),
     ],
     "fake_quantize_dynamic.default": lambda: [
-        Sample(simulated_dynamic, (torch.randn(*SHAPE), "int8", text, True, "half_even", "fp32", False, 0), tolerance=1e-6)
+        Sample(
+            simulated_dynamic,
+            (torch.randn(*SHAPE), "int8", text, True, "half_even", "fp32", False, 0),
+            tolerance=1e-6,
+        )
         for text in ("per_tensor", "per_token")
     ],
-    # formats, second levels of scales and activations are in test_low_bit_formats.py and test_low_bit_engines.py
+    # formats, second levels of scales and activations are in test_low_bit_formats.py and
+    # test_low_bit_engines.py
     "quant_linear.default": lambda: [
-        Sample(low_bit_linear, (torch.randn(3, 4, 12), *packed_int4(), torch.randn(6), "int4", 12, "fp32"), tolerance=1e-5),
+        Sample(
+            low_bit_linear,
+            (torch.randn(3, 4, 12), *packed_int4(), torch.randn(6), "int4", 12, "fp32"),
+            tolerance=1e-5,
+        ),
     ],
     "quant_embedding.default": lambda: [
-        Sample(low_bit_rows, (torch.randint(0, 6, (3, 4)), *packed_int4(), "int4", 12, torch.float32), tolerance=1e-6),
+        Sample(
+            low_bit_rows,
+            (torch.randint(0, 6, (3, 4)), *packed_int4(), "int4", 12, torch.float32),
+            tolerance=1e-6,
+        ),
     ],
     "quantize_dequantize_dynamic.default": lambda: [
         Sample(dynamic, (torch.randn(*SHAPE), per_token, *limits, symmetric, dtype), tolerance=1e-6)
@@ -343,7 +425,12 @@ SAMPLES = {
     ],
     "from_bf16.default": lambda: [Sample(lambda x: x, (torch.randn(*SHAPE).to(torch.bfloat16),))],
     "lstm_dynamic.default": lambda: [
-        Sample(lambda *a: recurrent(lstm_cell, *a), (torch.randn(5, 4, 6), *layers_of(nn.LSTM)), {0: 1, 1: 1, 2: 1}, 1e-5),
+        Sample(
+            lambda *a: recurrent(lstm_cell, *a),
+            (torch.randn(5, 4, 6), *layers_of(nn.LSTM)),
+            {0: 1, 1: 1, 2: 1},
+            1e-5,
+        ),
         Sample(
             lambda *a: recurrent(lstm_cell, *a),
             (torch.randn(4, 5, 6), *layers_of(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True)),
@@ -358,7 +445,12 @@ SAMPLES = {
         ),
     ],
     "rnn_dynamic.default": lambda: [
-        Sample(lambda *a: recurrent(tanh_cell, *a), (torch.randn(5, 4, 6), *layers_of(nn.RNN), True, False), {0: 1, 1: 1}, 1e-5),
+        Sample(
+            lambda *a: recurrent(tanh_cell, *a),
+            (torch.randn(5, 4, 6), *layers_of(nn.RNN), True, False),
+            {0: 1, 1: 1},
+            1e-5,
+        ),
         Sample(
             lambda *a: recurrent(relu_cell, *a),
             (torch.randn(4, 5, 6), *layers_of(nn.RNN, bidirectional=True, batch_first=True), False, True),
@@ -367,7 +459,12 @@ SAMPLES = {
         ),
     ],
     "gru_dynamic.default": lambda: [
-        Sample(lambda *a: recurrent(gru_cell, *a), (torch.randn(5, 4, 6), *layers_of(nn.GRU, bias=False)), {0: 1, 1: 1}, 1e-5),
+        Sample(
+            lambda *a: recurrent(gru_cell, *a),
+            (torch.randn(5, 4, 6), *layers_of(nn.GRU, bias=False)),
+            {0: 1, 1: 1},
+            1e-5,
+        ),
         Sample(
             lambda *a: recurrent(gru_cell, *a),
             (torch.randn(4, 5, 6), *layers_of(nn.GRU, num_layers=2, bidirectional=True, batch_first=True)),
@@ -427,7 +524,11 @@ def tensors_of(arguments):
 
 
 def targets(graph):
-    return [node.target for node in graph.nodes if node.op == "call_function" and str(node.target).startswith("nc.")]
+    return [
+        node.target
+        for node in graph.nodes
+        if node.op == "call_function" and str(node.target).startswith("nc.")
+    ]
 
 
 def check(operator, arguments, checks=ALL_CHECKS):
@@ -468,7 +569,11 @@ def test_an_operator_is_exported_as_it_is(name):
     """One node in the program, with free sizes where the sample has a batch."""
     operator = operator_of(name)
     for sample in SAMPLES[name]():
-        module, inputs, others = Calls(operator, sample.arguments), tensors_of(sample.arguments), tensors_of(sample.resized())
+        module, inputs, others = (
+            Calls(operator, sample.arguments),
+            tensors_of(sample.arguments),
+            tensors_of(sample.resized()),
+        )
         batch = torch.export.Dim("batch", min=2)
         places = dict.fromkeys(module.places)
         shapes = tuple({sample.free[place]: batch} if place in sample.free else None for place in places)
@@ -501,7 +606,9 @@ def test_an_operator_is_traced_as_it_is_and_interpreted(name, tracing):
 def test_an_empty_batch_gives_an_empty_result(name):
     for sample in SAMPLES[name]():
         leaves, spec = pytree.tree_flatten(sample.arguments)
-        empty = [leaf.narrow(sample.free[i], 0, 0) if i in sample.free else leaf for i, leaf in enumerate(leaves)]
+        empty = [
+            leaf.narrow(sample.free[i], 0, 0) if i in sample.free else leaf for i, leaf in enumerate(leaves)
+        ]
         arguments = pytree.tree_unflatten(empty, spec)
         check(operator_of(name), arguments, ("test_schema", "test_faketensor"))
         for result in as_tuple(operator_of(name)(*arguments)):

@@ -11,7 +11,16 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import nc
-from nc import BackendError, ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
+from nc import (
+    BackendError,
+    ConfigError,
+    DynamicQuantConfig,
+    InputError,
+    StateError,
+    StaticQuantConfig,
+    available_backends,
+    convert,
+)
 from nc.backends import cpu, engine_options, get_backend
 from nc.backends.reference import ReferenceBackend
 from nc.graph.fx_utils import call_function, copy_module, retarget
@@ -60,7 +69,10 @@ def verdicts(comparison):
 
 
 def chain():
-    """Three linears with an activation between: x, relu and relu_1 are read as codes, linear_2 is the output."""
+    """Three linears with an activation between.
+
+    X, relu and relu_1 are read as codes, linear_2 is the output.
+    """
 
     def forward(self, x):
         return self.c(F.relu(self.b(F.relu(self.a(x)))))
@@ -186,7 +198,12 @@ def test_infinities_and_nan_on_one_side_only_are_wrong(faulty):
         def change(module, bad=bad):
             output = next(iter(reversed(module.graph.nodes)))
             with module.graph.inserting_before(output):
-                output.args = ((call_function(module.graph, torch.ops.aten.mul.Tensor, (output.args[0][0], bad)), *output.args[0][1:]),)
+                output.args = (
+                    (
+                        call_function(module.graph, torch.ops.aten.mul.Tensor, (output.args[0][0], bad)),
+                        *output.args[0][1:],
+                    ),
+                )
 
         found = faulty(change, chain(), torch.randn(8, 16))
         assert [t.tensor for t in found.disagreements] == ["linear_2"]
@@ -197,7 +214,11 @@ def test_masks_of_minus_infinity_are_equal(faulty):
     def forward(self, x):
         return self.a(x).masked_fill(x > 1, -math.inf)
 
-    assert set(verdicts(faulty(lambda module: None, Function(forward, a=nn.Linear(8, 8)), torch.randn(8, 8))).values()) == {"equal"}
+    assert set(
+        verdicts(
+            faulty(lambda module: None, Function(forward, a=nn.Linear(8, 8)), torch.randn(8, 8))
+        ).values()
+    ) == {"equal"}
 
 
 def test_outputs_of_integers_are_compared_exactly(faulty):
@@ -245,7 +266,10 @@ def test_an_engine_that_fails_on_a_tensor_is_not_asked_for_it(faulty):
 
 @pytest.mark.ipex
 def test_equal_codes_are_read_one_by_one():
-    """Where operators work in place each reader has codes of its own; IPEX hangs on a graph that returns one tensor twice."""
+    """Where operators work in place each reader has codes of its own.
+
+    IPEX hangs on a graph that returns one tensor twice.
+    """
 
     def forward(self, x):
         y = self.norm(x)
@@ -279,7 +303,9 @@ def test_ties_in_unread_codes_excuse_no_more_than_they_can_do(faulty):
             node.args = (node.args[0], node.args[1] * 1.3, *node.args[2:])
         linear = next(n for n in module.graph.nodes if n.name == "linear")
         with module.graph.inserting_before(linear):
-            linear.update_arg(0, call_function(module.graph, torch.ops.aten.mul.Tensor, (linear.args[0], wrong)))
+            linear.update_arg(
+                0, call_function(module.graph, torch.ops.aten.mul.Tensor, (linear.args[0], wrong))
+            )
 
     model = MLP()
     found = faulty(change, model, ties())
@@ -297,7 +323,11 @@ NETWORKS = {
     "pools": (lambda self, x, q: F.avg_pool2d(F.max_pool2d(q, 2), 2).flatten(1), {}, (2, 3, 8, 8)),
     "chunks": (lambda self, x, q: torch.cat([c * 2 for c in q.chunk(2, 1)], 1), {}, (2, 4, 6)),
     "sum": (lambda self, x, q: q + x - q.transpose(0, 1), {}, (4, 4)),
-    "products": (lambda self, x, q: (q @ q.transpose(-1, -2)) / 3 + (q * x) @ x.transpose(-1, -2), {}, (2, 4, 8)),
+    "products": (
+        lambda self, x, q: (q @ q.transpose(-1, -2)) / 3 + (q * x) @ x.transpose(-1, -2),
+        {},
+        (2, 4, 8),
+    ),
     "softmax": (lambda self, x, q: torch.softmax(q, -1), {}, (2, 4, 8)),
 }
 
@@ -307,7 +337,9 @@ def test_slack_is_never_less_than_what_ties_do(name):
     """Every tie the other way, at random: no result is further off than its slack; and slack is finite."""
     function, layers, shape = NETWORKS[name]
     model = Function(lambda self, x: function(self, x, F.hardtanh(x, -64, 64)), **layers)
-    module = nc.prepare(model.eval(), StaticQuantConfig(), example_inputs=torch.randn(shape), backend="reference").graph.module
+    module = nc.prepare(
+        model.eval(), StaticQuantConfig(), example_inputs=torch.randn(shape), backend="reference"
+    ).graph.module
     module, _ = copy_module(module)
     start = next(n for n in module.graph.nodes if "hardtanh" in n.name)
     with module.graph.inserting_after(start):
@@ -341,7 +373,7 @@ def test_slack_is_never_less_than_what_ties_do(name):
             class Flipped(fx.Interpreter):
                 def run_node(self, node, other=other, node_values=node_values):
                     value = super().run_node(node)
-                    if node is codes:  # noqa: B023 - the one of this test
+                    if node is codes:  # the one of this test
                         value = quantize_per_tensor(other, 0.5, 128, 0, 255, torch.uint8)
                     node_values[node] = value
                     return value
@@ -359,9 +391,14 @@ def test_slack_is_never_less_than_what_ties_do(name):
 def test_inputs_come_in_every_form():
     x, mask = torch.randn(2, 6, 32), torch.zeros(2, 1, 6, 6)
     q = quantized(Attention(), (x, mask))
-    results = [nc.compare(q, "reference", inputs) for inputs in ((x, mask), [x, mask], {"x": x, "mask": mask}, None)]
+    results = [
+        nc.compare(q, "reference", inputs) for inputs in ((x, mask), [x, mask], {"x": x, "mask": mask}, None)
+    ]
     assert len({str(r) for r in results}) == 1
-    assert {t.verdict for t in nc.compare(q, q.reference, (torch.randn(3, 9, 32), torch.zeros(3, 1, 9, 9))).tensors} == {"equal"}
+    assert {
+        t.verdict
+        for t in nc.compare(q, q.reference, (torch.randn(3, 9, 32), torch.zeros(3, 1, 9, 9))).tensors
+    } == {"equal"}
 
 
 def test_low_bit_weights_alone_have_no_graph(tmp_path):
@@ -373,10 +410,13 @@ def test_low_bit_weights_alone_have_no_graph(tmp_path):
         "export_pt2": lambda: nc.export_pt2(q, tmp_path / "model.pt2"),
     }.items():
         with pytest.raises(
-            StateError, match=rf"{step}\(\) needs a captured graph, .* MLP with low-bit weights .*export_weights.*StaticQuantConfig"
+            StateError,
+            match=rf"{step}\(\) needs a captured graph, .* MLP with low-bit weights .*export_weights.*StaticQuantConfig",
         ):
             wrong()
-    inside = nc.quantize(q, nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="reference")  # what the message says
+    inside = nc.quantize(
+        q, nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="reference"
+    )  # what the message says
     assert nc.compare(inside, "reference", x).tensors is not None
 
 
@@ -384,11 +424,15 @@ def test_what_can_not_be_compared_says_why(tmp_path):
     x = torch.randn(4, 16)
     q = quantized(MLP().eval(), x)
     for wrong in (lambda: nc.compare(MLP(), q, x), lambda: nc.compare(q, MLP(), x)):
-        with pytest.raises(StateError, match=r"compare\(\) expects the result of convert\(\) or load\(\).*but got MLP"):
+        with pytest.raises(
+            StateError, match=r"compare\(\) expects the result of convert\(\) or load\(\).*but got MLP"
+        ):
             wrong()
     with pytest.raises(ConfigError, match="load the model with backend='native'"):
         nc.compare(q, "native", x)
-    with pytest.raises(InputError, match="Expected inputs to be a tensor, a tuple, a list or a dict, but got int"):
+    with pytest.raises(
+        InputError, match="Expected inputs to be a tensor, a tuple, a list or a dict, but got int"
+    ):
         nc.compare(q, inputs=3)
     with pytest.raises(InputError, match="expected size 16 in dimension 1"):
         nc.compare(q, inputs=torch.randn(4, 15))
@@ -405,7 +449,10 @@ def test_what_can_not_be_compared_says_why(tmp_path):
             lambda m: setattr(m, "act", nn.GELU()),
             r"'relu' \(operator 'act'\) calls relu.default in the first and gelu.default in the second",
         ),
-        (lambda m: setattr(m, "fc2", nn.Sequential(m.fc2, nn.Tanh())), r"'output' calls|calls output in the first and tanh.default"),
+        (
+            lambda m: setattr(m, "fc2", nn.Sequential(m.fc2, nn.Tanh())),
+            r"'output' calls|calls output in the first and tanh.default",
+        ),
     ],
 )
 def test_models_that_differ_say_where(change, message):
@@ -438,7 +485,11 @@ def test_points_of_a_block_with_a_residual_stream():
     places = places_of(graph.module, int8)
     assert [name_of(n) for n in places] == ["layer_norm", "gelu"]
     points = points_at(graph.module, places, int8)
-    assert [(p.operator, p.how, p.above) for p in points] == [("norm", "codes", ()), ("up", "codes", (0,)), ("down", "fp32", (1,))]
+    assert [(p.operator, p.how, p.above) for p in points] == [
+        ("norm", "codes", ()),
+        ("up", "codes", (0,)),
+        ("down", "fp32", (1,)),
+    ]
     tapped = with_outputs(graph.module, places)
     assert len(list(tapped.graph.nodes)[-1].args[0]) == 3
 
@@ -487,7 +538,10 @@ def test_engines_agree_on_every_activation_type(engine, dtype, symmetric):
 @pytest.mark.parametrize("engine", ["reference", *ENGINES])
 @pytest.mark.parametrize("zero_point", [3, 4])
 def test_how_engines_round_ties(engine, zero_point):
-    """compare-engines.md: on their own, quantize nodes round `x / s` and add the zero point; int8 kernels of engines add it first."""
+    """compare-engines.md: on their own, quantize nodes round `x / s` and add the zero point.
+
+    Int8 kernels of engines add it first.
+    """
     model = Function(lambda self, x: self.b(F.relu(self.a(x))), a=nn.Linear(16, 16), b=nn.Linear(16, 4))
     x = torch.arange(1024).remainder(256).reshape(64, 16) / 4
     graph = quantized(model, x, None, engine, verify="off").graph
@@ -499,11 +553,19 @@ def test_how_engines_round_ties(engine, zero_point):
             user.args = (node, scale, zero, user.args[3])
     linear = next(n for n in module.graph.nodes if n.name == "linear")
     codes, scales, bias = linear.args[1].args[0].target, linear.args[1].args[1].target, linear.args[2].target
-    for name, value in ((codes, 64 * torch.eye(16, dtype=torch.int8)), (scales, torch.full((16,), 1 / 64)), (bias, torch.zeros(16))):
+    for name, value in (
+        (codes, 64 * torch.eye(16, dtype=torch.int8)),
+        (scales, torch.full((16,), 1 / 64)),
+        (bias, torch.zeros(16)),
+    ):
         setattr(module, name, value)  # the linear gives back its input, exactly
     module.recompile()
     tapped = dataclasses.replace(graph, module=with_outputs(module, [codes_of(module, "relu")]))
-    values = get_backend(engine).lower(tapped, verify="off", **engine_options(get_backend(engine), isolate="never")).run([x])[-1]
+    values = (
+        get_backend(engine)
+        .lower(tapped, verify="off", **engine_options(get_backend(engine), isolate="never"))
+        .run([x])[-1]
+    )
     before, after = (x / 0.5).round() + zero_point, (x / 0.5 + zero_point).round()
     assert int((before != after).sum()) == (512 if zero_point % 2 else 0)
     assert torch.equal(values / 0.5 + zero_point, before if engine == "reference" else after)
@@ -514,7 +576,9 @@ def test_how_engines_round_ties(engine, zero_point):
 def test_two_engines_against_each_other(name, tmp_path):
     build, shape, _ = MODELS[name]
     config = (
-        StaticQuantConfig().set_local(".*matmul.*", nc.StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")) if name == "encoder" else None
+        StaticQuantConfig().set_local(".*matmul.*", nc.StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+        if name == "encoder"
+        else None
     )
     quantized(build(), torch.randn(shape), config, "native").save(tmp_path / "a")
     a, b = (nc.load(tmp_path / "a", backend=engine, isolate="never") for engine in ENGINES)
@@ -525,7 +589,10 @@ def test_two_engines_against_each_other(name, tmp_path):
 
 @pytest.mark.ipex
 def test_the_sum_that_ipex_gives_another_tensors_scale_is_found():
-    """A known fault, compare-engines.md: an int8 sum written over the codes of the model's input keeps their scale and zero point."""
+    """A known fault, compare-engines.md.
+
+    An int8 sum written over the codes of the model's input keeps their scale and zero point.
+    """
 
     def forward(self, x):
         return self.c(F.max_pool1d(self.b(F.gelu(self.a(x))) + x, 2))

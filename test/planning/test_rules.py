@@ -104,13 +104,21 @@ def test_names_and_patterns_match_whole_names(ten):
 
 
 def test_every_call_of_a_module_is_meant_by_its_name():
-    graph = graph_of(Function(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(4, 4)), torch.randn(2, 4))
+    graph = graph_of(
+        Function(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(4, 4)), torch.randn(2, 4)
+    )
     assert floats(plan_for(graph, ("fc", FP32))) == {"fc", "fc@1"}
     assert floats(plan_for(graph, ("fc@1", FP32))) == {"fc@1"}
 
 
 def test_a_list_of_keys(ten):
-    assert floats(plan_for(ten, (["fc1", r"deep\.2", torch.matmul], FP32))) == {"fc1", "deep.2", "matmul", "matmul_1", "matmul_2"}
+    assert floats(plan_for(ten, (["fc1", r"deep\.2", torch.matmul], FP32))) == {
+        "fc1",
+        "deep.2",
+        "matmul",
+        "matmul_1",
+        "matmul_2",
+    }
 
 
 @pytest.mark.parametrize("key", [nn.Linear, "Linear", "linear", F.linear, torch.addmm])
@@ -134,7 +142,12 @@ def test_convolutions_by_type(cnn):
 
 def test_own_classes_by_type():
     block = Function(lambda self, x: F.linear(x, self.kernel), kernel=nn.Parameter(torch.randn(4, 4)))
-    model = Function(lambda self, x: self.own(self.block(self.plain(x))), own=OwnLinear(4, 4), block=block, plain=nn.Linear(4, 4))
+    model = Function(
+        lambda self, x: self.own(self.block(self.plain(x))),
+        own=OwnLinear(4, 4),
+        block=block,
+        plain=nn.Linear(4, 4),
+    )
     graph = graph_of(model, torch.randn(2, 4))
     linears = {"own", "block.linear", "plain"}
     assert {op.name for op in graph.operators if op.quantizable} == linears
@@ -149,7 +162,9 @@ def test_own_classes_by_type():
 
 
 def test_an_unmatched_name_is_an_error_with_the_closest_names(ten):
-    with pytest.raises(UnmatchedRuleError, match=r"'fc11' matches no operator.*closest names: fc10?, fc10?.*describe") as caught:
+    with pytest.raises(
+        UnmatchedRuleError, match=r"'fc11' matches no operator.*closest names: fc10?, fc10?.*describe"
+    ) as caught:
         plan_for(ten, ("fc11", FP32))
     assert isinstance(caught.value, ValueError)
 
@@ -161,7 +176,9 @@ def test_an_unmatched_name_is_a_warning_when_not_strict(ten):
 
 
 def test_a_module_that_is_no_operator_gets_a_hint(ten):
-    with pytest.raises(UnmatchedRuleError, match=r"a module with 3 operators inside; .*'deep\\\\\.\.\*'") as caught:
+    with pytest.raises(
+        UnmatchedRuleError, match=r"a module with 3 operators inside; .*'deep\\\\\.\.\*'"
+    ) as caught:
         plan_for(ten, ("deep", FP32))
     pattern = str(caught.value).rpartition("write ")[2].strip(".'").replace("\\\\", "\\")
     assert floats(plan_for(ten, (pattern, FP32))) == {"deep.0", "deep.2"}
@@ -169,14 +186,21 @@ def test_a_module_that_is_no_operator_gets_a_hint(ten):
 
 @pytest.mark.parametrize("key", [nn.Conv2d, "Conv2d", torch.add, nn.LSTM])
 def test_an_unmatched_type_is_a_warning_that_lists_the_types(ten, key):
-    with pytest.warns(UnmatchedTypeWarning, match="matches no operator of this model; its types: Linear, matmul"):
+    with pytest.warns(
+        UnmatchedTypeWarning, match="matches no operator of this model; its types: Linear, matmul"
+    ):
         plan_for(ten, (key, FP32))
 
 
 def test_warnings_point_at_the_users_line():
     for step in (prepare, describe):
         with pytest.warns(UnmatchedTypeWarning) as caught:
-            step(MLP().eval(), StaticQuantConfig().set_local("Conv2d", FP32), example_inputs=torch.randn(2, 16), backend="reference")
+            step(
+                MLP().eval(),
+                StaticQuantConfig().set_local("Conv2d", FP32),
+                example_inputs=torch.randn(2, 16),
+                backend="reference",
+            )
         assert caught[0].filename == __file__
 
 
@@ -192,15 +216,23 @@ def test_a_matched_rule_is_silent(ten):
 def test_a_dtype_without_a_kernel_names_operator_field_and_what_is_legal(ten):
     limited = Capabilities(
         backend="tiny",
-        ops=(OpSupport(kind="linear", activations=("uint8",), weights=("int8",)), OpSupport(kind="matmul", activations=("int8", "uint8"))),
+        ops=(
+            OpSupport(kind="linear", activations=("uint8",), weights=("int8",)),
+            OpSupport(kind="matmul", activations=("int8", "uint8")),
+        ),
     )
     plan_for(ten, ("matmul", INT8), capabilities=limited)
-    with pytest.raises(UnsupportedError, match=r"'deep\.2' \(linear\): act_dtype='int8' \(rule: pattern .*backend 'tiny'.*: uint8"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"'deep\.2' \(linear\): act_dtype='int8' \(rule: pattern .*backend 'tiny'.*: uint8",
+    ):
         plan_for(ten, (r"deep\.[2]", INT8), capabilities=limited)
 
 
 def test_a_kind_without_a_kernel_stays_fp32_with_the_reason(ten):
-    limited = Capabilities(backend="tiny", ops=(OpSupport(kind="linear", activations=("uint8",), weights=("int8",)),))
+    limited = Capabilities(
+        backend="tiny", ops=(OpSupport(kind="linear", activations=("uint8",), weights=("int8",)),)
+    )
     plan = plan_for(ten, capabilities=limited)
     assert plan["matmul"].spec == FLOAT
     assert plan["matmul"].reason == "backend 'tiny' has no int8 kernel for matmul"
@@ -226,11 +258,16 @@ def test_a_plan_for_another_backend(ten):
     other = fit(plan, Capabilities(backend="other", ops=rows, narrow_sums=narrow_sums, isa=("avx2",)))
     assert (other.backend, other.isa) == ("other", ("avx2",))
     assert other["fc1"].spec.weight.paired
-    assert (other["matmul"].spec, other["matmul"].reason) == (FLOAT, "backend 'other' has no int8 kernel for matmul")
+    assert (other["matmul"].spec, other["matmul"].reason) == (
+        FLOAT,
+        "backend 'other' has no int8 kernel for matmul",
+    )
     assert (other["fc1"].rule, other["fc10"].rule) == (plan["fc1"].rule, plan["fc10"].rule)
     assert fit(plan, ALL) is plan
     only_uint8 = tuple(dataclasses.replace(row, activations=("uint8",)) for row in ALL.ops)
-    with pytest.raises(UnsupportedError, match=r"'fc10' .linear.: act_dtype='int8' .*backend 'other'; legal there: uint8"):
+    with pytest.raises(
+        UnsupportedError, match=r"'fc10' .linear.: act_dtype='int8' .*backend 'other'; legal there: uint8"
+    ):
         fit(plan, Capabilities(backend="other", ops=only_uint8))
 
 
@@ -261,7 +298,10 @@ class MisspeltBackend(TinyBackend):
 
 
 def test_names_in_capability_tables_are_checked():
-    with pytest.raises(ConfigError, match=r"Row for 'linear' of a capability table: There is no dtype 'unit8' .* nearest names: uint8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Row for 'linear' of a capability table: There is no dtype 'unit8' .* nearest names: uint8",
+    ):
         register_backend(MisspeltBackend())
     assert MisspeltBackend.name not in available_backends()
     for fields in ({"weights": ("int_8",)}, {"fake": ("fp8",)}, {"dynamic": ("per_row",)}):
@@ -286,7 +326,11 @@ def test_granularity_of_a_grouped_transposed_convolution_is_that_of_the_kernel()
 
 
 def test_every_operator_in_fp32_has_a_reason():
-    for model, x in ((Ten(), torch.randn(3, 4)), (ResidualCNN(), torch.randn(1, 3, 8, 8)), (Attention(), torch.randn(1, 3, 32))):
+    for model, x in (
+        (Ten(), torch.randn(3, 4)),
+        (ResidualCNN(), torch.randn(1, 3, 8, 8)),
+        (Attention(), torch.randn(1, 3, 32)),
+    ):
         plan = plan_for(graph_of(model, x), (".*", StaticQuantConfig()))
         assert all(bool(d.reason) != d.spec.quantized for d in plan.decisions)
         plan = plan_for(graph_of(model, x), (".*", FP32))
@@ -340,7 +384,12 @@ def test_plan_is_the_same_for_the_same_request(ten):
 
 
 def test_fingerprints_differ_with_every_field(ten):
-    plans = [plan_for(ten), plan_for(ten, ("fc1", SYM)), plan_for(ten, ("fc1", INT8)), plan_for(ten, ("fc1", FP32))]
+    plans = [
+        plan_for(ten),
+        plan_for(ten, ("fc1", SYM)),
+        plan_for(ten, ("fc1", INT8)),
+        plan_for(ten, ("fc1", FP32)),
+    ]
     plans += [plan_for(ten, (".*", StaticQuantConfig(w_granularity="per_tensor")))]
     plans += [plan_for(ten, capabilities=dataclasses.replace(ALL, isa=("amx",)))]
     plans += [plan_for(ten, capabilities=dataclasses.replace(ALL, backend="other"))]
@@ -392,7 +441,9 @@ def test_fields_that_were_not_given_defer_level_by_level(ten):
     config.set_local(r"fc\d", StaticQuantConfig(act_dtype="int8", act_sym=False))
     config.set_local("fc1", StaticQuantConfig(act_algo="percentile"))
     plan = resolve(config, ten, ALL)
-    assert spec(plan).activation == TensorSpec(dtype="int8", symmetric=False, algo="percentile", percentile=99.999)
+    assert spec(plan).activation == TensorSpec(
+        dtype="int8", symmetric=False, algo="percentile", percentile=99.999
+    )
     assert (spec(plan).weight.algo, str(spec(plan).weight.granularity)) == ("mse", "per_tensor")
     sources = {name: (value, rule) for name, value, rule in plan["fc1"].fields}
     assert sources["act_algo"] == ("percentile", "name 'fc1'")
@@ -401,7 +452,10 @@ def test_fields_that_were_not_given_defer_level_by_level(ten):
     assert sources["w_algo"] == ("mse", "type 'Linear'")
     assert sources["w_granularity"] == ("per_tensor", "global")
     assert sources["w_dtype"] == ("int8", "default")
-    assert plan["fc1"].rules == r"name 'fc1' (w_algo: type 'Linear', act_dtype: pattern 'fc\\d', act_sym: pattern 'fc\\d')"
+    assert (
+        plan["fc1"].rules
+        == r"name 'fc1' (w_algo: type 'Linear', act_dtype: pattern 'fc\\d', act_sym: pattern 'fc\\d')"
+    )
     assert spec(plan, "fc10").activation == TensorSpec(dtype="uint8", symmetric=True, algo="kl")
     assert spec(plan, "matmul").activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
     assert "percentile           99.999      default" in plan.explain("fc1")
@@ -411,21 +465,27 @@ def test_fields_that_were_not_given_defer_level_by_level(ten):
 
 def test_an_outer_fp32_says_nothing_of_how_to_quantize(ten):
     """Quantize one operator only."""
-    config = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32").set_local("fc1", StaticQuantConfig(act_sym=True))
+    config = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32").set_local(
+        "fc1", StaticQuantConfig(act_sym=True)
+    )
     plan = resolve(config, ten, ALL)
     assert [d.operator for d in plan.quantized] == ["fc1"]
     assert spec(plan).activation.symmetric
 
 
 def test_fields_of_two_levels_that_contradict_each_other_name_the_operator(ten):
-    config = StaticQuantConfig(excluded_precisions=("int8",), w_dtype="fp32", act_dtype="fp32").set_local("fc1", StaticQuantConfig())
+    config = StaticQuantConfig(excluded_precisions=("int8",), w_dtype="fp32", act_dtype="fp32").set_local(
+        "fc1", StaticQuantConfig()
+    )
     resolve(config, ten, ALL)  # an fp32 level passes nothing on
     config = StaticQuantConfig().set_local("fc1", StaticQuantConfig(act_dtype="int8"))
     config.set_local(nn.Linear, StaticQuantConfig(excluded_precisions=("fp32",)))
     resolve(config, ten, ALL)
     config = StaticQuantConfig(act_dtype="int8").set_local("fc1", SmoothQuantConfig(alpha_min=0.6))
     config.set_local(nn.Linear, SmoothQuantConfig(alpha_max=0.4))
-    with pytest.raises(ConfigError, match=r"Operator 'fc1' \(rule: name 'fc1'\): alpha_min=0.6 is above alpha_max=0.4"):
+    with pytest.raises(
+        ConfigError, match=r"Operator 'fc1' \(rule: name 'fc1'\): alpha_min=0.6 is above alpha_max=0.4"
+    ):
         resolve(config, ten, ALL)
 
 
@@ -433,7 +493,9 @@ def test_exclude_is_the_fp32_fallback(ten):
     plan = resolve(StaticQuantConfig().exclude("fc1", torch.matmul, r"deep\..*"), ten, ALL)
     assert floats(plan) == {"fc1", "matmul", "matmul_1", "matmul_2", "deep.0", "deep.2"}
     assert floats(resolve(DynamicQuantConfig().exclude("fc1"), ten, ALL)) == {"fc1"}
-    assert StaticQuantConfig().exclude(["fc1", torch.matmul], "fc2") == StaticQuantConfig().exclude("fc1", torch.matmul, "fc2")
+    assert StaticQuantConfig().exclude(["fc1", torch.matmul], "fc2") == StaticQuantConfig().exclude(
+        "fc1", torch.matmul, "fc2"
+    )
 
 
 def test_a_white_list_leaves_everything_else_alone(ten):
@@ -446,7 +508,9 @@ def test_a_white_list_leaves_everything_else_alone(ten):
 
 
 def test_a_rule_that_the_white_list_does_not_hold_for_has_the_fields_of_the_list_all_the_same(ten):
-    config = StaticQuantConfig(act_sym=True, white_list=["fc1"]).set_local("fc10", StaticQuantConfig(act_dtype="int8"))
+    config = StaticQuantConfig(act_sym=True, white_list=["fc1"]).set_local(
+        "fc10", StaticQuantConfig(act_dtype="int8")
+    )
     plan = resolve(config, ten, ALL)
     assert {d.operator for d in plan.quantized} == {"fc1", "fc10"}
 
@@ -455,7 +519,11 @@ def test_strategies_of_single_operators(ten):
     plan = resolve(StaticQuantConfig().set_local("fc1", DynamicQuantConfig()), ten, ALL)
     assert (spec(plan).mode, spec(plan).activation.granularity) == ("dynamic", PER_TOKEN)
     assert not spec(plan, "fc10").activation.dynamic
-    plan = resolve(DynamicQuantConfig(w_granularity="per_tensor").set_local("fc1", StaticQuantConfig(act_algo="kl")), ten, ALL)
+    plan = resolve(
+        DynamicQuantConfig(w_granularity="per_tensor").set_local("fc1", StaticQuantConfig(act_algo="kl")),
+        ten,
+        ALL,
+    )
     assert spec(plan).activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
     assert spec(plan).weight.granularity == PER_CHANNEL  # other strategies pass nothing on
     assert spec(plan, "fc10").activation.dynamic
@@ -463,7 +531,11 @@ def test_strategies_of_single_operators(ten):
 
 
 def test_smoothquant_passes_its_fields_on_to_static_operators_and_back(ten):
-    plan = resolve(SmoothQuantConfig(act_algo="kl", alpha=0.7).set_local("fc1", StaticQuantConfig(act_sym=True)), ten, ALL)
+    plan = resolve(
+        SmoothQuantConfig(act_algo="kl", alpha=0.7).set_local("fc1", StaticQuantConfig(act_sym=True)),
+        ten,
+        ALL,
+    )
     assert (spec(plan).smooth, spec(plan).activation.algo) == (None, "kl")
     assert spec(plan, "fc10").smooth.alpha == 0.7
     assert spec(plan, "matmul").smooth is None
@@ -477,12 +549,18 @@ def test_added_strategies(cnn, ten):
         "stem": False, "conv1": False, "conv2": False, "fc": True
     }  # fmt: skip
     assert plan["add"].reason == "not on the white list"
-    plan = resolve(StaticQuantConfig() + DynamicQuantConfig(), cnn, ALL)  # of two globals the later one where it has a kernel
+    plan = resolve(
+        StaticQuantConfig() + DynamicQuantConfig(), cnn, ALL
+    )  # of two globals the later one where it has a kernel
     assert {d.operator for d in plan.quantized if d.spec.activation.dynamic} == {"fc"}
     assert plan["conv1"].spec.quantized
     plan = resolve(DynamicQuantConfig() + StaticQuantConfig(), cnn, ALL)
     assert not any(d.spec.activation.dynamic for d in plan.quantized)
-    plan = resolve((StaticQuantConfig() + DynamicQuantConfig()).set_local("fc", StaticQuantConfig()).exclude("stem"), cnn, ALL)
+    plan = resolve(
+        (StaticQuantConfig() + DynamicQuantConfig()).set_local("fc", StaticQuantConfig()).exclude("stem"),
+        cnn,
+        ALL,
+    )
     assert not plan["fc"].spec.activation.dynamic
     assert floats(plan) == {"stem"}
 
@@ -529,20 +607,30 @@ def test_fused_types_are_their_anchor_with_that_neighbour(key, operators):
 
 def test_a_fused_type_without_a_match_warns_with_those_that_exist():
     graph = graph_of(Neighbours(), torch.randn(2, 3, 4, 4))
-    with pytest.warns(UnmatchedTypeWarning, match="'Linear&gelu' matches no operator.*: Conv2d, Conv2d&add&relu, Conv2d&relu, Linear&add"):
+    with pytest.warns(
+        UnmatchedTypeWarning,
+        match="'Linear&gelu' matches no operator.*: Conv2d, Conv2d&add&relu, Conv2d&relu, Linear&add",
+    ):
         plan_for(graph, ("Linear&gelu", FP32))
 
 
 def test_a_granularity_without_a_kernel(ten):
-    limited = dataclasses.replace(ALL, ops=(OpSupport(kind="linear", weights=("int8",), dynamic=("per_tensor",), affine_only=True),))
+    limited = dataclasses.replace(
+        ALL, ops=(OpSupport(kind="linear", weights=("int8",), dynamic=("per_tensor",), affine_only=True),)
+    )
     plan = resolve(DynamicQuantConfig(), ten, limited)  # nobody asked for per_token
     assert spec(plan).activation.granularity == PER_TENSOR
     assert ("act_granularity", "per_tensor", "kernel") in plan["fc1"].fields
-    with pytest.raises(UnsupportedError, match=r"'fc1' \(linear\): act_granularity='per_token' .*legal there: per_tensor"):
+    with pytest.raises(
+        UnsupportedError, match=r"'fc1' \(linear\): act_granularity='per_token' .*legal there: per_tensor"
+    ):
         resolve(DynamicQuantConfig(act_granularity="per_token"), ten, limited)
     with pytest.raises(UnsupportedError, match=r"'fc1' \(linear\): act_sym=True .*legal there: False"):
         resolve(DynamicQuantConfig(act_sym=True), ten, limited)
-    assert resolve(StaticQuantConfig(), ten, limited)["fc1"].reason == "backend 'reference' has no int8 kernel for linear"
+    assert (
+        resolve(StaticQuantConfig(), ten, limited)["fc1"].reason
+        == "backend 'reference' has no int8 kernel for linear"
+    )
 
 
 def test_small_operators_stay_fp32_where_that_is_asked_for(ten):
@@ -592,13 +680,18 @@ def test_the_name_of_a_module_that_is_spelled_like_a_type_means_that_module():
 
 def test_the_plan_shows_a_name_rule_for_what_has_no_integer_form():
     plan = describe(
-        Named().eval(), StaticQuantConfig().set_local("norm", StaticQuantConfig(act_sym=True)), torch.randn(2, 16), backend="reference"
+        Named().eval(),
+        StaticQuantConfig().set_local("norm", StaticQuantConfig(act_sym=True)),
+        torch.randn(2, 16),
+        backend="reference",
     )
     assert (plan["norm"].rule, plan["norm"].reason) == ("name 'norm'", "normalisation stays fp32")
 
 
 def test_the_plan_knows_that_grouped_transposed_convolutions_take_one_scale():
-    model = nn.Sequential(nn.ConvTranspose2d(8, 8, 3, groups=4), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3)).eval()
+    model = nn.Sequential(
+        nn.ConvTranspose2d(8, 8, 3, groups=4), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3)
+    ).eval()
     plan = describe(model, StaticQuantConfig(), torch.randn(2, 8, 8, 8), backend="reference")
     assert (plan["0"].spec.weight.granularity, plan["2"].spec.weight.granularity) == (PER_TENSOR, PER_CHANNEL)
     assert ("w_granularity", "per_tensor", "kernel") in plan["0"].fields

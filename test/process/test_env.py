@@ -30,7 +30,9 @@ def test_one_module_reads_the_environment():
     assert set(found) == {"process/env.py"}
 
 
-@pytest.mark.parametrize("source", ["import os\nos.environ['A']", "from os import getenv", "import os as o\no.getenv('A')"])
+@pytest.mark.parametrize(
+    "source", ["import os\nos.environ['A']", "from os import getenv", "import os as o\no.getenv('A')"]
+)
 def test_a_read_is_found(source):
     assert list(ways_to_the_environment(source))
 

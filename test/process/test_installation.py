@@ -34,7 +34,9 @@ def test_the_installed_distribution_is_ours():
 
 
 def test_nothing_is_said_of_this_installation():
-    assert installation.why_not_ours() == installation.other_distribution() == installation.altered_files() == ""
+    assert (
+        installation.why_not_ours() == installation.other_distribution() == installation.altered_files() == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,12 @@ def test_leftovers_do_not_hide_another_project(tmp_path, monkeypatch):
 
 def test_import_warns_once_at_the_line_that_imports(tmp_path):
     describe_in(tmp_path, "nc-1.2.0.dist-info", f"Summary: {COLOURS}")
-    (tmp_path / "user.py").write_text(f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport nc\nimport nc\n")
-    done = subprocess.run([sys.executable, "user.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    (tmp_path / "user.py").write_text(
+        f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport nc\nimport nc\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "user.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     first, source = done.stderr.splitlines()
     assert first.startswith(f"{tmp_path / 'user.py'}:3: NCWarning: nc 1.2.0 ({COLOURS}) is another project")
@@ -113,7 +119,8 @@ def test_a_foreign_init_is_one_line_and_no_traceback(tmp_path, init, said, comma
     (tmp_path / "nc/__init__.py").unlink()
     if init is not None:
         (tmp_path / "nc/__init__.py").write_text(init)
-    # -I -S: without site-packages, since this environment's editable installation would fill in what is missing
+    # -I -S: without site-packages, since this environment's editable installation would fill in what is
+    # missing
     words = [sys.executable, "-I", "-S", "-c", RUN, str(tmp_path), command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
@@ -145,12 +152,16 @@ def installed(tmp_path, monkeypatch):
 def test_overwritten_and_missing_files_are_counted(installed):
     assert installation.altered_files() == ""
     (installed / "nc/__init__.py").write_text("colours")
-    assert installation.altered_files().endswith(f" as nc-quant installed them: 1, e.g. nc/__init__.py. {ADVICE}")
+    assert installation.altered_files().endswith(
+        f" as nc-quant installed them: 1, e.g. nc/__init__.py. {ADVICE}"
+    )
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert installation.altered_files() in result.stdout
     (installed / "nc/two.py").unlink()
-    assert installation.altered_files().startswith("Files that are missing or not as nc-quant installed them: 2, e.g. ")
+    assert installation.altered_files().startswith(
+        "Files that are missing or not as nc-quant installed them: 2, e.g. "
+    )
 
 
 def test_without_an_installation_there_is_nothing_to_check(monkeypatch):

@@ -1,4 +1,7 @@
-"""A wheel has the compiled C code of every instruction set, or none of it; where it is installed, no compiler is needed."""
+"""A wheel has the compiled C code of every instruction set, or none of it.
+
+Where it is installed, no compiler is needed.
+"""
 
 import ctypes
 import json
@@ -40,7 +43,10 @@ pytestmark = pytest.mark.skipif(not build._compiler(), reason="there is no C com
 
 @pytest.fixture(scope="module")
 def build_wheel(tmp_path_factory):
-    """Builds the wheel with variables of the environment; gives what pip said, and the folder with the wheel."""
+    """Builds the wheel with variables of the environment.
+
+    Gives what pip said, and the folder with the wheel.
+    """
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "nc", source / "nc", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md"):
@@ -51,7 +57,9 @@ def build_wheel(tmp_path_factory):
         shutil.rmtree(source / "build", ignore_errors=True)
         command = [sys.executable, *WHEEL, str(target), str(source)]
         environment = {**os.environ, **variables}
-        return subprocess.run(command, env=environment, timeout=500, capture_output=True, text=True, check=False), target
+        return subprocess.run(
+            command, env=environment, timeout=500, capture_output=True, text=True, check=False
+        ), target
 
     return made
 
@@ -82,7 +90,9 @@ def test_a_wheel_serves_every_python_and_its_libraries_have_every_instruction_se
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     assert sorted(compiled_in(wheel)) == [f"nc/kernels/c_code/{name}.so" for name in sorted(isas.OF_SOURCES)]
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    libraries = {path.stem: ctypes.CDLL(str(path)) for path in (tmp_path / "nc" / "kernels" / "c_code").glob("*.so")}
+    libraries = {
+        path.stem: ctypes.CDLL(str(path)) for path in (tmp_path / "nc" / "kernels" / "c_code").glob("*.so")
+    }
     assert {name: isas.compiled(library) for name, library in libraries.items()} == isas.OF_SOURCES
 
 
@@ -98,8 +108,14 @@ def test_an_audited_wheel_is_used_where_there_is_no_compiler(wheel, clean, tmp_p
     assert re.search(r"-py3-none-manylinux[\w.]+_x86_64\.whl$", audited.name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(clean)]
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(audited)], check=True)
-    environment = {"PATH": str(clean.parent), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([str(clean), "-c", USER], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {
+        "PATH": str(clean.parent),
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [str(clean), "-c", USER], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert Path(found["package"]).is_relative_to(clean.parents[1])
@@ -116,13 +132,18 @@ def test_without_a_compiler_the_wheel_is_for_all_platforms(build_wheel):
     path = next(folder.glob("*.whl"))
     assert path.name.endswith("-py3-none-any.whl")
     assert not compiled_in(path)
-    assert {"nc/kernels/c_code/runner.c", "nc/kernels/c_code/openmp.h"} < set(zipfile.ZipFile(path).namelist())
+    assert {"nc/kernels/c_code/runner.c", "nc/kernels/c_code/openmp.h"} < set(
+        zipfile.ZipFile(path).namelist()
+    )
 
 
 @pytest.mark.parametrize(
     ("compiler", "why"),
     [
-        ("cc -DNC_OLD_COMPILER -O0", "has no code for all instruction sets of low_bit.c: avx_vnni takes gcc 11 or clang 12, "),
+        (
+            "cc -DNC_OLD_COMPILER -O0",
+            "has no code for all instruction sets of low_bit.c: avx_vnni takes gcc 11 or clang 12, ",
+        ),
         ("/nonexistent", "attention.c can't be compiled: "),
         ("false", "attention.c can't be compiled: "),
     ],

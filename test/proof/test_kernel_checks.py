@@ -1,4 +1,7 @@
-"""Verification per kernel: a wrong kernel is found and named whatever the outputs say, and plans for new sizes are compared too."""
+"""Verification per kernel.
+
+A wrong kernel is found and named whatever the outputs say, and plans for new sizes are compared too.
+"""
 
 import dataclasses
 import math
@@ -20,7 +23,9 @@ from nc.ops import quantize_per_tensor
 from nc.proof import kernels
 from nc.proof.kernels import check_kernels, compared_names
 
-pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason="the native backend can't run here")
+pytestmark = pytest.mark.skipif(
+    bool(available_backends()["native"]), reason="the native backend can't run here"
+)
 
 QLINEAR = torch.ops.onednn.qlinear_pointwise.default
 
@@ -87,7 +92,8 @@ def test_each_wrong_tensor_is_found_and_no_other(graph):
         else:
             wrong = value + 0.01 * value.abs().max()
         faults = check(graph, outputs, {**values, name: wrong}).faults
-        # the tensors behind it are what this one makes them in the graph, but here they are not: the next ones differ too
+        # the tensors behind it are what this one makes them in the graph, but here they are not: the next
+        # ones differ too
         assert faults[0].tensor in (name, nodes[name].args[0].name), name
 
 
@@ -132,7 +138,9 @@ def test_codes_that_are_all_a_little_off_are_found():
 
 
 def test_nan_has_no_right_code_and_equals_itself():
-    error = kernels._of_codes(torch.tensor([0, 3], dtype=torch.uint8), torch.tensor([math.nan, 3.2]), torch.zeros(()))
+    error = kernels._of_codes(
+        torch.tensor([0, 3], dtype=torch.uint8), torch.tensor([math.nan, 3.2]), torch.zeros(())
+    )
     assert error == kernels._Error()
     values = torch.tensor([math.nan, math.inf, 1.0])
     assert kernels._of_values(values, values.clone(), torch.zeros(())).db == math.inf
@@ -186,14 +194,21 @@ def test_a_wrong_plan_is_not_used(monkeypatch):
 
     def faulty(recorder, node, arguments):
         seen.append(node)
-        return way(recorder, node, {**arguments, "output_scale": arguments["output_scale"] * (1.1 if len(seen) == 6 else 1)})
+        return way(
+            recorder,
+            node,
+            {**arguments, "output_scale": arguments["output_scale"] * (1.1 if len(seen) == 6 else 1)},
+        )
 
     instead(monkeypatch, faulty)
     q = quantized(deep(), torch.randn(64, 32), StaticQuantConfig(), backend="native")
     assert (
         q.report()
         .details["run by"]
-        .startswith("TorchScript: oneDNN primitives compute something else than the quantized graph, the first time at '10'")
+        .startswith(
+            "TorchScript: oneDNN primitives compute something else than the quantized graph, the first time "
+            "at '10'"
+        )
     )
     assert "codes within 0.01 quanta" in q.report().details["kernels compared"]
 
@@ -217,7 +232,10 @@ def test_a_plan_for_new_sizes_that_is_wrong_is_not_used():
     torch.manual_seed(0)
     x = torch.randn(64, 32)
     q = quantized(deep(), x, StaticQuantConfig(), backend="native")
-    with pytest.warns(NCWarning, match=r"Kernels for inputs of sizes \(1, 32\) compute something else.*'10'.*they are slower") as given:
+    with pytest.warns(
+        NCWarning,
+        match=r"Kernels for inputs of sizes \(1, 32\) compute something else.*'10'.*they are slower",
+    ) as given:
         first = q(x[:1])
     assert given[0].filename == __file__
     with warnings.catch_warnings():
@@ -225,7 +243,10 @@ def test_a_plan_for_new_sizes_that_is_wrong_is_not_used():
         assert torch.equal(q(x[:1]), first)
         q(x[:7])
     assert torch.allclose(first, q.reference(x[:1]), rtol=0, atol=1e-5)
-    assert q.report().details["sizes compared"] == "2 beside the example's, 1 of them wrong: torch's operators compute those"
+    assert (
+        q.report().details["sizes compared"]
+        == "2 beside the example's, 1 of them wrong: torch's operators compute those"
+    )
 
 
 @pytest.mark.usefixtures("wrong_for_one_row")
@@ -248,9 +269,13 @@ def test_where_nothing_is_right_the_call_fails(monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(64, 32)
     q = quantized(deep(), x, StaticQuantConfig(), backend="native")
-    monkeypatch.setattr("nc.backends.native.judge.Judge.why_unlike_for", lambda *_: "computes something else: 3.0 dB")
+    monkeypatch.setattr(
+        "nc.backends.native.judge.Judge.why_unlike_for", lambda *_: "computes something else: 3.0 dB"
+    )
     for _ in range(2):
-        with pytest.raises(VerificationError, match="What would take their place computes something else: 3.0 dB"):
+        with pytest.raises(
+            VerificationError, match="What would take their place computes something else: 3.0 dB"
+        ):
             q(x[:1])
     q(x[:2])
 
@@ -302,7 +327,11 @@ def test_verification_can_be_off(monkeypatch):
 def test_a_check_reads_well():
     found = kernels.KernelCheck(3, 0.0, 130.2, ("softmax",), ())
     assert str(found) == (
-        "3 tensors, codes within 0.01 quanta of their rounding, fp32 results to 130 dB; 1 that are in no memory were judged with the next"
+        "3 tensors, codes within 0.01 quanta of their rounding, fp32 results to 130 dB; 1 that are in no "
+        "memory were judged with the next"
     )
     fault = kernels.Fault("relu", "fc", ("fc", "act"), "codes are off")
-    assert str(dataclasses.replace(found, faults=(fault,))) == "1 of 3 tensors are wrong, the first of 'fc' (one of fc, act): codes are off"
+    assert (
+        str(dataclasses.replace(found, faults=(fault,)))
+        == "1 of 3 tensors are wrong, the first of 'fc' (one of fc, act): codes are off"
+    )

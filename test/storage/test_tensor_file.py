@@ -51,8 +51,13 @@ def test_tensors_are_read_where_they_lie(tmp_path):
     save_file(tensors(), tmp_path / "file", metadata={"format": "pt"})
     raw = bytearray((tmp_path / "file").read_bytes())
     found = tensor_file.views(raw)
-    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {name: (t.dtype, t.shape) for name, t in tensors().items()}
-    assert all(torch.equal(t.reshape(-1).view(torch.uint8), tensors()[n].reshape(-1).view(torch.uint8)) for n, t in found.items())
+    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
+        name: (t.dtype, t.shape) for name, t in tensors().items()
+    }
+    assert all(
+        torch.equal(t.reshape(-1).view(torch.uint8), tensors()[n].reshape(-1).view(torch.uint8))
+        for n, t in found.items()
+    )
     before = found["b"].clone()
     raw[:] = bytes(len(raw))
     assert not torch.equal(found["b"], before)
@@ -69,10 +74,21 @@ def test_tensors_that_overlap_or_leave_gaps_are_refused(begin, tmp_path):
 
 def test_tensors_come_from_other_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "_PIECE", 7)
-    save_file({f"x.{name}": tensor for name, tensor in tensors().items()}, tmp_path / "source", metadata={"format": "pt"})
+    save_file(
+        {f"x.{name}": tensor for name, tensor in tensors().items()},
+        tmp_path / "source",
+        metadata={"format": "pt"},
+    )
     stored = tensor_file.stored_in(tmp_path / "source")
-    assert all(torch.equal(stored[f"x.{name}"].read().view(torch.uint8), t.view(torch.uint8)) for name, t in tensors().items() if t.dim())
-    mixed = {name: stored[f"x.{name}"] if index % 2 else tensor for index, (name, tensor) in enumerate(tensors().items())}
+    assert all(
+        torch.equal(stored[f"x.{name}"].read().view(torch.uint8), t.view(torch.uint8))
+        for name, t in tensors().items()
+        if t.dim()
+    )
+    mixed = {
+        name: stored[f"x.{name}"] if index % 2 else tensor
+        for index, (name, tensor) in enumerate(tensors().items())
+    }
     tensor_file.write(tmp_path / "mixed", mixed)
     tensor_file.write(tmp_path / "memory", tensors())
     assert (tmp_path / "mixed").read_bytes() == (tmp_path / "memory").read_bytes()
@@ -80,7 +96,13 @@ def test_tensors_come_from_other_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda raw: raw[:-1], lambda raw: raw[:20], lambda raw: b"x" * 50, lambda raw: raw.replace(b"F64", b"F99")]
+    "change",
+    [
+        lambda raw: raw[:-1],
+        lambda raw: raw[:20],
+        lambda raw: b"x" * 50,
+        lambda raw: raw.replace(b"F64", b"F99"),
+    ],
 )
 def test_what_is_no_such_file_is_refused(change, tmp_path):
     save_file(tensors(), tmp_path / "file")

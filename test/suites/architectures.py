@@ -35,7 +35,9 @@ class Case:
 
 def vision(name, **options):
     def build():
-        torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed: its models can't be tested")
+        torchvision = pytest.importorskip(
+            "torchvision", reason="torchvision is not installed: its models can't be tested"
+        )
         return settle(getattr(torchvision.models, name)(**options))
 
     return build

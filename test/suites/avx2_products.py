@@ -28,7 +28,8 @@ OPERATIONS = {
 ZERO_POINTS = {None: 0, torch.uint8: 101, torch.int8: -27}
 
 
-#: Of a result in fp32, relative to its largest: roundings of a product and a sum, and the error function's 1.5e-7.
+#: Of a result in fp32, relative to its largest: roundings of a product and a sum, and the error function's
+#: 1.5e-7.
 CLOSE = 1e-6
 
 
@@ -70,7 +71,12 @@ def check(x, weight, exact, shape, operation, added, to_codes, threads, **option
     """
     scales = torch.rand(weight.shape[0]) * 0.02 + 0.001
     bias = torch.randn(weight.shape[0])
-    a = {"x_scale": 0.013, "x_zero_point": options.pop("zero_point"), "output_scale": 0.037, "output_zero_point": ZERO_POINTS[to_codes]}
+    a = {
+        "x_scale": 0.013,
+        "x_zero_point": options.pop("zero_point"),
+        "output_scale": 0.037,
+        "output_zero_point": ZERO_POINTS[to_codes],
+    }
     result = torch.empty_strided(*shape, dtype=to_codes or torch.float32)
     other, post_ops, more = None, (), 0.0
     if added == "codes":
@@ -83,7 +89,11 @@ def check(x, weight, exact, shape, operation, added, to_codes, threads, **option
         other = torch.randn(result.shape)
         post_ops, more = (BinaryOp("add", Desc.of(other)),), other.double()
     expected = exact * scales.double() * a["x_scale"] + bias.double()
-    expected = expected if result.dim() == 2 else expected.unflatten(0, (result.shape[0], *result.shape[2:])).movedim(-1, 1)
+    expected = (
+        expected
+        if result.dim() == 2
+        else expected.unflatten(0, (result.shape[0], *result.shape[2:])).movedim(-1, 1)
+    )
     expected = OPERATIONS[operation](expected + more)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,4 +1,7 @@
-"""What every backend must do. A subclass names the backend; a case that it can't pass it overrides and says why."""
+"""What every backend must do.
+
+A subclass names the backend; a case that it can't pass it overrides and says why.
+"""
 
 import threading
 import traceback
@@ -47,7 +50,11 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 3, padding=1)
+        self.stem, self.a, self.b = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(4, 6, 1),
+            nn.Conv2d(4, 6, 3, padding=1),
+        )
         self.out = nn.Conv2d(12, 4, 1)
 
     def forward(self, x):
@@ -57,7 +64,10 @@ class Branches(nn.Module):
 
 
 class Shuffle(nn.Module):
-    """Channels shuffled by hand between convolutions with a stride, as in ShuffleNet: sizes are computed in the graph."""
+    """Channels shuffled by hand between convolutions with a stride, as in ShuffleNet.
+
+    Sizes are computed in the graph.
+    """
 
     def __init__(self):
         super().__init__()
@@ -66,7 +76,11 @@ class Shuffle(nn.Module):
     def forward(self, x):
         y = self.stem(x)
         batch, channels, height, width = y.size()
-        y = y.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(batch, channels, height, width)
+        y = (
+            y.view(batch, 2, channels // 2, height, width)
+            .transpose(1, 2)
+            .reshape(batch, channels, height, width)
+        )
         left, right = y.chunk(2, 1)
         return torch.cat([left, self.right(right)], 1)
 
@@ -76,7 +90,11 @@ class Broadcast(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.local, self.whole = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.stem, self.local, self.whole = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 1),
+        )
         self.head = nn.Conv2d(8, 4, 1)
 
     def forward(self, x):
@@ -89,7 +107,11 @@ class Squeeze(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.body, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+        self.stem, self.body, self.head = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(8, 4, 1),
+        )
 
     def forward(self, x):
         x = F.relu(self.body(F.max_pool2d(F.relu(self.stem(x)), 2, 2)))
@@ -193,7 +215,11 @@ MODELS = {
     "pool without stride": (PoolWithoutStride, (2, 3, 8, 8), {"stem", "head"}),
     "feed-forward": (FeedForward, (2, 6, 32), {"up", "down"}),
     "view of residual": (ViewOfResidual, (2, 6, 32), {"fc"}),
-    "flattened attention": (FlattenedAttention, (2, 6, 32), {"query", "key", "value", "matmul", "matmul_1", "out"}),
+    "flattened attention": (
+        FlattenedAttention,
+        (2, 6, 32),
+        {"query", "key", "value", "matmul", "matmul_1", "out"},
+    ),
     "patches": (PatchEncoder, (2, 3, 8, 8), {"patch", "up", "down", "mix"}),
     "channels last block": (ChannelsLastBlock, (2, 3, 8, 8), {"stem", "depthwise", "up", "down", "head"}),
     "broadcast": (Broadcast, (2, 3, 8, 8), {"stem", "local", "whole", "head"}),
@@ -240,7 +266,7 @@ class BackendSuite:
             if name not in made:
                 try:
                     made[name] = make(name)
-                except Exception as error:  # noqa: BLE001 - every test of this model fails with it, none tries again
+                except Exception as error:  # every test of this model fails with it, none tries again
                     made[name] = error
             if isinstance(made[name], Exception):
                 raise made[name]
@@ -252,14 +278,20 @@ class BackendSuite:
         return convert(prepared, **options)
 
     def asked(self, name, report):
-        """The operators that the default configuration asks int8 of: those that the backend has a kernel for."""
+        """The operators that the default configuration asks int8 of.
+
+        Those that the backend has a kernel for.
+        """
         return MODELS[name][2] - {op.operator for op in report.ops if op.kind in self.without_kernel}
 
     def quantized(self, model, inputs, config=None):
         return quantized(model, inputs, config, self.backend)
 
     def agrees(self, q, *inputs):
-        """The engine gives what the graph gives; twice, since engines can change after their first run of a shape."""
+        """The engine gives what the graph gives.
+
+        Twice, since engines can change after their first run of a shape.
+        """
         with torch.no_grad():
             expected = q.reference(*inputs)
             for _ in range(2):
@@ -299,7 +331,9 @@ class BackendSuite:
     def test_other_image_sizes(self, name):
         build, shape, _ = MODELS[name]
         auto, x = torch.export.Dim.AUTO, torch.randn(shape)
-        prepared = prepared_for(build(), x, backend=self.backend, dynamic_shapes={"x": {0: auto, 2: auto, 3: auto}})
+        prepared = prepared_for(
+            build(), x, backend=self.backend, dynamic_shapes={"x": {0: auto, 2: auto, 3: auto}}
+        )
         q = self.convert(prepared)
         for inputs in (x, torch.randn(1, 3, 16, 12)):
             self.agrees(q, inputs)
@@ -352,7 +386,7 @@ class BackendSuite:
                     found = worst_db(expected[i % 2], q(inputs[i % 2]))
                     if found < self.agreement:
                         problems.append(found)
-            except Exception as error:  # noqa: BLE001 - what a thread raises would be lost
+            except Exception as error:  # what a thread raises would be lost
                 problems.append(error)
 
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -392,7 +426,7 @@ class BackendSuite:
                 try:
                     for i in (*order, *order):
                         self.agrees(q, inputs[i])
-                except Exception as error:  # noqa: BLE001 - what a thread raises would be lost
+                except Exception as error:  # what a thread raises would be lost
                     problems.append(error)
 
             thread = threading.Thread(target=work)
@@ -432,7 +466,12 @@ class BackendSuite:
 
     def test_grouped_transposed_convolutions(self):
         x = torch.randn(2, 4, 6, 6)
-        self.agrees(self.quantized(nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.ReLU(), nn.Conv2d(6, 4, 1)), x), x)
+        self.agrees(
+            self.quantized(
+                nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.ReLU(), nn.Conv2d(6, 4, 1)), x
+            ),
+            x,
+        )
 
     @pytest.mark.parametrize(
         ("key", "floats", "asked"),
@@ -501,7 +540,12 @@ class BackendSuite:
 
     def test_values_that_change_after_a_view_was_taken(self):
         x = torch.randn(4, 16)
-        q = quantized(Function(changing_after_a_view, a=nn.Linear(16, 16), b=nn.Linear(16, 16)).eval(), x, None, self.backend)
+        q = quantized(
+            Function(changing_after_a_view, a=nn.Linear(16, 16), b=nn.Linear(16, 16)).eval(),
+            x,
+            None,
+            self.backend,
+        )
         assert worst_db(q.reference(x), q(x)) > 60
 
     def test_converting_twice_gives_the_same(self):
@@ -510,7 +554,9 @@ class BackendSuite:
         prepared = prepared_for(ResidualCNN(), x, backend=self.backend)
         first, second = self.convert(prepared), self.convert(prepared)
         assert torch.equal(first(x), second(x))
-        reports = [{k: v for k, v in q.report().to_dict().items() if k != "verdict"} for q in (first, second)]  # that one is measured
+        reports = [
+            {k: v for k, v in q.report().to_dict().items() if k != "verdict"} for q in (first, second)
+        ]  # that one is measured
         assert reports[0] == reports[1]
 
     def test_two_models_in_two_threads(self):
@@ -522,7 +568,7 @@ class BackendSuite:
             x = torch.randn(shape)
             try:
                 results[name] = self.quantized(build(), x), x
-            except Exception:  # noqa: BLE001 - what a thread raises would be lost
+            except Exception:  # what a thread raises would be lost
                 results[name] = traceback.format_exc()
 
         threads = [threading.Thread(target=work, args=(name,)) for name in ("mlp", "residual", "conv1d")]
@@ -530,7 +576,8 @@ class BackendSuite:
             thread.start()
         for thread in threads:
             thread.join(timeout=120)
-        # compared here: while another thread exports, torch has oneDNN switched off for the whole process, and fp32 sums differ
+        # compared here: while another thread exports, torch has oneDNN switched off for the whole process,
+        # and fp32 sums differ
         assert len(results) == 3
         for result in results.values():
             assert isinstance(result, tuple), result

@@ -10,7 +10,13 @@ import nc
 from nc.errors import NCWarning
 from nc.numerics.metrics import worst_sqnr_db
 
-_OF_ALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 640}
+_OF_ALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 640,
+}
 
 
 _LLAMA = {**_OF_ALL, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -54,7 +60,12 @@ def texts(batch=1, length=9):
 
 
 def generated(model, ids, count=20, **options):
-    given = {"max_new_tokens": count, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    given = {
+        "max_new_tokens": count,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **given, **options})
 
 

@@ -20,17 +20,39 @@ SCALES = 0.05, 0.04, 0.02, 0.003
 class Case:
     """Codes, and a graph of the two products with a softmax between them, whose own operators compute in fp32."""
 
-    def __init__(self, q, k, v, before=(), behind=(), zeros=(128, 0, 0, 120), scale=1 / 255, dtype=torch.uint8, dim=-1, in_rows=True):
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        before=(),
+        behind=(),
+        zeros=(128, 0, 0, 120),
+        scale=1 / 255,
+        dtype=torch.uint8,
+        dim=-1,
+        in_rows=True,
+    ):
         self.codes, self.before, self.behind = (q, k if in_rows else k.mT, v), before, behind
         self.zeros, self.scale, self.dtype, self.factor = zeros, scale, dtype, q.shape[-1] ** -0.5
         graph = fx.Graph()
-        names = ("q", "k", "v", *(f"b{i}" for i in range(len(before))), *(f"a{i}" for i in range(len(behind))))
+        names = (
+            "q",
+            "k",
+            "v",
+            *(f"b{i}" for i in range(len(before))),
+            *(f"a{i}" for i in range(len(behind))),
+        )
         nodes = [graph.placeholder(name) for name in names]
         others = nodes[3 : 3 + len(before)], nodes[3 + len(before) :]
         s, zq, zk, zv, zy = SCALES, *zeros
-        columns = call_function(graph, torch.ops.aten.transpose.int, (nodes[1], -1, -2)) if in_rows else nodes[1]
+        columns = (
+            call_function(graph, torch.ops.aten.transpose.int, (nodes[1], -1, -2)) if in_rows else nodes[1]
+        )
         given_ = (others[0], [how for how, _ in before], 1.0, 0, torch.float32)
-        scores = call_function(graph, product(), (nodes[0], s[0], zq, columns, s[1], zk, self.factor, *given_))
+        scores = call_function(
+            graph, product(), (nodes[0], s[0], zq, columns, s[1], zk, self.factor, *given_)
+        )
         softmax = call_function(graph, torch.ops.aten.softmax.int, (scores, dim))
         codes = call_function(graph, quantize, (softmax, scale, 0))
         given_ = (others[1], [how for how, _ in behind], s[3], zy, dtype)
@@ -62,10 +84,15 @@ class Case:
 
     def planned(self):
         source = library()
-        return model.PlannedModel(self.module, source, runner(source.maker.library)[0], lambda: pytest.fail("no plan"))
+        return model.PlannedModel(
+            self.module, source, runner(source.maker.library)[0], lambda: pytest.fail("no plan")
+        )
 
     def check(self, whole=True):
-        """The plan's result, twice; probabilities whose codes are a tie within rounding to fp32 may have the other one."""
+        """The plan's result, twice.
+
+        Probabilities whose codes are a tie within rounding to fp32 may have the other one.
+        """
         call = self.planned()
         expected = self.exact()
         near = SCALES[2] * self.scale * 255 * (1 if self.dtype is torch.float32 else 1 / SCALES[3])
@@ -78,7 +105,10 @@ class Case:
             assert (error <= rounding + 2 * near).all()
             assert (error <= rounding).double().mean() > 0.97
         (plan,) = call._plans.values()
-        assert any(isinstance(e, FunctionCall) and e.function.name == int8_attention.NAME for e in plan.entries) is whole
+        assert (
+            any(isinstance(e, FunctionCall) and e.function.name == int8_attention.NAME for e in plan.entries)
+            is whole
+        )
         return got
 
 
@@ -93,5 +123,9 @@ def heads(batch, rows, count, width, dtype=torch.int8):
 
 
 def case(batch=2, count=3, rows=9, keys=11, width=8, wide=8, **options):
-    q, k, v = heads(batch, rows, count, width, torch.uint8), heads(batch, keys, count, width), heads(batch, keys, count, wide)
+    q, k, v = (
+        heads(batch, rows, count, width, torch.uint8),
+        heads(batch, keys, count, width),
+        heads(batch, keys, count, wide),
+    )
     return Case(q, k, v, **options)

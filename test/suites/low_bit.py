@@ -47,7 +47,11 @@ def exact(packed):
 
 def form(name="int4", group=32, kind="symmetric", scale_dtype="fp32"):
     return WeightFormat(
-        dtype=dtype(name), group_size=group, symmetric=kind == "symmetric", float_zero=kind == "minimum", scale_dtype=scale_dtype
+        dtype=dtype(name),
+        group_size=group,
+        symmetric=kind == "symmetric",
+        float_zero=kind == "minimum",
+        scale_dtype=scale_dtype,
     )
 
 

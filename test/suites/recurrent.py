@@ -35,9 +35,14 @@ def float64_layers(layer, x, states, weight_of):
                     z, n = (z + hz).sigmoid(), (n + (r + hr).sigmoid() * hn).tanh()
                     state = [(1 - z) * n + z * state[0]]
                 else:
-                    state = [(gates + hidden).relu() if layer.nonlinearity == "relu" else (gates + hidden).tanh()]
+                    state = [
+                        (gates + hidden).relu() if layer.nonlinearity == "relu" else (gates + hidden).tanh()
+                    ]
                 outputs.append(state[0])
             sides.append(torch.stack(outputs[::-1] if direction else outputs))
             last.append(state)
         steps = torch.cat(sides, -1)
-    return [steps.transpose(0, 1) if layer.batch_first else steps, *(torch.stack(s) for s in zip(*last, strict=True))]
+    return [
+        steps.transpose(0, 1) if layer.batch_first else steps,
+        *(torch.stack(s) for s in zip(*last, strict=True)),
+    ]

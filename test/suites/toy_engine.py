@@ -12,7 +12,9 @@ def write(graph, engine, file, *, verify="raise", upper=False):
     """Two files: the names of the quantized operators, and how many bytes their codes have."""
     names = "\n".join(decision.operator for decision in graph.plan.quantized)
     file.write_text(names.upper() if upper else names)
-    file.with_suffix(".size").write_text(str(sum(b.nbytes for b in graph.module.buffers() if b.dtype is torch.int8)))
+    file.with_suffix(".size").write_text(
+        str(sum(b.nbytes for b in graph.module.buffers() if b.dtype is torch.int8))
+    )
     return f"{len(graph.plan.quantized)} operators, verify={verify}"
 
 
@@ -21,7 +23,11 @@ class ToyEngine(Backend):
 
     name = "toy"
     options = {"isolate": Option(("auto", "never"))}
-    exports = {"names": Exporter(write, ".names", {"verify": VERIFY, "upper": Option((False, True))}, from_graph=True)}
+    exports = {
+        "names": Exporter(
+            write, ".names", {"verify": VERIFY, "upper": Option((False, True))}, from_graph=True
+        )
+    }
     packages = ("click",)
     remark = "a toy"
 
@@ -37,7 +43,10 @@ class ToyEngine(Backend):
         sqnr = verify_outputs(graph, run(graph.example), verify, "Toy")
 
         def report():
-            ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=d.reason or "toys compute in fp32") for d in graph.plan.decisions)
+            ops = tuple(
+                OpRun(operator=d.operator, ran="fp32", reason=d.reason or "toys compute in fp32")
+                for d in graph.plan.decisions
+            )
             return EngineReport(backend=self.name, ops=ops, sqnr_db=sqnr, details={"isolate": isolate})
 
         return EngineModel(run=run, report=report)

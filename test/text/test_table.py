@@ -18,7 +18,11 @@ def block(prefix, why=""):
 
 
 def test_equal_blocks_stand_once():
-    rows = [HEAD, *(row for i in range(12) for row in block(f"layer.{i}", f"in the kernel of layer.{i}.q")), ("head", "linear", "")]
+    rows = [
+        HEAD,
+        *(row for i in range(12) for row in block(f"layer.{i}", f"in the kernel of layer.{i}.q")),
+        ("head", "linear", ""),
+    ]
     assert folded(rows) == [
         HEAD,
         ("layer.{0..11} (12 times)",),
@@ -49,7 +53,9 @@ def test_a_difference_breaks_the_block(where, change):
 
 def test_blocks_in_blocks_calls_and_single_rows():
     rows = [HEAD]
-    rows += [(f"stage.{i}.block.{j}.{name}", "conv", "") for i in range(2) for j in range(3) for name in ("a", "b")]
+    rows += [
+        (f"stage.{i}.block.{j}.{name}", "conv", "") for i in range(2) for j in range(3) for name in ("a", "b")
+    ]
     rows += [(f"{i}", "linear", "") for i in range(5)]
     rows += [("cell" if i == 0 else f"cell@{i}", "lstm_cell", "") for i in range(4)]
     assert [row[0] for row in folded(rows)[1:]] == [
@@ -115,13 +121,20 @@ def spelled(name):
     match = re.search(r"\{(\d+)\.\.(\d+)\}", name)
     if match is None:
         return [name]
-    return [name[: match.start()] + f"{i}" + name[match.end() :] for i in range(int(match[1]), int(match[2]) + 1)]
+    return [
+        name[: match.start()] + f"{i}" + name[match.end() :] for i in range(int(match[1]), int(match[2]) + 1)
+    ]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_lines_fit_and_keep_all_text(width):
     why = "a reason that is much too long for the column in which it should stand, and so it stands below"
-    rows = [HEAD, ("encoder.layer.attention.self.query.of.some.length", "linear", why), ("b", "gelu", "short"), ("c", "gelu", why)]
+    rows = [
+        HEAD,
+        ("encoder.layer.attention.self.query.of.some.length", "linear", why),
+        ("b", "gelu", "short"),
+        ("c", "gelu", why),
+    ]
     text = format_table(rows, width)
     assert max(map(len, text.splitlines())) <= width
     assert " ".join(text.split()).count(why) == 1
@@ -138,7 +151,10 @@ def test_names_are_broken_behind_dots():
     assert wrapped("<=1.10e-03 2.5", 12) == ["<=1.10e-03", "2.5"]
     assert wrapped("abcdefghij", 4) == ["abcd", "efgh", "ij"]
     assert "".join(wrapped("a" * 33, 10)) == "a" * 33
-    assert flowing('x config.exclude("' + "a" * 30 + '")', 20) == ["x", '    config.exclude("' + "a" * 30 + '")']
+    assert flowing('x config.exclude("' + "a" * 30 + '")', 20) == [
+        "x",
+        '    config.exclude("' + "a" * 30 + '")',
+    ]
 
 
 class Block(nn.Module):
@@ -161,7 +177,9 @@ class Deep(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=32, solver=nc.GPTQ())])
+@pytest.mark.parametrize(
+    "config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=32, solver=nc.GPTQ())]
+)
 def test_plans_and_reports_of_repeated_blocks(config):
     x, model = torch.randn(4, 32), Deep().eval()
     prepared = nc.prepare(model, config, example_inputs=x)

@@ -1,4 +1,7 @@
-"""Encoders of torch with padding: low-bit ones give what the float ones give, and other threads keep their path."""
+"""Encoders of torch with padding.
+
+Low-bit ones give what the float ones give, and other threads keep their path.
+"""
 
 import threading
 

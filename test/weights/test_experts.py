@@ -1,4 +1,7 @@
-"""Mixtures of experts whose weights transformers stacks in one parameter: each expert gets a low-bit weight of its own."""
+"""Mixtures of experts whose weights transformers stacks in one parameter.
+
+Each expert gets a low-bit weight of its own.
+"""
 
 import copy
 import fnmatch
@@ -17,10 +20,22 @@ from nc.torchao import quantize_
 from nc.weights.experts import Experts, separated, stacked_names
 
 transformers = pytest.importorskip("transformers")
-COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 MODELS = {
     "Mixtral": {"intermediate_size": 96, "num_local_experts": 4},
-    "Qwen3Moe": {"moe_intermediate_size": 32, "intermediate_size": 64, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "moe_intermediate_size": 32,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
     # weights are [E, K, N], with biases
     "GptOss": {"intermediate_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Olmoe": {"intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
@@ -33,7 +48,9 @@ def four_bits():
 
 def build(name):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name], bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = getattr(transformers, f"{name}Config")(
+        **COMMON, **MODELS[name], bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     if not stacked_names(model):
         pytest.skip("this version of transformers has a linear for each expert")
@@ -77,7 +94,9 @@ def test_each_expert_is_quantized(name, tmp_path):
             stack = expected.get_parameter(key)
             assert weights.mT.shape == stack.shape or weights.shape == stack.shape
             stack.data.copy_(weights.mT if module.transposed else weights)
-        elif isinstance(module, QuantLinear) and not isinstance(q.get_submodule(key.rpartition(".")[0]), Experts):
+        elif isinstance(module, QuantLinear) and not isinstance(
+            q.get_submodule(key.rpartition(".")[0]), Experts
+        ):
             expected.get_submodule(key).weight.data.copy_(module.packed.dequantize())
     torch.testing.assert_close(logits(q), logits(expected), rtol=1e-4, atol=1e-4)
     nc.save(q, tmp_path / "model")
@@ -87,10 +106,15 @@ def test_each_expert_is_quantized(name, tmp_path):
     assert tokens.shape == (1, 19)
 
 
-@pytest.mark.parametrize("solver", [nc.GPTQ(), nc.GPTQ(two_sided="gptaq"), nc.GPTQ(two_sided="qronos")], ids=str)
+@pytest.mark.parametrize(
+    "solver", [nc.GPTQ(), nc.GPTQ(two_sided="gptaq"), nc.GPTQ(two_sided="qronos")], ids=str
+)
 @pytest.mark.sample(1)
 def test_solvers(solver):
-    """An expert may get other tokens than in the float model; one that gets none is rounded to nearest, and the report says so."""
+    """An expert may get other tokens than in the float model.
+
+    One that gets none is rounded to nearest, and the report says so.
+    """
     model = build("Qwen3Moe")
     for gate in (module.weight.data for key, module in model.named_modules() if key.endswith("mlp.gate")):
         gate[1], gate[3], gate[5] = -gate[0], -gate[2], 0  # two of the others always have a score above 0
@@ -111,7 +135,9 @@ def test_solvers(solver):
 def test_rules_name_experts(tmp_path):
     model = build("Mixtral")
     config = (
-        four_bits().exclude(".*experts.down_proj.*").set_local("model.layers.0.mlp.experts.gate_up_proj.3", nc.WeightOnlyConfig("int8"))
+        four_bits()
+        .exclude(".*experts.down_proj.*")
+        .set_local("model.layers.0.mlp.experts.gate_up_proj.3", nc.WeightOnlyConfig("int8"))
     )
     q = nc.quantize(model, config)
     experts = q.model.layers[0].mlp.experts
@@ -132,7 +158,9 @@ def config_with(solver, rules):
 
 
 @pytest.mark.parametrize("rules", ["all", "a stack stays", "an expert stays"])
-@pytest.mark.parametrize("solver", [nc.RTN(), nc.GPTQ(), nc.GPTQ(two_sided="qronos")], ids=["rtn", "gptq", "qronos"])
+@pytest.mark.parametrize(
+    "solver", [nc.RTN(), nc.GPTQ(), nc.GPTQ(two_sided="qronos")], ids=["rtn", "gptq", "qronos"]
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sample(8)
 def test_a_folder_gives_what_the_model_in_memory_gives(name, solver, rules, tmp_path):
@@ -145,7 +173,9 @@ def test_a_folder_gives_what_the_model_in_memory_gives(name, solver, rules, tmp_
     for ids in data:
         prepared(ids)
     nc.save(nc.convert(prepared), tmp_path / "expected")
-    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (
+        tmp_path / "expected" / "weights.safetensors"
+    ).read_bytes()
     assert torch.equal(logits(nc.load(tmp_path / "out")), logits(nc.load(tmp_path / "expected")))
 
 
@@ -154,12 +184,28 @@ def qwen3_vl():
     if not hasattr(transformers, "Qwen3VLMoeConfig"):
         pytest.skip("this version of transformers does not have it")
     torch.manual_seed(0)
-    text = {**COMMON, "intermediate_size": 64, "head_dim": 16, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    text = {
+        **COMMON,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "moe_intermediate_size": 96,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+    }
     tokens = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
     config = transformers.Qwen3VLMoeConfig(
-        text_config={**text, "rope_parameters": rope}, vision_config={**vision, "deepstack_visual_indexes": [0]}, **tokens
+        text_config={**text, "rope_parameters": rope},
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
+        **tokens,
     )
     model = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
     for parameter in model.parameters():
@@ -179,7 +225,9 @@ def test_a_folder_with_stacks_that_are_transposed_while_they_are_read(tmp_path, 
     monkeypatch.setattr(Stored, "read", counted)
     quantize_folder(tmp_path / "source", four_bits(), tmp_path / "out")
     nc.save(nc.quantize(model, four_bits()), tmp_path / "expected")
-    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (
+        tmp_path / "expected" / "weights.safetensors"
+    ).read_bytes()
     assert len(seen) == 4, "each stack is read once, not once for each expert"
 
 
@@ -190,12 +238,18 @@ def test_one_expert_of_a_quantized_model(dtype, kept, tmp_path):
     build("Mixtral").save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "model.safetensors"
     tensors = load_file(path)
-    tensors |= {key: (80 * value).to(dtype) for key, value in tensors.items() if "layers.1" in key and "experts.2.w" in key}
+    tensors |= {
+        key: (80 * value).to(dtype)
+        for key, value in tensors.items()
+        if "layers.1" in key and "experts.2.w" in key
+    }
     save_file(tensors, path)
     config = four_bits()
     if kept:
         config.exclude(".*experts.*")
-    with pytest.raises(nc.ArtefactCorruptError, match=f"has dtype {dtype}; the files are of a quantized model"):
+    with pytest.raises(
+        nc.ArtefactCorruptError, match=f"has dtype {dtype}; the files are of a quantized model"
+    ):
         quantize_folder(tmp_path / "source", config, tmp_path / "out")
 
 
@@ -211,8 +265,12 @@ def test_experts_of_two_dtypes_are_of_the_wider(tmp_path):
         for layer in model.model.layers:
             layer.mlp.experts.down_proj[0] = layer.mlp.experts.down_proj[0].bfloat16()
     nc.save(nc.quantize(model, four_bits()), tmp_path / "expected")
-    assert (tmp_path / "out" / "model.json").read_bytes() == (tmp_path / "expected" / "model.json").read_bytes()
-    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.json").read_bytes() == (
+        tmp_path / "expected" / "model.json"
+    ).read_bytes()
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (
+        tmp_path / "expected" / "weights.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("stop", [1, 2])
@@ -237,7 +295,11 @@ def test_a_folder_without_an_expert(missing, tmp_path):
     """The others would move up."""
     build("Mixtral").save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "model.safetensors"
-    kept = {key: value for key, value in load_file(path).items() if not fnmatch.fnmatch(key, f"*.layers.1.*{missing}.weight")}
+    kept = {
+        key: value
+        for key, value in load_file(path).items()
+        if not fnmatch.fnmatch(key, f"*.layers.1.*{missing}.weight")
+    }
     save_file(kept, path)
     with pytest.raises(nc.ArtefactCorruptError, match="4 experts of 'model.layers.1.mlp.experts"):
         quantize_folder(tmp_path / "source", four_bits(), tmp_path / "out")
@@ -294,11 +356,20 @@ def test_files_of_other_tools_are_refused(tmp_path):
 
 
 def test_what_stands_for_a_weight_is_good_for_its_product_only():
-    plain, turned = (Experts(torch.nn.Parameter(torch.randn(3, 8, 4)), transposed) for transposed in (False, True))
+    plain, turned = (
+        Experts(torch.nn.Parameter(torch.randn(3, 8, 4)), transposed) for transposed in (False, True)
+    )
     x, y = torch.randn(5, 4), torch.randn(5, 8)
-    torch.testing.assert_close(torch.nn.functional.linear(x, plain[1], bias=torch.ones(8)), x @ plain.get_submodule("1").weight.T + 1)
+    torch.testing.assert_close(
+        torch.nn.functional.linear(x, plain[1], bias=torch.ones(8)), x @ plain.get_submodule("1").weight.T + 1
+    )
     torch.testing.assert_close(y @ turned[torch.tensor(2)], y @ turned.get_submodule("2").weight.T)
-    for wrong in (lambda: x @ plain[0].mT, lambda: y @ plain[0], lambda: torch.nn.functional.linear(y, turned[0]), lambda: plain[0] + 1):
+    for wrong in (
+        lambda: x @ plain[0].mT,
+        lambda: y @ plain[0],
+        lambda: torch.nn.functional.linear(y, turned[0]),
+        lambda: plain[0] + 1,
+    ):
         with pytest.raises((TypeError, AttributeError)):
             wrong()
 
@@ -306,9 +377,17 @@ def test_what_stands_for_a_weight_is_good_for_its_product_only():
 def test_captured_models_say_that_experts_stay_fp32():
     model = build("Mixtral")
     model.config.use_cache = False
-    with pytest.warns(nc.NCWarning, match="Most weights of this model stay as they are.*experts.gate_up_proj.*WeightOnlyConfig"):
+    with pytest.warns(
+        nc.NCWarning,
+        match="Most weights of this model stay as they are.*experts.gate_up_proj.*WeightOnlyConfig",
+    ):
         q = nc.quantize(model, nc.DynamicQuantConfig(), example_inputs={"input_ids": IDS})
     report = nc.report(q)
-    assert {product.weight.rpartition(".")[2] for product in report.unknown_products} == {"gate_up_proj", "down_proj"}
-    assert sum(product.size for product in report.unknown_products) == sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    assert {product.weight.rpartition(".")[2] for product in report.unknown_products} == {
+        "gate_up_proj",
+        "down_proj",
+    }
+    assert sum(product.size for product in report.unknown_products) == sum(
+        p.numel() for p in model.parameters() if p.dim() == 3
+    )
     assert "weights stay fp32, as nc has no int8 for what reads them" in str(report)

@@ -1,4 +1,7 @@
-"""What was done to a model is known from its low-bit layers; nothing is attached to the user's own modules."""
+"""What was done to a model is known from its low-bit layers.
+
+Nothing is attached to the user's own modules.
+"""
 
 import copy
 import pickle
@@ -79,11 +82,17 @@ def test_two_runs_are_put_together():
     first = quantized(nc.WeightOnlyConfig(group_size=32, transforms=[nc.AWQ()]), measure=False)
     second = quantized(nc.WeightOnlyConfig(group_size=32, w_dtype="int8"), measure=False)
     both = history_of(nn.Sequential(first, second))
-    assert [(a.text, a.operators) for a in both.applied] == [(a.text, ("0.b", "0.small")) for a in history_of(first).applied]
+    assert [(a.text, a.operators) for a in both.applied] == [
+        (a.text, ("0.b", "0.small")) for a in history_of(first).applied
+    ]
     assert both.applied
-    assert [d["operator"] for d in both.plan["decisions"]] == [f"{i}.{name}" for i in (0, 1) for name in ("a", "b", "small")]
+    assert [d["operator"] for d in both.plan["decisions"]] == [
+        f"{i}.{name}" for i in (0, 1) for name in ("a", "b", "small")
+    ]
     assert both.config == {}
-    same = history_of(nn.Sequential(second, quantized(nc.WeightOnlyConfig(group_size=32, w_dtype="int8"), measure=False)))
+    same = history_of(
+        nn.Sequential(second, quantized(nc.WeightOnlyConfig(group_size=32, w_dtype="int8"), measure=False))
+    )
     assert same.config == history_of(second).config
 
 

@@ -1,6 +1,9 @@
-"""Low-bit weights with several processes: three of this machine, started with this file as their program, go through all cases once.
+"""Low-bit weights with several processes.
 
-Tensors are those of one process bit for bit: sums over tokens are made in another order, which float64 hides here.
+Three of this machine, started with this file as their program, go through all cases once.
+
+Tensors are those of one process bit for bit: sums over tokens are made in another order, which float64 hides
+here.
 """
 
 import datetime
@@ -19,7 +22,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nc
-from nc import GPTQ, CalibrationError, ConfigError, InputError, NCError, StateError, StaticQuantConfig, WeightOnlyConfig
+from nc import (
+    GPTQ,
+    CalibrationError,
+    ConfigError,
+    InputError,
+    NCError,
+    StateError,
+    StaticQuantConfig,
+    WeightOnlyConfig,
+)
 from nc.algorithms.inputs.statistics import InputStatistics
 from nc.weights.shared_work import add
 
@@ -28,19 +40,33 @@ INT4 = {"w_dtype": "int4", "group_size": 32}
 CONFIGS = {
     "gptq": WeightOnlyConfig(**INT4, solver=GPTQ(), lm_head="int8", embedding="int8"),
     "gptaq": WeightOnlyConfig("int3", group_size=32, solver=GPTQ(two_sided="gptaq"), scale_dtype="e8m0"),
-    "wls": WeightOnlyConfig(**INT4, solver=GPTQ(order="none")).set_local(".*mlp.*", WeightOnlyConfig("nf4", group_size=32)),
+    "wls": WeightOnlyConfig(**INT4, solver=GPTQ(order="none")).set_local(
+        ".*mlp.*", WeightOnlyConfig("nf4", group_size=32)
+    ),
     "awq": WeightOnlyConfig(**INT4, solver=GPTQ(), transforms=[nc.AWQ(grid=3, tokens=60)]),
     "smooth-teq": WeightOnlyConfig(**INT4, transforms=[nc.Smooth(), nc.TEQ(steps=3, tokens=60)]),
     "rotation": WeightOnlyConfig(**INT4, solver=GPTQ(), transforms=[nc.Rotation()]),
     "autoround": WeightOnlyConfig(**INT4, solver=nc.AutoRound(steps=10, samples=6, batch=3)),
 }
 #: Of nine samples the first one of each rank.
-SPLITS = {"even": (0, 3, 6), "uneven": (0, 1, 8), "first-empty": (0, 0, 4), "last-empty": (0, 5, 9), "only-last": (0, 0, 0)}
+SPLITS = {
+    "even": (0, 3, 6),
+    "uneven": (0, 1, 8),
+    "first-empty": (0, 0, 4),
+    "last-empty": (0, 5, 9),
+    "only-last": (0, 0, 0),
+}
 
 
 def llama():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, tie_word_embeddings=True)).eval()
     with torch.no_grad():  # rows that differ, so that transforms have something to do
         for norm in (m for name, m in model.named_modules() if name.endswith("layernorm")):
@@ -116,7 +142,13 @@ class Ranks:
 
     def start(self, world):
         timeout = datetime.timedelta(seconds=240)
-        dist.init_process_group("gloo", init_method=f"file://{self.folder}/store{world}", rank=self.rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self.folder}/store{world}",
+            rank=self.rank,
+            world_size=world,
+            timeout=timeout,
+        )
 
     def mine(self, split, world=WORLD):
         starts = (*SPLITS[split][:world], 9)
@@ -155,7 +187,10 @@ class Ranks:
 
     def refusals(self):
         config, mine, last = CONFIGS["gptq"], self.mine("even"), self.rank == 2
-        self.refused("configuration", prepared(WeightOnlyConfig(**INT4, solver=GPTQ(damp=0.1)) if last else config, mine))
+        self.refused(
+            "configuration",
+            prepared(WeightOnlyConfig(**INT4, solver=GPTQ(damp=0.1)) if last else config, mine),
+        )
         model = llama()
         with torch.no_grad():
             model.model.norm.weight[0] += last * 1e-6
@@ -171,7 +206,9 @@ class Ranks:
         solver = nc.prepare(Odd().eval(), WeightOnlyConfig("nf4", group_size=32, solver=Refusing()))
         solver(rows()[0])
         self.refused("solver", solver)
-        nc.save(nc.convert(prepared(config, mine)), self.folder / f"after-{self.rank}")  # the group still works
+        nc.save(
+            nc.convert(prepared(config, mine)), self.folder / f"after-{self.rank}"
+        )  # the group still works
 
     def refusals_of_two(self):
         if self.rank == 0:  # rank 1 ends early
@@ -223,7 +260,9 @@ def same_tensors(one, other):
 def results(folder):
     layers = json.loads((folder / "model.json").read_text())["layers"]
     return {
-        name: (r["solver"], r["tokens"], pytest.approx(r["loss"], rel=1e-9)) for name, layer in layers.items() if (r := layer["result"])
+        name: (r["solver"], r["tokens"], pytest.approx(r["loss"], rel=1e-9))
+        for name, layer in layers.items()
+        if (r := layer["result"])
     }
 
 
@@ -232,7 +271,9 @@ def applied(folder):
     return json.loads((folder / "model.json").read_text())["record"]["applied"]
 
 
-CASES = [(name, "even" if name == "gptq" else "uneven") for name in CONFIGS] + [("gptq", s) for s in SPLITS if s != "even"]
+CASES = [(name, "even" if name == "gptq" else "uneven") for name in CONFIGS] + [
+    ("gptq", s) for s in SPLITS if s != "even"
+]
 
 
 @pytest.mark.parametrize(("name", "split"), CASES)
@@ -252,7 +293,9 @@ def test_two_processes_make_what_one_makes(folder):
 def test_the_configurations_make_different_models(folder):
     assert len({json.dumps(digest(folder / f"{name}-alone")) for name in CONFIGS}) == len(CONFIGS)
     for name in ("awq", "smooth-teq"):
-        assert any("sets scaled, output the same" in done["text"] for done in applied(folder / f"{name}-alone"))
+        assert any(
+            "sets scaled, output the same" in done["text"] for done in applied(folder / f"{name}-alone")
+        )
 
 
 def test_a_layer_that_only_some_processes_reach(folder):
@@ -284,7 +327,10 @@ def test_processes_with_different_models_are_all_told_so(folder, case):
 
 
 def test_no_data_at_all(folder):
-    assert all(told(folder, rank)["nothing"][1].startswith("Nothing was calibrated: gptq needs data") for rank in range(3))
+    assert all(
+        told(folder, rank)["nothing"][1].startswith("Nothing was calibrated: gptq needs data")
+        for rank in range(3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -400,11 +446,15 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path):
     with torch.no_grad():
         other.model.norm.weight.mul_(2)
     for call in ("load", "merge"):
-        with pytest.raises(StateError, match=r"of another model, or of other weights: 'model.norm.weight' differs"):
+        with pytest.raises(
+            StateError, match=r"of another model, or of other weights: 'model.norm.weight' differs"
+        ):
             getattr(prepared(CONFIGS["gptq"], [], other).statistics, call)(path)
     with pytest.raises(StateError, match=r"statistics in the other model are of another model"):
         one.statistics.merge(prepared(CONFIGS["gptq"], [], other).statistics)
-    with pytest.raises(InputError, match=r"merge\(\) takes the statistics of another prepared model, or a file, but got int"):
+    with pytest.raises(
+        InputError, match=r"merge\(\) takes the statistics of another prepared model, or a file, but got int"
+    ):
         one.statistics.merge(3)
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
@@ -416,7 +466,10 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path):
     static = nc.prepare(Odd().blocks[0], StaticQuantConfig(), example_inputs=rows()[0], backend="reference")
     static(rows()[0])
     static.statistics.save(path)
-    with pytest.raises(nc.ArtefactSchemaError, match="expected nc-calibration-calls of schema version 1, but got 'nc-statistics'"):
+    with pytest.raises(
+        nc.ArtefactSchemaError,
+        match="expected nc-calibration-calls of schema version 1, but got 'nc-statistics'",
+    ):
         one.statistics.load(path)
     assert len(one.samples) == 1
 

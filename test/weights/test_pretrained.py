@@ -1,4 +1,7 @@
-"""Folders of transformers models get low-bit weights block by block: the same as in memory, resumable, on the command line."""
+"""Folders of transformers models get low-bit weights block by block.
+
+The same as in memory, resumable, on the command line.
+"""
 
 import ctypes
 import itertools
@@ -15,10 +18,25 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import nc
-from nc import GPTQ, ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, Rotation, UnsupportedError, WeightOnlyConfig
+from nc import (
+    GPTQ,
+    ArtefactCorruptError,
+    ArtefactError,
+    ArtefactMissingError,
+    InputError,
+    Rotation,
+    UnsupportedError,
+    WeightOnlyConfig,
+)
 from nc.algorithms.inputs.block_calls import _without_copies
 from nc.api.pretrained import quantize_folder
 from nc.cli.main import main
@@ -31,7 +49,13 @@ CONFIG = WeightOnlyConfig("int4", group_size=32, solver=GPTQ())
 
 def llama(tied=False):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, tie_word_embeddings=tied)).eval()
 
 
@@ -128,7 +152,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 class TestMemory:
-    """A model of six blocks; everything that works in pieces works in pieces that are small beside a block."""
+    """A model of six blocks.
+
+    Everything that works in pieces works in pieces that are small beside a block.
+    """
 
     BLOCKS, HIDDEN, INNER, SAMPLES, LENGTH = 6, 64, 176, 4, 16
     BLOCK = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 176 + 2 * 64)
@@ -138,7 +165,12 @@ class TestMemory:
     def deep(self, tmp_path, monkeypatch):
         monkeypatch.setattr("nc.numerics.groups.CHUNK", 1024)
         monkeypatch.setattr("nc.algorithms.inputs.statistics._ROWS", 16)
-        sizes = {"hidden_size": self.HIDDEN, "intermediate_size": self.INNER, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {
+            "hidden_size": self.HIDDEN,
+            "intermediate_size": self.INNER,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=self.BLOCKS, vocab_size=100))
         model.save_pretrained(tmp_path / "deep", max_shard_size="300KB")
         return tmp_path / "deep"
@@ -153,7 +185,10 @@ class TestMemory:
         peak = self.peak(deep, config, [], tmp_path / "out")
         assert self.BLOCK < peak < 2 * self.BLOCK
         expected = nc.quantize(LlamaForCausalLM.from_pretrained(deep), config)
-        assert all(torch.equal(nc.load(tmp_path / "out").state_dict()[k], v) for k, v in expected.state_dict().items())
+        assert all(
+            torch.equal(nc.load(tmp_path / "out").state_dict()[k], v)
+            for k, v in expected.state_dict().items()
+        )
 
     @pytest.mark.parametrize("solver", [GPTQ(), GPTQ(order="groups")])
     @pytest.mark.sample(1)
@@ -169,10 +204,15 @@ class TestMemory:
     def test_of_the_feedback_of_errors_gptq_holds_what_is_above_the_diagonal(self, deep, tmp_path):
         data = [torch.randint(0, 100, (1, self.LENGTH)) for _ in range(self.SAMPLES)]
         hidden, half = self.SAMPLES * self.LENGTH * self.HIDDEN * 4, self.INNER**2 * 4 / 2
-        config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", w_algo="minmax", solver=GPTQ(block=16))
+        config = WeightOnlyConfig(
+            "int4", group_size=16, scale_dtype="fp16", w_algo="minmax", solver=GPTQ(block=16)
+        )
         assert self.peak(deep, config, data, tmp_path / "out") < 2 * self.BLOCK + self.SUMS + hidden - half
 
-    @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory, and can give it back")
+    @pytest.mark.skipif(
+        not hasattr(ctypes.CDLL(None), "malloc_trim"),
+        reason="only glibc keeps freed memory, and can give it back",
+    )
     def test_freed_memory_goes_back_to_the_system(self):
         """In a process of its own: what others leave in the heap changes what is given back."""
         program = """
@@ -189,14 +229,18 @@ class TestMemory:
             give_back_small_pieces()
             print((before - pages()) * 4096)
         """
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+        )
         assert int(done.stdout) > 80_000_000
 
     def test_it_goes_back_after_each_layer_and_block(self, deep, tmp_path, monkeypatch):
         seen = []
         for owner, name in ((blocks, "replace"), (streamed.StreamedWeights, "finish")):
             function = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda *args, call=function, what=name: (call(*args), seen.append(what)))
+            monkeypatch.setattr(
+                owner, name, lambda *args, call=function, what=name: (call(*args), seen.append(what))
+            )
         for module in (blocks, streamed):
             monkeypatch.setattr(module, "give_back_small_pieces", lambda: seen.append("back"))
         quantize_folder(deep, WeightOnlyConfig("int8", group_size=16, w_algo="minmax"), tmp_path / "out")
@@ -206,7 +250,9 @@ class TestMemory:
 
     @pytest.mark.exhaustive
     def test_hidden_states_beyond_the_limit_are_in_files(self, deep, tmp_path, monkeypatch):
-        data = [torch.randint(0, 100, (1, 32)) for _ in range(64)]  # what attention makes on its way is small beside all hidden states
+        data = [
+            torch.randint(0, 100, (1, 32)) for _ in range(64)
+        ]  # what attention makes on its way is small beside all hidden states
         hidden = 64 * 32 * self.HIDDEN * 4
         config = WeightOnlyConfig("int8", group_size=-1, w_algo="minmax", solver=GPTQ())
         inside = self.peak(deep, config, data, tmp_path / "inside")
@@ -234,11 +280,14 @@ def test_what_is_outside_of_blocks(options, tied, data, tmp_path):
     else:
         expected = nc.quantize(model, config)
     nc.save(expected, tmp_path / "expected")
-    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (
+        tmp_path / "expected" / "weights.safetensors"
+    ).read_bytes()
 
     def said(report):
         return [
-            (x.operator, x.form, x.solver, x.loss, x.rtn_loss, x.bits, x.size, x.kernel, x.note) for x in report.layers
+            (x.operator, x.form, x.solver, x.loss, x.rtn_loss, x.bits, x.size, x.kernel, x.note)
+            for x in report.layers
         ], report.weight_bytes
 
     assert said(report) == said(nc.report(expected)) == said(nc.report(nc.load(tmp_path / "out")))
@@ -250,13 +299,29 @@ def test_a_model_in_bf16_keeps_its_dtype(tmp_path):
     report = quantize_folder(tmp_path / "source", WeightOnlyConfig("int4", group_size=32), tmp_path / "out")
     loaded = nc.load(tmp_path / "out")
     assert (
-        loaded.model.norm.weight.dtype == loaded.lm_head.weight.dtype == loaded.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+        loaded.model.norm.weight.dtype
+        == loaded.lm_head.weight.dtype
+        == loaded.model.layers[0].mlp.up_proj.weight.dtype
+        == torch.bfloat16
     )
     assert next(layer.bits for layer in report.layers if layer.operator == "lm_head") == 16
 
 
-TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
-IMAGE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+IMAGE = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 
 def bert():  # it does not generate
@@ -268,13 +333,28 @@ def falcon():  # its linears have a forward of their own, which can only be trie
 
 
 def clip():  # two configurations inside
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, projection_dim=32))
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, projection_dim=32)
+    )
 
 
 def detr():  # attention by sdpa, with convolutions inside, for which there is none
-    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 5}
-    backbone = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"])
-    options = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
+    sizes = {
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "num_queries": 5,
+    }
+    backbone = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"]
+    )
+    options = {
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone": None,
+        "backbone_config": backbone,
+    }
     return transformers.DetrForObjectDetection(
         transformers.DetrConfig(**options, **sizes, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64)
     )
@@ -289,8 +369,18 @@ def llava():  # transformers 4 renames tensors while it saves and loads them
 
 
 def mamba2():  # its configuration holds an infinite number, which JSON has not
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1}
-    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 1,
+    }
+    return transformers.Mamba2ForCausalLM(
+        transformers.Mamba2Config(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    )
 
 
 @pytest.mark.parametrize("build", [bert, falcon, clip, detr, llava, mamba2])
@@ -302,11 +392,15 @@ def test_other_architectures(build, tmp_path):
     config = WeightOnlyConfig("int4", group_size=32)
     quantize_folder(tmp_path / "source", config, tmp_path / "out")
     nc.save(nc.quantize(model, config), tmp_path / "expected")
-    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (
+        tmp_path / "expected" / "weights.safetensors"
+    ).read_bytes()
     loaded = nc.load(tmp_path / "out")
     assert type(loaded) is type(model)
     assert getattr(loaded.config, "use_cache", None) is getattr(model.config, "use_cache", None)
-    assert list(getattr(loaded.config, "time_step_limit", ())) == list(getattr(model.config, "time_step_limit", ()))
+    assert list(getattr(loaded.config, "time_step_limit", ())) == list(
+        getattr(model.config, "time_step_limit", ())
+    )
 
 
 def changed(source, change):
@@ -326,13 +420,18 @@ def test_files_that_hold_two_values_for_tied_weights(tmp_path):
     for ids in samples():
         prepared(ids)
     nc.save(nc.convert(prepared), tmp_path / "expected")
-    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (
+        tmp_path / "expected" / "weights.safetensors"
+    ).read_bytes()
 
 
 def test_files_that_hold_tied_weights_twice(tmp_path):
     llama(tied=True).save_pretrained(tmp_path / "source")
     quantize_folder(tmp_path / "source", CONFIG, tmp_path / "expected", samples())
-    changed(tmp_path / "source", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    changed(
+        tmp_path / "source",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
     quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
     assert files(tmp_path / "out") == files(tmp_path / "expected")
 
@@ -345,15 +444,27 @@ def test_files_that_hold_a_tensor_under_two_names(source, tmp_path):
 
 
 def bart():
-    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 100}
-    return BartForConditionalGeneration(BartConfig(**sizes, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64))
+    sizes = {
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    return BartForConditionalGeneration(
+        BartConfig(**sizes, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64)
+    )
 
 
 def resnet():
-    return transformers.ResNetForImageClassification(transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]))
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1])
+    )
 
 
-@pytest.mark.parametrize(("build", "optional"), [(bart, "final_logits_bias"), (resnet, "num_batches_tracked")])
+@pytest.mark.parametrize(
+    ("build", "optional"), [(bart, "final_logits_bias"), (resnet, "num_batches_tracked")]
+)
 def test_buffers_that_files_may_lack(build, optional, tmp_path):
     """Transformers gives them their first values without a word."""
     build().save_pretrained(tmp_path / "source")
@@ -381,7 +492,9 @@ def test_other_files_beside_those_of_the_index(tmp_path):
     assert files(tmp_path / "out") == files(tmp_path / "expected")
     shard = min((tmp_path / "source").glob("model-*.safetensors"))
     shard.unlink()
-    with pytest.raises(ArtefactMissingError, match=f"has no {shard.name}, which model.safetensors.index.json names"):
+    with pytest.raises(
+        ArtefactMissingError, match=f"has no {shard.name}, which model.safetensors.index.json names"
+    ):
         quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
 
 
@@ -390,7 +503,11 @@ def test_other_files_beside_those_of_the_index(tmp_path):
     [
         ("config.json", "{", "config.json' is no JSON"),
         ("config.json", "[]", "config.json' is no JSON object, but a list"),
-        ("config.json", '{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10000000}', "no model that can be built"),
+        (
+            "config.json",
+            '{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10000000}',
+            "no model that can be built",
+        ),
         ("generation_config.json", "{", "generation_config.json' is no JSON"),
     ],
 )
@@ -412,8 +529,20 @@ def test_the_configuration_stays_what_it_was(use_cache, tmp_path):
 def test_values_that_are_buffers_come_from_the_files_too(tmp_path):
     """The router of DeepSeek-V3 has a trained bias that is no parameter."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
     ranks = {
         "num_key_value_heads": 4,
         "kv_lora_rank": 32,
@@ -422,7 +551,9 @@ def test_values_that_are_buffers_come_from_the_files_too(tmp_path):
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
     }
-    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **experts, **ranks, vocab_size=100)).eval()
+    model = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**sizes, **experts, **ranks, vocab_size=100)
+    ).eval()
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
     bias.normal_()
     model.save_pretrained(tmp_path / "source")
@@ -438,16 +569,29 @@ def test_files_of_a_quantized_model_are_refused(dtype, source, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     tensors |= {name: (8 * tensors[name]).to(dtype), f"{name}_scale_inv": torch.ones(1)}
     save_file(tensors, path)
-    with pytest.raises(ArtefactCorruptError, match=f"'{name}' has dtype {dtype}; the files are of a quantized model"):
+    with pytest.raises(
+        ArtefactCorruptError, match=f"'{name}' has dtype {dtype}; the files are of a quantized model"
+    ):
         quantize_folder(source, CONFIG, tmp_path / "out", samples())
 
 
 def test_an_encoder_and_a_decoder(tmp_path):
-    """Blocks of the first stack are called while those of the second one are reached for; each is read for that time only."""
+    """Blocks of the first stack are called while those of the second one are reached for.
+
+    Each is read for that time only.
+    """
     torch.manual_seed(0)
-    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
     model = BartForConditionalGeneration(
-        BartConfig(**sizes, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=100, max_position_embeddings=64)
+        BartConfig(
+            **sizes, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=100, max_position_embeddings=64
+        )
     ).eval()
     model.save_pretrained(tmp_path / "source")
     quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
@@ -462,23 +606,43 @@ def test_an_encoder_and_a_decoder(tmp_path):
     ("fields", "bits"),
     [
         ({"w_dtype": "int4", "group_size": 64, "scale_dtype": "fp16"}, lambda k: 4 + 16 / 64),
-        ({"w_dtype": "int4", "group_size": 32, "scale_dtype": "fp16", "w_sym": False}, lambda k: 4 + (16 + 4) / 32),
+        (
+            {"w_dtype": "int4", "group_size": 32, "scale_dtype": "fp16", "w_sym": False},
+            lambda k: 4 + (16 + 4) / 32,
+        ),
         ({"w_dtype": "int3", "group_size": 64, "scale_dtype": "fp16"}, lambda k: 3 + 16 / 64),
         ({"w_dtype": "nf4", "group_size": 64, "scale_dtype": "fp16"}, lambda k: 4 + 16 / 64),
-        ({"w_dtype": "int4", "group_size": 64, "double_quant": DoubleQuant()}, lambda k: 4 + (8 + 32 / (k / 64)) / 64),
+        (
+            {"w_dtype": "int4", "group_size": 64, "double_quant": DoubleQuant()},
+            lambda k: 4 + (8 + 32 / (k / 64)) / 64,
+        ),
     ],
     ids=["int4", "affine int4", "int3", "nf4", "double quant"],
 )
 def test_the_size_on_disk_is_that_of_the_formula(fields, bits, tmp_path):
-    """All files together, less what stays float, against b + (scale + zero bits) / group, by hand. A row has fewer than 256 scales."""
+    """All files together, less what stays float, against b + (scale + zero bits) / group, by hand.
+
+    A row has fewer than 256 scales.
+    """
     torch.manual_seed(0)
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100)).eval()
     model.save_pretrained(tmp_path / "source")
     config = WeightOnlyConfig(**{**fields, "w_algo": "minmax"})
     quantize_folder(tmp_path / "source", config, tmp_path / "out")
     nc.save(nc.quantize(model, config), tmp_path / "saved")
-    low = [module.weight for block in model.model.layers for module in block.modules() if isinstance(module, torch.nn.Linear)]
+    low = [
+        module.weight
+        for block in model.model.layers
+        for module in block.modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
     rest = sum(4 * p.numel() for p in model.parameters()) - sum(4 * weight.numel() for weight in low)
     expected = sum(weight.numel() * bits(weight.shape[1]) / 8 for weight in low)
     for folder in ("out", "saved"):
@@ -519,7 +683,12 @@ class TestRefusals:
         with pytest.raises(InputError, match="gptq needs calibration data"):
             quantize_folder(source, CONFIG, tmp_path / "out")
         with pytest.raises(UnsupportedError, match="rotation"):
-            quantize_folder(source, WeightOnlyConfig("int4", group_size=32, transforms=[Rotation()]), tmp_path / "out", samples())
+            quantize_folder(
+                source,
+                WeightOnlyConfig("int4", group_size=32, transforms=[Rotation()]),
+                tmp_path / "out",
+                samples(),
+            )
 
     def test_nothing_is_left_and_nothing_is_lost(self, source, tmp_path):
         (tmp_path / "out").mkdir()
@@ -545,8 +714,21 @@ class TestCommandLine:
 
     def test_the_whole_way(self, with_tokenizer, tmp_path):
         (tmp_path / "texts.txt").write_text("a b c a a b " * 40)
-        options = ["--weights", "int4", "--group-size", 32, "--solver", "gptq", "--length", 16, "--samples", 4]
-        result = self.run(with_tokenizer, *options, "--calib", tmp_path / "texts.txt", "--out", tmp_path / "out")
+        options = [
+            "--weights",
+            "int4",
+            "--group-size",
+            32,
+            "--solver",
+            "gptq",
+            "--length",
+            16,
+            "--samples",
+            4,
+        ]
+        result = self.run(
+            with_tokenizer, *options, "--calib", tmp_path / "texts.txt", "--out", tmp_path / "out"
+        )
         assert result.exit_code == 0, result.output
         assert "block 1 of 4: model.layers.0" in result.output
         assert "s left)" in result.output
@@ -556,7 +738,9 @@ class TestCommandLine:
         prepared = nc.prepare(llama(), CONFIG)
         for i in range(4):
             prepared(torch.tensor([[0, 1, 2, 0, 0, 1] * 40])[:, 16 * i : 16 * (i + 1)])
-        assert torch.equal(loaded.model.layers[2].mlp.up_proj.codes, nc.convert(prepared).model.layers[2].mlp.up_proj.codes)
+        assert torch.equal(
+            loaded.model.layers[2].mlp.up_proj.codes, nc.convert(prepared).model.layers[2].mlp.up_proj.codes
+        )
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -578,7 +762,9 @@ class TestCommandLine:
 
     def test_texts_that_are_too_short(self, with_tokenizer, tmp_path):
         (tmp_path / "texts.txt").write_text("a b c")
-        result = self.run(with_tokenizer, "--solver", "gptq", "--calib", tmp_path / "texts.txt", "--out", tmp_path / "out")
+        result = self.run(
+            with_tokenizer, "--solver", "gptq", "--calib", tmp_path / "texts.txt", "--out", tmp_path / "out"
+        )
         assert result.exit_code == 2
         assert "3 tokens, fewer than one piece of 512" in result.output
 

@@ -1,4 +1,7 @@
-"""Models with low-bit weights as directories: what comes back, in this process and a new one, and what is refused."""
+"""Models with low-bit weights as directories.
+
+What comes back, in this process and a new one, and what is refused.
+"""
 
 import copy
 import hashlib
@@ -26,13 +29,22 @@ IDS = torch.tensor([[1, 5, 9, 2, 7], [4, 4, 8, 3, 6]])
 
 
 def llama(**options):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = transformers.LlamaConfig(**{**sizes, "vocab_size": 50, "max_position_embeddings": 64, **options})
     return transformers.LlamaForCausalLM(config).eval()
 
 
 class Net(nn.Module):
-    """Not of transformers: two linears with one weight, a buffer that is not persistent, and one that is made in the first call."""
+    """Not of transformers.
+
+    Two linears with one weight, a buffer that is not persistent, and one that is made in the first call.
+    """
 
     def __init__(self):
         super().__init__()
@@ -80,7 +92,9 @@ def assert_same_model(a, b):
         assert list(first) == list(second)
         for name, tensor in first.items():
             assert tensor.dtype == second[name].dtype, name
-            assert torch.equal(*(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (tensor, second[name]))), name
+            assert torch.equal(
+                *(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (tensor, second[name]))
+            ), name
 
 
 @pytest.mark.parametrize(
@@ -96,14 +110,18 @@ def assert_same_model(a, b):
     ids=str,
 )
 def test_a_transformers_model_comes_back_bit_for_bit_without_its_class(fields, dtype, tmp_path):
-    q = nc.quantize(llama(tie_word_embeddings=False).to(dtype), config(**fields), measure=False)  # a verdict is not saved
+    q = nc.quantize(
+        llama(tie_word_embeddings=False).to(dtype), config(**fields), measure=False
+    )  # a verdict is not saved
     nc.save(q, tmp_path / "a")
     loaded = nc.load(tmp_path / "a")
     assert type(loaded) is type(q)
     assert not loaded.training
     assert_same_model(q, loaded)
     assert torch.equal(q(IDS).logits, loaded(IDS).logits)
-    assert torch.equal(*(m.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (q, loaded)))
+    assert torch.equal(
+        *(m.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (q, loaded))
+    )
     assert str(nc.report(q)) == str(nc.report(loaded))
     assert nc.report(q).to_dict() == nc.report(loaded).to_dict()
     assert loaded.config.to_dict() == q.config.to_dict()
@@ -117,12 +135,16 @@ def test_the_report_and_the_configuration_come_back_with_solvers_and_losses(tmp_
     nc.save(q, tmp_path)
     loaded = nc.load(tmp_path)
     assert "awq" in str(nc.report(loaded))
-    shown = [line for line in str(nc.report(q)).splitlines() if not line.startswith("outputs in the first call")]  # it is not saved
+    shown = [
+        line for line in str(nc.report(q)).splitlines() if not line.startswith("outputs in the first call")
+    ]  # it is not saved
     assert shown == str(nc.report(loaded)).splitlines()
     before, after = history_of(q), history_of(loaded)
     assert (after.plan, after.applied, after.config) == (before.plan, before.applied, before.config)
     assert nc.WeightOnlyConfig.from_dict(after.config) == prepared.quant_config
-    assert [m.result for m in q.modules() if hasattr(m, "result")] == [m.result for m in loaded.modules() if hasattr(m, "result")]
+    assert [m.result for m in q.modules() if hasattr(m, "result")] == [
+        m.result for m in loaded.modules() if hasattr(m, "result")
+    ]
 
 
 def test_saving_again_and_saving_what_was_loaded_give_the_same_bytes(tmp_path):
@@ -189,12 +211,22 @@ def test_loading_makes_no_float_weights_and_leaves_random_numbers_alone(tmp_path
     nc.load(tmp_path)
     assert torch.equal(state, torch.get_rng_state())
     assert [t for t in made if t.is_meta]
-    assert not [t.shape for t in made if t.dim() == 2 and not t.is_meta and t.shape[0] != 50]  # the head and the embedding stay float
+    assert not [
+        t.shape for t in made if t.dim() == 2 and not t.is_meta and t.shape[0] != 50
+    ]  # the head and the embedding stay float
 
 
 def gpt2():
     torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 1}
+    sizes = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 50,
+        "n_positions": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -211,7 +243,9 @@ def test_a_bias_that_a_rotation_moved_to_the_head_comes_back(tmp_path):
     for again in (nc.load(tmp_path / "a"), nc.load(tmp_path / "a", model=gpt2())):
         assert torch.equal(again(IDS).logits, q(IDS).logits)
         nc.save(again, tmp_path / "b")
-        assert (tmp_path / "b" / "weights.safetensors").read_bytes() == (tmp_path / "a" / "weights.safetensors").read_bytes()
+        assert (tmp_path / "b" / "weights.safetensors").read_bytes() == (
+            tmp_path / "a" / "weights.safetensors"
+        ).read_bytes()
     with pytest.raises(nc.UnsupportedError, match=r"lm_head\.bias.*without Rotation"):
         nc.export_weights(q, tmp_path / "c")
 
@@ -228,7 +262,10 @@ def test_another_class_needs_a_model_and_leaves_it_alone(tmp_path):
     q = nc.quantize(model, config(group_size=16, w_sym=False), measure=False)
     expected = q(x)
     nc.save(q, tmp_path)
-    with pytest.raises(nc.ArtefactError, match=r"holds the weights of a .*Net, but not the class.*nc\.load\(directory, model="):
+    with pytest.raises(
+        nc.ArtefactError,
+        match=r"holds the weights of a .*Net, but not the class.*nc\.load\(directory, model=",
+    ):
         nc.load(tmp_path)
     fresh = net()
     before = copy.deepcopy(fresh.state_dict())
@@ -260,7 +297,10 @@ def test_a_subclass_of_a_transformers_model_needs_a_model(tmp_path):
     ("make", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(32, 32)), "'first' is a linear of 32 x 32, and it has none"),
-        (lambda: _with(net(), "first", nn.Linear(32, 16)), "'first' is a linear of 32 x 32, and there it is a linear of 16 x 32"),
+        (
+            lambda: _with(net(), "first", nn.Linear(32, 16)),
+            "'first' is a linear of 32 x 32, and there it is a linear of 16 x 32",
+        ),
         (lambda: _with(net(), "norm", nn.LayerNorm(16)), "its 'norm.weight' has shape"),
         (lambda: _with(net(), "more", nn.Linear(2, 2)), "it has 'more.bias', which was not saved"),
         (lambda: _with(net(), "norm", nn.Identity()), "it has no 'norm.weight'"),
@@ -282,8 +322,12 @@ def test_load_takes_a_backend_and_refuses_what_is_no_model(tmp_path):
     q = nc.quantize(llama(), config(), backend="reference")
     nc.save(q, tmp_path)
     assert torch.equal(nc.load(tmp_path, backend="reference")(IDS).logits, q(IDS).logits)
-    assert {layer.kernel for layer in nc.report(nc.load(tmp_path, backend="reference")).quantized} == {"reference"}
-    assert "reference" not in {layer.kernel for layer in nc.report(nc.load(tmp_path, backend="native")).quantized}
+    assert {layer.kernel for layer in nc.report(nc.load(tmp_path, backend="reference")).quantized} == {
+        "reference"
+    }
+    assert "reference" not in {
+        layer.kernel for layer in nc.report(nc.load(tmp_path, backend="native")).quantized
+    }
     with pytest.raises(nc.UnknownBackendError):
         nc.load(tmp_path, backend="nativ")
     with pytest.raises(nc.InputError, match="torch.nn.Module, but got str"):
@@ -291,7 +335,9 @@ def test_load_takes_a_backend_and_refuses_what_is_no_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"w_sym": False, "scale_dtype": "fp16", "group_size": 64}, {"w_dtype": "int3", "group_size": 64}], ids=str
+    "fields",
+    [{}, {"w_sym": False, "scale_dtype": "fp16", "group_size": 64}, {"w_dtype": "int3", "group_size": 64}],
+    ids=str,
 )
 def test_the_size_on_disk_is_that_of_the_formula(fields, tmp_path):
     fields = {"w_dtype": "int4", "group_size": 32, **fields}
@@ -316,8 +362,14 @@ def test_foreign_folders_are_not_replaced_and_artefacts_of_both_kinds_are(tmp_pa
         nc.save(q, foreign)
     assert (foreign / "notes.txt").read_text() == "mine"
     x = torch.randn(2, 8)
-    graph = nc.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), nc.DynamicQuantConfig(), example_inputs=x, backend="reference")
-    for model, loaded in ((graph, nc.api.quantized.QuantizedModel), (q, Net), (graph, nc.api.quantized.QuantizedModel)):
+    graph = nc.quantize(
+        nn.Sequential(nn.Linear(8, 8)).eval(), nc.DynamicQuantConfig(), example_inputs=x, backend="reference"
+    )
+    for model, loaded in (
+        (graph, nc.api.quantized.QuantizedModel),
+        (q, Net),
+        (graph, nc.api.quantized.QuantizedModel),
+    ):
         nc.save(model, tmp_path / "a")
         assert isinstance(nc.load(tmp_path / "a", model=net(), backend="reference"), loaded)
 
@@ -374,7 +426,10 @@ def test_a_missing_file_and_a_newer_schema_are_named(folder):
         nc.load(folder)
 
 
-@pytest.mark.parametrize("name", ["PreTrainedModel", "Trainer", "pipeline", "LlamaAttention", "os.system", "", None, ["LlamaForCausalLM"]])
+@pytest.mark.parametrize(
+    "name",
+    ["PreTrainedModel", "Trainer", "pipeline", "LlamaAttention", "os.system", "", None, ["LlamaForCausalLM"]],
+)
 def test_only_listed_classes_of_transformers_are_built(name, folder):
     changed(folder, lambda d: d["transformers"].update({"class": name}))
     with pytest.raises(nc.ArtefactError, match="has no model class"):
@@ -403,8 +458,21 @@ def test_only_model_classes_in_files_of_transformers_are_built(file, name, folde
 
 
 def text_sizes():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
-    return {**sizes, "max_position_embeddings": 64, "projection_dim": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+    }
+    return {
+        **sizes,
+        "max_position_embeddings": 64,
+        "projection_dim": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -414,7 +482,11 @@ def text_sizes():
         ("SiglipTextModel", "SiglipTextConfig", text_sizes()),
         ("ClapTextModelWithProjection", "ClapTextConfig", text_sizes()),
         ("DPRContextEncoder", "DPRConfig", text_sizes()),
-        ("GPT2DoubleHeadsModel", "GPT2Config", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 64}),
+        (
+            "GPT2DoubleHeadsModel",
+            "GPT2Config",
+            {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 64},
+        ),
     ],
 )
 def test_a_model_class_in_no_auto_class_comes_back(name, kind, sizes, tmp_path):
@@ -441,8 +513,15 @@ def test_a_part_of_a_model_comes_back(tmp_path):
 
 
 def test_a_configuration_cannot_name_code_or_fetch_anything(folder):
-    names = {"auto_map": {"AutoModel": "hub--evil"}, "attn_implementation": "hub/kernel", "_attn_implementation": "hub/kernel"}
-    changed(folder, lambda d: d["transformers"]["config"].update(names, quantization_config={"quant_method": "gptq"}))
+    names = {
+        "auto_map": {"AutoModel": "hub--evil"},
+        "attn_implementation": "hub/kernel",
+        "_attn_implementation": "hub/kernel",
+    }
+    changed(
+        folder,
+        lambda d: d["transformers"]["config"].update(names, quantization_config={"quant_method": "gptq"}),
+    )
     loaded = nc.load(folder)
     assert loaded.config._attn_implementation == "sdpa"
     assert not any(hasattr(loaded.config, key) for key in ("auto_map", "quantization_config"))
@@ -451,7 +530,9 @@ def test_a_configuration_cannot_name_code_or_fetch_anything(folder):
         nc.load(folder)
 
 
-@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
 @pytest.mark.parametrize("value", [3, 10**4, 10**12])
 def test_a_configuration_of_a_larger_model_is_refused_soon(name, value, folder):
     changed(folder, lambda d: d["transformers"]["config"].update({name: value}))
@@ -459,7 +540,25 @@ def test_a_configuration_of_a_larger_model_is_refused_soon(name, value, folder):
         nc.load(folder)
 
 
-VALUES = [None, True, 0, 1, -1, 3, 300, 10**12, 0.5, "", "x", [], [1, 2], {}, {"float": "nan"}, "int8", "model.norm.weight"]
+VALUES = [
+    None,
+    True,
+    0,
+    1,
+    -1,
+    3,
+    300,
+    10**12,
+    0.5,
+    "",
+    "x",
+    [],
+    [1, 2],
+    {},
+    {"float": "nan"},
+    "int8",
+    "model.norm.weight",
+]
 
 
 def places(value, found, path=()):
@@ -475,7 +574,7 @@ def test_a_changed_artefact_with_correct_checksums_is_refused_or_loads(saved, tm
     folder = shutil.copytree(saved, tmp_path / "changed")
     failures, refused = [], 0
     for seed in range(COUNT):
-        rng = random.Random(seed)  # noqa: S311 - which change to try
+        rng = random.Random(seed)  # which change to try
         data = copy.deepcopy(original)
         part = rng.choice(["layers", "layers", "tensors", "transformers", "record", None])
         container, key, path = rng.choice(places(data if part is None else data[part], []))
@@ -491,7 +590,7 @@ def test_a_changed_artefact_with_correct_checksums_is_refused_or_loads(saved, tm
                 str(nc.report(model))
         except nc.ArtefactError:
             refused += 1
-        except Exception as error:  # noqa: BLE001 - anything else is what this test is about
+        except Exception as error:  # anything else is what this test is about
             failures.append(f"seed {seed}: {part} {path}: {type(error).__name__}: {str(error)[:160]}")
     assert not failures, "\n".join(failures)
     assert refused > COUNT // 3
@@ -507,7 +606,9 @@ def test_packed_tensors_of_another_size_are_refused(part, how, folder):
     if how == "missing":
         del tensors[name]
     else:
-        tensors[name] = tensors[name][:, :-1].contiguous() if how == "shorter" else tensors[name].to(torch.int32)
+        tensors[name] = (
+            tensors[name][:, :-1].contiguous() if how == "shorter" else tensors[name].to(torch.int32)
+        )
     save_file(tensors, folder / "weights.safetensors")
     forge(folder, document(folder))
     with pytest.raises(nc.ArtefactCorruptError):

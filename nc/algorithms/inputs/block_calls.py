@@ -1,4 +1,7 @@
-"""What calls reach the blocks of a model: recorded once, so that blocks can be run one after the other without the model."""
+"""What calls reach the blocks of a model.
+
+Recorded once, so that blocks can be run one after the other without the model.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,14 @@ class Sample:
     keep: torch.Tensor | None = None
 
 
-class _Stop(Exception):  # noqa: N818 - it is no error
+class _Stop(Exception):  # it is no error
     """The last block was reached: what is behind it need not run."""
 
 
 def block_lists(model: torch.nn.Module, layers: Collection[str]) -> list[list[str]]:
-    """Names of the model's stacks of blocks that hold layers to quantize, in the order of `named_modules`; outermost stacks only.
+    """Names of the model's stacks of blocks that hold layers to quantize, in the order of `named_modules`.
+
+    Outermost stacks only.
 
     Args:
         model: the model.
@@ -44,7 +49,11 @@ def block_lists(model: torch.nn.Module, layers: Collection[str]) -> list[list[st
     stacks: list[list[str]] = []
     taken: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2 or name.startswith(taken or ("\0",)):
+        if (
+            not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+            or len(module) < 2
+            or name.startswith(taken or ("\0",))
+        ):
             continue
         children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
         if sum(any(layer.startswith(f"{child}.") for layer in layers) for child in children) < 2:
@@ -62,15 +71,15 @@ def record(
 ) -> list[tuple[Call, ...]] | None:
     """For each sample the arguments of each block, or None if blocks are not called once each and in order.
 
-    Where a block only passes a hidden state on, blocks are not computed while arguments are recorded: the first two are, for one
-    sample, to see that this changes no argument.
+    Where a block only passes a hidden state on, blocks are not computed while arguments are recorded: the
+    first two are, for one sample, to see that this changes no argument.
 
     Args:
         model: the model; what is in front of `blocks` is computed.
         blocks: one stack.
         samples: calls of the model.
-        first: gets the number of each sample and the first tensor that its first block is called with; the calls then have `HIDDEN` there
-            too. Without it these tensors of all samples are in the result.
+        first: gets the number of each sample and the first tensor that its first block is called with; the
+            calls then have `HIDDEN` there too. Without it these tensors of all samples are in the result.
 
     Returns:
         (args, kwargs) of each block. Tensors that are the output of the block in front are `HIDDEN`.
@@ -91,7 +100,9 @@ def record(
     return _all((_calls(model, blocks, sample, real=len(blocks)) for sample in samples), first)
 
 
-def _all(found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.Tensor], None] | None) -> list[tuple[Call, ...]] | None:
+def _all(
+    found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.Tensor], None] | None
+) -> list[tuple[Call, ...]] | None:
     result = []
     kept: dict[Any, torch.Tensor] = {}
     for index, calls in enumerate(found):
@@ -100,14 +111,16 @@ def _all(found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.T
         hidden = next((v for v in (*calls[0][0], *calls[0][1].values()) if isinstance(v, torch.Tensor)), None)
         if first is not None and hidden is not None:
             first(index, hidden)
-            calls = (_replaced(calls[0], hidden, HIDDEN), *calls[1:])  # noqa: PLW2901
-            calls = _without_copies(calls, kept)  # noqa: PLW2901
+            calls = (_replaced(calls[0], hidden, HIDDEN), *calls[1:])
+            calls = _without_copies(calls, kept)
         result.append(calls)
     return result
 
 
 def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> tuple[Call, ...]:
-    """Return calls in which tensors that equal an earlier one are that one: masks and positions of samples of one size.
+    """Return calls in which tensors that equal an earlier one are that one.
+
+    Masks and positions of samples of one size.
 
     Args:
         calls: of one sample.
@@ -119,11 +132,16 @@ def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> t
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
             return value
         if id(value) not in seen:
-            content = hashlib.blake2b(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
+            content = hashlib.blake2b(
+                value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+            ).digest()
             seen[id(value)] = kept.setdefault((value.shape, value.stride(), value.dtype, content), value)
         return seen[id(value)]
 
-    return tuple((pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()}) for args, kwargs in calls)
+    return tuple(
+        (pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()})
+        for args, kwargs in calls
+    )
 
 
 def _rest(output: Any) -> Sequence[Any]:
@@ -195,11 +213,17 @@ def _calls(
     with torch.no_grad(), contextlib.suppress(_Stop), with_forwards(blocks, replaced):
         args, kwargs = fresh(sample.call)
         model(*args, **kwargs)
-    return tuple(call for _, call in calls) if [index for index, _ in calls] == list(range(len(blocks))) else None
+    return (
+        tuple(call for _, call in calls)
+        if [index for index, _ in calls] == list(range(len(blocks)))
+        else None
+    )
 
 
 @contextlib.contextmanager
-def with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def with_forwards(
+    blocks: Sequence[torch.nn.Module], made: Callable[[int, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
     """Other forwards for a while; a forward that an object has of its own comes back."""
     own = [block.__dict__.get("forward") for block in blocks]
     for i, block in enumerate(blocks):
@@ -214,7 +238,10 @@ def with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Callab
 
 
 def is_cache(value: Any) -> bool:
-    """Keys and values of earlier calls: they grow with each call. Once something was captured, they are containers for pytree."""
+    """Keys and values of earlier calls: they grow with each call.
+
+    Once something was captured, they are containers for pytree.
+    """
     return type(value).__name__.endswith("Cache")
 
 
@@ -239,13 +266,18 @@ def _replaced(call: Call, old: Any, new: Any) -> Call:
 
 
 def fresh(call: Call) -> Call:
-    """Return the arguments as copies: a module may change its own in place (`x += …`), and calls are made several times."""
+    """Return the arguments as copies.
+
+    A module may change its own in place (`x += …`), and calls are made several times.
+    """
 
     def part(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     args, kwargs = call
-    return pytree.tree_map(part, args, is_leaf=is_cache), {k: pytree.tree_map(part, v, is_leaf=is_cache) for k, v in kwargs.items()}
+    return pytree.tree_map(part, args, is_leaf=is_cache), {
+        k: pytree.tree_map(part, v, is_leaf=is_cache) for k, v in kwargs.items()
+    }
 
 
 def called(module: torch.nn.Module, call: Call) -> Any:

@@ -23,7 +23,8 @@ class Collector:
     """Collects the inputs of some layers.
 
     Attributes:
-        of: statistics by the name of the layer; absent for layers that no call reached. Layers that read one tensor have the same object.
+        of: statistics by the name of the layer; absent for layers that no call reached. Layers that read one
+            tensor have the same object.
     """
 
     def __init__(self, layers: Mapping[str, torch.nn.Module], needs: Needs) -> None:
@@ -35,7 +36,9 @@ class Collector:
         self._float: dict[str, torch.Tensor] | None = None
 
     @contextlib.contextmanager
-    def watching(self, keep: torch.Tensor | None = None, float_inputs: dict[str, torch.Tensor] | None = None) -> Iterator[None]:
+    def watching(
+        self, keep: torch.Tensor | None = None, float_inputs: dict[str, torch.Tensor] | None = None
+    ) -> Iterator[None]:
         """Collect during one call.
 
         Args:
@@ -46,7 +49,10 @@ class Collector:
             CalibrationError: NaN or infinite values reached a layer; names it.
         """
         self._keep, self._float = keep, float_inputs
-        handles = [module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in self._layers.items()]
+        handles = [
+            module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            for name, module in self._layers.items()
+        ]
         try:
             with contextlib.ExitStack() as modes:
                 others = _read_by_others(self._layers)
@@ -68,11 +74,20 @@ class Collector:
     def _add(self, name: str, x: torch.Tensor) -> None:
         owner, now = self._owner.get(name), (x, _version(x))
         if owner is None:
-            owner = next((other for other, seen in self._seen.items() if _same(seen, now) and self._owner[other] == other), name)
+            owner = next(
+                (
+                    other
+                    for other, seen in self._seen.items()
+                    if _same(seen, now) and self._owner[other] == other
+                ),
+                name,
+            )
             self._owner[name] = owner
             if owner != name:
                 self.of[name] = self.of[owner]
-        elif owner != name and not _same(self._seen.get(owner), now):  # they read one tensor so far, and no longer
+        elif owner != name and not _same(
+            self._seen.get(owner), now
+        ):  # they read one tensor so far, and no longer
             self._owner[name], self.of[name] = name, copy.deepcopy(self.of[owner])
             owner = name
         self._seen[name] = now
@@ -84,28 +99,42 @@ class Collector:
         if float_x is not None and float_x.shape != x.shape:
             float_x = None  # a router has sent other tokens here than in the float model
         if name not in self.of:
-            self.of[name] = InputStatistics.empty(x.shape[-1], hessian=self._needs.hessian, cross=self._needs.float_inputs)
+            self.of[name] = InputStatistics.empty(
+                x.shape[-1], hessian=self._needs.hessian, cross=self._needs.float_inputs
+            )
         try:
             self.of[name].add(x, float_x)
         except CalibrationError as error:
-            msg = f"Layer {name!r}: {error}. Check the calibration data, or leave the layer alone: config.exclude({name!r})."
+            msg = (
+                f"Layer {name!r}: {error}. Check the calibration data, or leave the layer alone: "
+                f"config.exclude({name!r})."
+            )
             raise CalibrationError(msg) from None
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not annotate it
-    """Sees products with a layer's weight that are made without calling the layer, as attention of torch does with its `out_proj`.
+    """Sees products with a layer's weight that are made without calling the layer, as attention of torch does
+    with its `out_proj`.
 
     Args:
         layers: by name.
         add: gets the name of the layer and what is multiplied by its weight, [rows, inputs].
     """
 
-    def __init__(self, layers: Mapping[str, torch.nn.Module], add: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(
+        self, layers: Mapping[str, torch.nn.Module], add: Callable[[str, torch.Tensor], None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as above
-        self._names = {layer.weight.data_ptr(): name for name, layer in layers.items() if isinstance(layer.weight, torch.Tensor)}
+        self._names = {
+            layer.weight.data_ptr(): name
+            for name, layer in layers.items()
+            if isinstance(layer.weight, torch.Tensor)
+        }
         self._add = add
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func in _PRODUCTS:
             x, weight = args[-2:]
             name = self._names.get(weight.data_ptr())
@@ -121,7 +150,10 @@ def _read_by_others(root: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.M
 
 @contextlib.contextmanager
 def inputs_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect the last input tensor of each layer while a module runs, as it was then: what follows may change it in place."""
+    """Collect the last input tensor of each layer while a module runs, as it was then.
+
+    What follows may change it in place.
+    """
     found: dict[str, torch.Tensor] = {}
     kept: dict[int, tuple[tuple[torch.Tensor, int], torch.Tensor]] = {}
 
@@ -135,7 +167,9 @@ def inputs_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, torch
 
         return keep
 
-    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in layers.items()]
+    handles = [
+        module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in layers.items()
+    ]
     try:
         yield found
     finally:
@@ -145,7 +179,7 @@ def inputs_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, torch
 
 def _version(tensor: torch.Tensor) -> int:
     """Torch's counter of changes in place; tensors of inference mode have none."""
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's only one
+    return -1 if tensor.is_inference() else tensor._version  # torch's only one
 
 
 def _same(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int]) -> bool:

@@ -1,7 +1,9 @@
-"""Weights that are computed from other tensors at each call: by hooks (weight_norm, spectral_norm, pruning) and by parametrizations.
+"""Weights that are computed from other tensors at each call.
 
-What such a module shows as `weight` is the result of its last call, or nothing before the first. Here the weight is computed from what the
-module holds, and becomes a parameter.
+By hooks (weight_norm, spectral_norm, pruning) and by parametrizations.
+
+What such a module shows as `weight` is the result of its last call, or nothing before the first. Here the
+weight is computed from what the module holds, and becomes a parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ def is_computed(module: torch.nn.Module) -> bool:
     """Whether a linear or an embedding has a weight or bias that is no parameter or buffer of its own."""
     if parametrize.is_parametrized(module):
         return True
-    return any(not _is_held(module, name) for name in _NAMES if name == "weight" or not isinstance(module, torch.nn.Embedding))
+    return any(
+        not _is_held(module, name)
+        for name in _NAMES
+        if name == "weight" or not isinstance(module, torch.nn.Embedding)
+    )
 
 
 def weight_is_known(module: torch.nn.Module) -> bool:
@@ -34,8 +40,8 @@ def weight_is_known(module: torch.nn.Module) -> bool:
 def settle(modules: Iterable[torch.nn.Module]) -> None:
     """Compute the weights and biases of linears and embeddings, as in eval mode, and make parameters of them.
 
-    The parametrizations and hooks that computed them go. A module whose weight is computed by something else, such as the forward of the
-    module around it, keeps what it has.
+    The parametrizations and hooks that computed them go. A module whose weight is computed by something else,
+    such as the forward of the module around it, keeps what it has.
 
     Args:
         modules: they are changed; tensors that they share with other modules are not.
@@ -57,20 +63,22 @@ def _end_parametrizations(module: torch.nn.Module) -> None:
         return
     values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
     module.__class__ = parametrize.type_before_parametrizations(module)
-    del module._modules["parametrizations"]  # noqa: SLF001 - `del module.parametrizations` is the same
+    del module._modules["parametrizations"]  # `del module.parametrizations` is the same
     for name, value in values.items():
         module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
 
 def _end_hooks(module: torch.nn.Module) -> None:
-    hooks = module._forward_pre_hooks  # noqa: SLF001 - torch has no other way to them
+    hooks = module._forward_pre_hooks  # torch has no other way to them
     wanted = [name for name in _NAMES if not _is_held(module, name)]
     given: set[str] = set()
     for key, hook in list(hooks.items()):
-        computed = _computed_by(hook, module, wanted, with_kwargs=key in module._forward_pre_hooks_with_kwargs)  # noqa: SLF001
+        computed = _computed_by(
+            hook, module, wanted, with_kwargs=key in module._forward_pre_hooks_with_kwargs
+        )
         if computed:
             del hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)  # noqa: SLF001
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
             given |= computed
     for name in given:
         _hold(module, name)
@@ -81,8 +89,14 @@ def _computed_by(hook: Any, module: torch.nn.Module, names: list[str], *, with_k
     before = {name: getattr(module, name, None) for name in names}
     try:
         if names:
-            hook(module, () if isinstance(hook, _OF_TORCH) else (_zeros(module),), *([{}] if with_kwargs else []))
-    except Exception:  # noqa: BLE001 - it wants other inputs; a weight that nothing gives is left alone, with a reason in the plan
+            hook(
+                module,
+                () if isinstance(hook, _OF_TORCH) else (_zeros(module),),
+                *([{}] if with_kwargs else []),
+            )
+    except (
+        Exception
+    ):  # it wants other inputs; a weight that nothing gives is left alone, with a reason in the plan
         return set()
     return {name for name in names if getattr(module, name, None) is not before[name]}
 
@@ -91,7 +105,9 @@ def _zeros(module: torch.nn.Module) -> torch.Tensor:
     if isinstance(module, torch.nn.Embedding):
         return torch.zeros(1, dtype=torch.int64)
     own = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
-    size: Any = getattr(module, "in_features", None) or getattr(module, "nx", 1)  # transformers' Conv1D has nx
+    size: Any = getattr(module, "in_features", None) or getattr(
+        module, "nx", 1
+    )  # transformers' Conv1D has nx
     return torch.zeros(1, size, dtype=torch.float32 if own is None else own.dtype)
 
 
@@ -103,4 +119,4 @@ def _hold(module: torch.nn.Module, name: str) -> None:
 
 
 def _is_held(module: torch.nn.Module, name: str) -> bool:
-    return name in module._parameters or name in module._buffers  # noqa: SLF001 - an attribute of that name may be anything
+    return name in module._parameters or name in module._buffers  # an attribute of that name may be anything

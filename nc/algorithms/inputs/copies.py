@@ -15,33 +15,45 @@ _DICTS: tuple[type, ...] = (dict, collections.OrderedDict)
 
 
 def sharing(model: torch.nn.Module) -> torch.nn.Module:
-    """Copy the modules of a model. Parameters, buffers and the weights that hooks compute stay those of the model.
+    """Copy the modules of a model.
 
-    What a module holds beside that is copied too, except what can't be: locks, open files, generators, connections. The copy has the same
-    ones.
+    Parameters, buffers and the weights that hooks compute stay those of the model.
+
+    What a module holds beside that is copied too, except what can't be: locks, open files, generators,
+    connections. The copy has the same ones.
     """
-    computed = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
+    computed = [
+        v
+        for module in model.modules()
+        for v in vars(module).values()
+        if isinstance(v, torch.Tensor) and not v.is_leaf
+    ]
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers(), *computed)}
     try:
         return copy.deepcopy(model, dict(memo))
-    except Exception:  # noqa: BLE001 - any object can refuse, with any error; what refuses is shared
+    except Exception:  # any object can refuse, with any error; what refuses is shared
         copied: torch.nn.Module = _copied(model, memo)
         return copied
 
 
 def own_tensors(model: torch.nn.Module) -> None:
-    """Give a copy parameters and buffers of its own, in place of those that it shares; ties inside it stay."""
+    """Give a copy parameters and buffers of its own, in place of those that it shares.
+
+    Ties inside it stay.
+    """
     copies: dict[int, Any] = {}
     for part in model.modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue  # it has its own since it was copied
-        for name, parameter in part._parameters.items():  # noqa: SLF001 - named_parameters leaves out ties
+        for name, parameter in part._parameters.items():  # named_parameters leaves out ties
             if parameter is not None:
-                fresh = copies.setdefault(id(parameter), torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-                part._parameters[name] = fresh  # noqa: SLF001
-        for name, buffer in part._buffers.items():  # noqa: SLF001
+                fresh = copies.setdefault(
+                    id(parameter), torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                )
+                part._parameters[name] = fresh
+        for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())  # noqa: SLF001
+                part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -61,7 +73,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     trial = dict(memo)
     try:
         whole = copy.deepcopy(value, trial)
-    except Exception:  # noqa: BLE001 - as in `sharing`
+    except Exception:  # as in `sharing`
         whole = _taken_apart(value, memo)
     else:
         memo.update(trial)
@@ -71,7 +83,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 def _module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     try:
         made = copy.copy(module)
-    except Exception:  # noqa: BLE001 - parametrized modules refuse
+    except Exception:  # parametrized modules refuse
         made = type(module).__new__(type(module))
         made.__dict__.update(vars(module))
     memo[id(module)] = made
@@ -81,15 +93,20 @@ def _module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def _taken_apart(value: Any, memo: dict[int, Any]) -> Any:
-    """Return an object that refuses to be copied: itself, or a copy if it holds a module of which there is a copy."""
+    """Return an object that refuses to be copied.
+
+    Itself, or a copy if it holds a module of which there is a copy.
+    """
     memo[id(value)] = value
     attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict) or not any(isinstance(v, torch.nn.Module) for v in attributes.values()):
+    if not isinstance(attributes, dict) or not any(
+        isinstance(v, torch.nn.Module) for v in attributes.values()
+    ):
         return value
     try:
         made = memo[id(value)] = copy.copy(value)
         for name, item in attributes.items():
             made.__dict__[name] = _copied(item, memo)
-    except Exception:  # noqa: BLE001 - as in `sharing`
+    except Exception:  # as in `sharing`
         memo[id(value)] = made = value
     return made

@@ -64,7 +64,11 @@ class Layer:
 def layers_of(model: torch.nn.Module) -> tuple[Layer, ...]:
     """All of them, each module once, in the order of `named_modules`."""
     head = _output_head(model)
-    found = [(names, layer) for module, names in names_of(model).items() if (layer := _layer(names[0], module, head)) is not None]
+    found = [
+        (names, layer)
+        for module, names in names_of(model).items()
+        if (layer := _layer(names[0], module, head)) is not None
+    ]
     return tuple(replace(layer, others=tuple(names[1:])) if names[1:] else layer for names, layer in found)
 
 
@@ -77,7 +81,10 @@ def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
 
 
 def readable(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model; or a copy that shares its tensors, in which the weights that layers compute at each call are parameters."""
+    """Return the model.
+
+    Or a copy that shares its tensors, in which the weights that layers compute at each call are parameters.
+    """
     if not any(is_computed(layer.module) for layer in layers_of(model)):
         return model
     copied = sharing(model)
@@ -93,7 +100,11 @@ def settle_layers(model: torch.nn.Module, names: Iterable[str]) -> None:
 
 def _sizes(module: torch.nn.Module) -> tuple[int, int]:
     """(N, K) of a layer that shows no weight of its own, or (rows, features)."""
-    names = ("num_embeddings", "embedding_dim") if isinstance(module, torch.nn.Embedding) else ("out_features", "in_features")
+    names = (
+        ("num_embeddings", "embedding_dim")
+        if isinstance(module, torch.nn.Embedding)
+        else ("out_features", "in_features")
+    )
     first, second = (int(getattr(module, name, 0)) for name in names)
     return first, second
 
@@ -115,20 +126,36 @@ def _layer(name: str, module: torch.nn.Module, head: torch.nn.Module | None) -> 
     if isinstance(module, torch.nn.Linear):
         return Layer(name, module, "linear", head=is_head, why=_why_not(module, torch.nn.Linear, "linear"))
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        return Layer(name, module, "linear", transposed=True, head=is_head, why=_why_not(module, type(module), "linear"))
+        return Layer(
+            name,
+            module,
+            "linear",
+            transposed=True,
+            head=is_head,
+            why=_why_not(module, type(module), "linear"),
+        )
     if isinstance(module, torch.nn.Embedding):
         return Layer(name, module, "embedding", why=_why_not(module, torch.nn.Embedding, "embedding"))
     return None
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same values in the same memory; without values, for one and the same object."""
-    return (id(tensor),) if tensor.is_meta else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    """Equal for tensors that are the same values in the same memory.
+
+    Without values, for one and the same object.
+    """
+    return (
+        (id(tensor),) if tensor.is_meta else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    )
 
 
 def other_weights(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names and shapes of the float weights of two and more dimensions that are in no linear or embedding, such as stacked experts."""
-    inside = {name for name, module in model.named_modules() if is_low_bit(module) or _layer(name, module, None) is not None}
+    inside = {
+        name
+        for name, module in model.named_modules()
+        if is_low_bit(module) or _layer(name, module, None) is not None
+    }
     return tuple(
         (name, tuple(parameter.shape))
         for name, parameter in model.named_parameters()
@@ -152,25 +179,38 @@ def _why_not(module: torch.nn.Module, base: type[torch.nn.Module], kind: str) ->
 
 
 def _computes_a_linear(module: torch.nn.Module) -> bool:
-    """Whether a forward of the user's own gives `x @ W.T + b` (transformers' FalconLinear), found by a call; nothing else may be in it."""
+    """Whether a forward of the user's own gives `x @ W.T + b` (transformers' FalconLinear), found by a call.
+
+    Nothing else may be in it.
+    """
     weight: Any = module.weight
-    plain = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} <= {"weight", "bias"} and not list(
-        module.children()
-    )
+    plain = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} <= {
+        "weight",
+        "bias",
+    } and not list(module.children())
     if not plain or weight.dim() != 2 or weight.dtype not in _FLOATS:
         return False
     if weight.is_meta:
         module = _small(module)
         weight = module.weight
-    x = torch.linspace(-20, 20, 3 * weight.shape[1], dtype=torch.float32).sin().reshape(3, -1).to(weight.dtype)
+    x = (
+        torch.linspace(-20, 20, 3 * weight.shape[1], dtype=torch.float32)
+        .sin()
+        .reshape(3, -1)
+        .to(weight.dtype)
+    )
     with torch.no_grad():
         expected = torch.nn.functional.linear(x, weight, module.bias)  # type: ignore[arg-type]
         try:
             found = type(module).forward(module, x)
-        except Exception:  # noqa: BLE001 - it wants other arguments, so it is no linear
+        except Exception:  # it wants other arguments, so it is no linear
             return False
     bound = torch.finfo(weight.dtype).eps * weight.shape[1]
-    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected, rtol=bound, atol=bound)
+    return (
+        isinstance(found, torch.Tensor)
+        and found.shape == expected.shape
+        and torch.allclose(found, expected, rtol=bound, atol=bound)
+    )
 
 
 def _small(module: torch.nn.Module) -> torch.nn.Module:
@@ -178,7 +218,9 @@ def _small(module: torch.nn.Module) -> torch.nn.Module:
     small = copy.copy(module)
     values = torch.linspace(-20, 20, 8 * 16 + 8, dtype=torch.float32).cos().to(module.weight.dtype)  # type: ignore[arg-type]
     parts = {"weight": values[8:].view(8, 16), "bias": None if module.bias is None else values[:8]}
-    small._parameters = {key: None if part is None else torch.nn.Parameter(part) for key, part in parts.items()}  # noqa: SLF001 - of the copy
+    small._parameters = {
+        key: None if part is None else torch.nn.Parameter(part) for key, part in parts.items()
+    }  # of the copy
     small.in_features, small.out_features = 16, 8  # type: ignore[assignment]
     return small
 

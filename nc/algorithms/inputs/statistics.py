@@ -1,4 +1,7 @@
-"""What calibration collects of the inputs of low-bit layers: sums over tokens, in float64, so that they can be merged in any order."""
+"""What calibration collects of the inputs of low-bit layers.
+
+Sums over tokens, in float64, so that they can be merged in any order.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import torch
 
 from nc.errors import CalibrationError
 
-#: Rows of a matrix of sums, or of a weight, that are worked on at once, so that nothing else of its size is in memory.
+#: Rows of a matrix of sums, or of a weight, that are worked on at once, so that nothing else of its size is
+#: in memory.
 _ROWS = 512
 
 
@@ -22,7 +26,8 @@ class InputStatistics:
         squares: sum of x^2, float64, shape [K].
         largest: the largest |x|, fp32, shape [K].
         outer: sum of x x^T, float64, shape [K, K]; None if nothing asks for it.
-        cross: sum of (y - x) x^T, where y is the same token in the float model, float64, [K, K]; None if nothing asks for it.
+        cross: sum of (y - x) x^T, where y is the same token in the float model, float64, [K, K]; None if
+            nothing asks for it.
     """
 
     tokens: int
@@ -40,7 +45,14 @@ class InputStatistics:
             return torch.zeros(channels, channels, dtype=torch.float64)
 
         zeros = torch.zeros(channels, dtype=torch.float64)
-        return cls(0, zeros, zeros.clone(), zeros.float(), square() if hessian or cross else None, square() if cross else None)
+        return cls(
+            0,
+            zeros,
+            zeros.clone(),
+            zeros.float(),
+            square() if hessian or cross else None,
+            square() if cross else None,
+        )
 
     def add(self, x: torch.Tensor, float_x: torch.Tensor | None = None) -> None:
         """Add tokens.
@@ -106,11 +118,16 @@ class InputStatistics:
         return whole / max(self.tokens, 1)
 
 
-def weighted_loss(weight: torch.Tensor, rounded: torch.Tensor, inputs: InputStatistics | None, *, two_sided: bool = False) -> float:
-    """`tr((W - W^) H (W - W^)^T) / tr(W H W^T)`: the mean squared error of the layer's output over its mean square.
+def weighted_loss(
+    weight: torch.Tensor, rounded: torch.Tensor, inputs: InputStatistics | None, *, two_sided: bool = False
+) -> float:
+    """`tr((W - W^) H (W - W^)^T) / tr(W H W^T)`.
 
-    Two-sided, `tr((W - W^) H (W - W^)^T) + 2 tr(W C (W - W^)^T)` over the same, with C = E[(y - x) x^T]: the error `|W y - W^ x|^2` against
-    the output in the float model, less that of W itself. It is below 0 where W^ makes up for a part of what earlier layers did to x.
+    The mean squared error of the layer's output over its mean square.
+
+    Two-sided, `tr((W - W^) H (W - W^)^T) + 2 tr(W C (W - W^)^T)` over the same, with C = E[(y - x) x^T]: the
+    error `|W y - W^ x|^2` against the output in the float model, less that of W itself. It is below 0 where
+    W^ makes up for a part of what earlier layers did to x.
 
     Args:
         weight: W, fp32, shape [N, K].

@@ -28,20 +28,23 @@ _CHECK = 10
 
 @dataclass(frozen=True)
 class AutoRound:
-    """AutoRound. The defaults are those of its "light" recipe, for CPUs; give it some 32 samples of 256 tokens.
+    """AutoRound. The defaults are those of its "light" recipe, for CPUs.
 
-    Each weight gets V in [-0.5, 0.5], which is added before it is rounded, and each group two factors for the ends of its range, where
-    the range rule gives the start. A step is `-lr * sign(gradient)` of the mean squared error of the block's output, with lr going to 0
-    linearly. The parameters with the smallest loss over all samples stay, so the block is never worse than where it starts.
+    Give it some 32 samples of 256 tokens.
+
+    Each weight gets V in [-0.5, 0.5], which is added before it is rounded, and each group two factors for the
+    ends of its range, where the range rule gives the start. A step is `-lr * sign(gradient)` of the mean
+    squared error of the block's output, with lr going to 0 linearly. The parameters with the smallest loss
+    over all samples stay, so the block is never worse than where it starts.
 
     Attributes:
         steps: how many.
         batch: samples in each.
         samples: at most so many samples are used.
         lr: learning rate of V; None: 0.25 / steps ("light": 0.005).
-        range_lr: learning rate of the factors; None: lr / 2^(bits - 1), so that the largest codes move by as much as with a step of V. The
-            paper's is lr, which is too large for 4 bits: the block of the tests loses 0.72 of what round to nearest loses, and with this
-            one 0.60.
+        range_lr: learning rate of the factors; None: lr / 2^(bits - 1), so that the largest codes move by as
+            much as with a step of V. The paper's is lr, which is too large for 4 bits: the block of the tests
+            loses 0.72 of what round to nearest loses, and with this one 0.60.
         seed: of the order of the samples.
 
     Raises:
@@ -60,9 +63,14 @@ class AutoRound:
     def __post_init__(self) -> None:
         """Check values."""
         counts, rates = (self.steps, self.batch, self.samples), (self.lr, self.range_lr)
-        fits = all(is_whole(v, 1) for v in counts) and all(v is None or (is_number(v) and v > 0) for v in rates)
+        fits = all(is_whole(v, 1) for v in counts) and all(
+            v is None or (is_number(v) and v > 0) for v in rates
+        )
         if not (fits and is_whole(self.seed)):
-            msg = f"{self}: steps, batch and samples are whole numbers from 1, learning rates above 0, and seed a whole number from 0."
+            msg = (
+                f"{self}: steps, batch and samples are whole numbers from 1, learning rates above 0, and "
+                "seed a whole number from 0."
+            )
             raise ConfigError(msg)
 
     @property
@@ -88,15 +96,22 @@ class AutoRound:
         roundings = {name: _Rounding(layer) for name, layer in problem.layers.items()}
 
         def loss(samples: Sequence[int]) -> torch.Tensor:
-            errors = [(problem.run(problem.samples[i]).float() - problem.targets[i].float()).square() for i in samples]
-            total: torch.Tensor = sum(error.sum() for error in errors) / sum(error.numel() for error in errors)  # type: ignore[assignment]
+            errors = [
+                (problem.run(problem.samples[i]).float() - problem.targets[i].float()).square()
+                for i in samples
+            ]
+            total: torch.Tensor = sum(error.sum() for error in errors) / sum(
+                error.numel() for error in errors
+            )  # type: ignore[assignment]
             return total
 
         with _rounded(problem.module, roundings), needing_gradients("AutoRound", problem.name):
             self._learn(list(roundings.values()), loss, min(self.samples, len(problem.samples)))
         return {name: rounding.packed() for name, rounding in roundings.items()}
 
-    def _learn(self, roundings: list[_Rounding], loss: Callable[[Sequence[int]], torch.Tensor], samples: int) -> None:
+    def _learn(
+        self, roundings: list[_Rounding], loss: Callable[[Sequence[int]], torch.Tensor], samples: int
+    ) -> None:
         """Change the roundings in place; `loss` is of some samples."""
         lr = self.lr or 0.25 / self.steps
         learned = [_Learned(p, lr, (-0.5, 0.5)) for r in roundings for p in r.offsets]
@@ -159,8 +174,12 @@ class _Rounding(torch.nn.Module):
         rows = problem.weight.reshape(*self.start.scale.shape, -1)
         self.offsets = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros_like(rows))])
         count = 1 if self.form.symmetric else 2
-        self.factors = torch.nn.ParameterList([torch.nn.Parameter(torch.ones_like(self.start.scale)) for _ in range(count)])
-        self.gaps = _gaps(rows / self.start.scale.unsqueeze(-1), problem) if self.form.dtype.kind == "float" else None
+        self.factors = torch.nn.ParameterList(
+            [torch.nn.Parameter(torch.ones_like(self.start.scale)) for _ in range(count)]
+        )
+        self.gaps = (
+            _gaps(rows / self.start.scale.unsqueeze(-1), problem) if self.form.dtype.kind == "float" else None
+        )
 
     def params(self) -> GroupParams:
         """Scales, zero points and minima as they are now."""
@@ -172,12 +191,25 @@ class _Rounding(torch.nn.Module):
         low = low * self.factors[1]
         scale = self._stored((high - low) / top, start.scale)
         if self.form.float_zero:
-            outer = None if start.outer is None or start.outer.minimum is None else spread(start.outer.minimum, scale.shape[1])
-            return GroupParams(scale, minimum=_straight(low, stored_minimum(low.detach(), self.form, outer)), outer=start.outer)
-        return GroupParams(scale, _straight(-low / scale, (-low / scale).detach().round().clamp(0, top)), outer=start.outer)
+            outer = (
+                None
+                if start.outer is None or start.outer.minimum is None
+                else spread(start.outer.minimum, scale.shape[1])
+            )
+            return GroupParams(
+                scale,
+                minimum=_straight(low, stored_minimum(low.detach(), self.form, outer)),
+                outer=start.outer,
+            )
+        return GroupParams(
+            scale, _straight(-low / scale, (-low / scale).detach().round().clamp(0, top)), outer=start.outer
+        )
 
     def _stored(self, scale: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Scales rounded to their storage format; those that would be zero or change their sign stay as they began."""
+        """Scales rounded to their storage format.
+
+        Those that would be zero or change their sign stay as they began.
+        """
         outer = None if self.start.outer is None else spread(self.start.outer.scale, scale.shape[1])
         rounded = stored(scale.detach(), self.form, outer)
         return _straight(scale, torch.where(rounded * start > 0, rounded, start))
@@ -193,7 +225,9 @@ class _Rounding(torch.nn.Module):
             codes = formats.nearest_codes(wanted.detach(), self.form.dtype).flatten(1)
             return _straight(wanted, decode(codes, units, self.form).reshape(wanted.shape))
         zero = self._zero(params)
-        wanted = (rows if params.minimum is None else rows - params.minimum.unsqueeze(-1)) / scale + self.offsets[0]
+        wanted = (
+            rows if params.minimum is None else rows - params.minimum.unsqueeze(-1)
+        ) / scale + self.offsets[0]
         return (_straight(wanted, wanted.detach().round()) + zero).clamp(0, 2**self.form.bits - 1) - zero
 
     def _zero(self, params: GroupParams) -> torch.Tensor | float:
@@ -215,7 +249,11 @@ class _Rounding(torch.nn.Module):
         """Return what was learned, as it is stored."""
         found = self.params()
         units = self._codes(found)
-        codes = formats.nearest_codes(units, self.form.dtype) if self.gaps is not None else units + self._zero(found)
+        codes = (
+            formats.nearest_codes(units, self.form.dtype)
+            if self.gaps is not None
+            else units + self._zero(found)
+        )
         return pack(codes.to(torch.uint8).reshape(self.weight.shape), found, self.form)
 
 
@@ -233,7 +271,9 @@ def _gaps(units: torch.Tensor, problem: Problem) -> torch.Tensor:
 
 def _is_transposed(weight: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether a module holds [K, N] where `rows` is [N, K] (transformers' `Conv1D`)."""
-    return weight.shape != rows.shape or (weight.shape[0] == weight.shape[1] and not torch.equal(weight.detach().float(), rows))
+    return weight.shape != rows.shape or (
+        weight.shape[0] == weight.shape[1] and not torch.equal(weight.detach().float(), rows)
+    )
 
 
 @contextlib.contextmanager

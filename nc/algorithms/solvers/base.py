@@ -1,4 +1,7 @@
-"""What a solver is: it chooses codes and scales for the weight of one layer. One per file, each a frozen dataclass of its options."""
+"""What a solver is: it chooses codes and scales for the weight of one layer.
+
+One per file, each a frozen dataclass of its options.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ class Needs:
         squares: the mean square of each input channel.
         hessian: the mean of x x^T.
         float_inputs: also the products of these inputs with those of the float model (two-sided solvers).
-        samples: how many of the first samples a transform or block solver runs itself; None: all. With several processes, rank 0 has these
-            at hand, and its part of the others; statistics are those of all.
+        samples: how many of the first samples a transform or block solver runs itself; None: all. With
+            several processes, rank 0 has these at hand, and its part of the others; statistics are those of
+            all.
         tokens: likewise as many of the first samples as have so many tokens.
     """
 
@@ -61,7 +65,8 @@ class Problem:
         inputs: statistics of its inputs in the model as it is quantized so far; None if there are none.
         clip: parts of the groups' largest magnitudes that ranges are found for, shape [N, K / group], as
             `nc.numerics.group_ranges.choose` takes them; None: the whole ranges.
-        notes: a solver appends what a reader of the report must know, e.g. that it fell back to round to nearest.
+        notes: a solver appends what a reader of the report must know, e.g. that it fell back to round to
+            nearest.
     """
 
     name: str
@@ -144,5 +149,8 @@ def needing_gradients(who: str, block: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_of_gradients(error):  # anything else, which the block would say without gradients too
             raise
-        msg = f"{who} needs gradients inside block {block!r}, and torch gives none: {error} Quantize it without {who}."
+        msg = (
+            f"{who} needs gradients inside block {block!r}, and torch gives none: {error} Quantize it "
+            f"without {who}."
+        )
         raise UnsupportedError(msg) from error

@@ -1,4 +1,7 @@
-"""GPTQ and its two-sided forms: columns are rounded one after the other, and those behind take over the error."""
+"""GPTQ and its two-sided forms.
+
+Columns are rounded one after the other, and those behind take over the error.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,26 @@ _RAISES = 4
 class GPTQ:
     """GPTQ (arXiv 2210.17323, algorithm 1), without a permutation that kernels would have to know.
 
-    Channels that calibration never saw a value of are rounded to nearest. Where the Hessian is not positive definite, damp is raised, and
-    if that does not help the layer is rounded to nearest; `Problem.notes` says both.
+    Channels that calibration never saw a value of are rounded to nearest. Where the Hessian is not positive
+    definite, damp is raised, and if that does not help the layer is rounded to nearest; `Problem.notes` says
+    both.
 
-    Measured on 25 linears of SmolLM2-135M: the H-weighted loss as a part of that of round to nearest, geometric mean, with order "none",
-    "groups" and "static" is 0.30, 0.26, 0.25 (int4, groups of 64); 0.27, 0.24, 0.21 (int3); 0.22, 0.18, 0.16 (uint4 with zero points).
+    Measured on 25 linears of SmolLM2-135M: the H-weighted loss as a part of that of round to nearest,
+    geometric mean, with order "none", "groups" and "static" is 0.30, 0.26, 0.25 (int4, groups of 64); 0.27,
+    0.24, 0.21 (int3); 0.22, 0.18, 0.16 (uint4 with zero points).
 
     Attributes:
         damp: share of the mean of diag(H) that is added to it.
         block: columns whose updates are put together before the rest is updated.
-        order: of the columns. "none": as they stand. "static": those with the largest E[x^2] first; all scales come from the original
-            weight. "groups": the groups with the largest E[x^2] first, and in a group its largest first.
-        static_groups: all scales come from the original weight; otherwise those of a group from the weight when the group begins, with the
-            errors of earlier columns in it.
-        two_sided: corrects also what earlier layers did to the inputs: |X W - X~ Q| is made small, X being the inputs of the float model.
-            "gptaq" (arXiv 2504.02692) or "qronos" (arXiv 2505.11695). For 2 and 3 bits. The layers of a block are solved one after the
-            other, each for the inputs that those in front of it give: the block is run once more for each.
+        order: of the columns. "none": as they stand. "static": those with the largest E[x^2] first; all
+            scales come from the original weight. "groups": the groups with the largest E[x^2] first, and in a
+            group its largest first.
+        static_groups: all scales come from the original weight; otherwise those of a group from the weight
+            when the group begins, with the errors of earlier columns in it.
+        two_sided: corrects also what earlier layers did to the inputs: |X W - X~ Q| is made small, X being
+            the inputs of the float model. "gptaq" (arXiv 2504.02692) or "qronos" (arXiv 2505.11695). For 2
+            and 3 bits. The layers of a block are solved one after the other, each for the inputs that those
+            in front of it give: the block is run once more for each.
         alpha: share of GPTAQ's correction that is made.
 
     Raises:
@@ -65,9 +72,18 @@ class GPTQ:
         if self.two_sided not in (None, *get_args(TwoSided)):
             msg = f"GPTQ has no two_sided {self.two_sided!r}; use None, {' or '.join(get_args(TwoSided))}."
             raise ConfigError(msg)
-        fits = is_number(self.damp) and self.damp >= 0 and is_whole(self.block, 1) and is_number(self.alpha) and 0 <= self.alpha <= 1
+        fits = (
+            is_number(self.damp)
+            and self.damp >= 0
+            and is_whole(self.block, 1)
+            and is_number(self.alpha)
+            and 0 <= self.alpha <= 1
+        )
         if not (fits and isinstance(self.static_groups, bool)):
-            msg = f"{self}: damp is at least 0, block a whole number from 1, alpha from 0 to 1, and static_groups True or False."
+            msg = (
+                f"{self}: damp is at least 0, block a whole number from 1, alpha from 0 to 1, and "
+                "static_groups True or False."
+            )
             raise ConfigError(msg)
 
     @property
@@ -97,9 +113,15 @@ class GPTQ:
         groups = weight.shape[1] // group
         fixed = self.static_groups or self.order == "static"
         outer = None
-        if fixed or form.two_levels:  # scales of scales depend on all groups, and are those of the weight before rounding
+        if (
+            fixed or form.two_levels
+        ):  # scales of scales depend on all groups, and are those of the weight before rounding
             whole = choose(
-                weight if self.two_sided is None else _unordered(target, perm), form, problem.rule, importance, clip=problem.clip
+                weight if self.two_sided is None else _unordered(target, perm),
+                form,
+                problem.rule,
+                importance,
+                clip=problem.clip,
             )
             outer = whole.outer
         if fixed:
@@ -109,7 +131,9 @@ class GPTQ:
             i = index[column]
             known = None if outer is None else outer.of_groups(i, 1, groups)
             clip = None if problem.clip is None else problem.clip[:, i : i + 1]
-            scales[i] = choose(updated, form, problem.rule, importance[perm[column : column + group]], known, clip=clip)
+            scales[i] = choose(
+                updated, form, problem.rule, importance[perm[column : column + group]], known, clip=clip
+            )
 
         def of_column(column: int) -> GroupParams:
             return scales[index[column]]
@@ -128,7 +152,10 @@ class GPTQ:
         return pack(_unordered(codes, perm), join([scales[i] for i in range(groups)], outer=outer), form)
 
     def _factored(self, problem: Problem) -> tuple[Factor, torch.Tensor] | None:
-        """Return the factor of the Hessian in the order of the columns, and that order; None if it cannot be factored."""
+        """Return the factor of the Hessian in the order of the columns, and that order.
+
+        None if it cannot be factored.
+        """
         assert problem.inputs is not None
         sums, tokens = problem.inputs.outer, problem.inputs.tokens
         assert sums is not None
@@ -138,7 +165,10 @@ class GPTQ:
             found = factor(sums, damp, perm, tokens)
             if found is not None:
                 if tried:
-                    problem.notes.append(f"its Hessian is not positive definite: damp was raised from {self.damp:g} to {damp:g}")
+                    problem.notes.append(
+                        f"its Hessian is not positive definite: damp was raised from {self.damp:g} to "
+                        f"{damp:g}"
+                    )
                 return found, perm
         problem.notes.append("its Hessian cannot be factored: rounded to nearest")
         return None
@@ -146,16 +176,19 @@ class GPTQ:
     def _two_sided(
         self, problem: Problem, parts: Factor, perm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the weight to round in its columns' order; what the first column is rounded from; and what values add to later columns.
+        """Return the weight to round in its columns' order; what the first column is rounded from.
 
-        With C = E[(y - x) x^T], y the float model's input: the best weight without rounding is W (I + C H^-1).
+        And what values add to later columns.
+
+        With C = E[(y - x) x^T], y the float model's input: the best weight without rounding is W (I + C
+        H^-1).
         """
         weight = problem.weight[:, perm].float()
         assert problem.inputs is not None
         if problem.inputs.cross is None:
             msg = (
-                f"GPTQ(two_sided={self.two_sided!r}) needs the inputs of the float model, and {problem.name!r} has none; "
-                "use two_sided=None."
+                f"GPTQ(two_sided={self.two_sided!r}) needs the inputs of the float model, and "
+                f"{problem.name!r} has none; use two_sided=None."
             )
             raise UnsupportedError(msg)
         cross = (problem.inputs.cross / problem.inputs.tokens)[perm][:, perm]
@@ -164,7 +197,8 @@ class GPTQ:
             # the first column is rounded as if the others stood still; the others fit best to what it became
             first = weight[:, 0] + (moved[:, 0] / parts.first).float()
             return weight + parts.solve(moved.T).T.float(), first, None
-        # the paper adds w_i P_i to later columns, P = alpha strict_upper(C U^T) U with U = R^-1; in units of the diagonal of R U drops out
+        # the paper adds w_i P_i to later columns, P = alpha strict_upper(C U^T) U with U = R^-1; in units of
+        # the diagonal of R U drops out
         product = torch.linalg.solve_triangular(parts.upper, cross.T, upper=True).T
         return weight, None, (self.alpha * product.triu(1) / parts.upper.diagonal()).float()
 

@@ -1,11 +1,14 @@
-"""HQQ: half-quadratic quantization, which needs no data (mobiusml, "Half-Quadratic Quantization of Large Machine Learning Models", 2023).
+"""HQQ: half-quadratic quantization, which needs no data (mobiusml, "Half-Quadratic Quantization of Large
+Machine Learning Models", 2023).
 
-It minimises `|W - W^|_p^p`, p < 1, over the zero points: weights with a large error count for little. Two steps take turns: the errors
-`e = shrink_p(W - W^)` are split off, and the zero point that fits `W - e` best follows as a mean.
+It minimises `|W - W^|_p^p`, p < 1, over the zero points: weights with a large error count for little. Two
+steps take turns: the errors `e = shrink_p(W - W^)` are split off, and the zero point that fits `W - e` best
+follows as a mean.
 
-Differences from the authors' code: errors are measured in units of the scale, so that the result does not depend on the size of the
-weights, and groups with a small range are not zeroed; the best step of each group stays, not the last one; symmetric integers and floats,
-which have no zero point, get the scale that fits `W - e` best. The range rule gives the start.
+Differences from the authors' code: errors are measured in units of the scale, so that the result does not
+depend on the size of the weights, and groups with a small range are not zeroed; the best step of each group
+stays, not the last one; symmetric integers and floats, which have no zero point, get the scale that fits `W -
+e` best. The range rule gives the start.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from nc.numerics.stored_scales import stored, stored_minimum
 
 @dataclass(frozen=True)
 class HQQ:
-    """HQQ. It needs no data. Use groups of at most 64: with large groups it is no better than round to nearest.
+    """HQQ. It needs no data.
 
-    Its zero points are no whole numbers. A format with `float_zero` holds them; for others they are rounded, and the scale is fitted again
-    by least squares.
+    Use groups of at most 64: with large groups it is no better than round to nearest.
+
+    Its zero points are no whole numbers. A format with `float_zero` holds them; for others they are rounded,
+    and the scale is fitted again by least squares.
 
     Attributes:
         steps: how often both steps are made.
@@ -50,7 +55,13 @@ class HQQ:
 
     def __post_init__(self) -> None:
         """Check values."""
-        if not (is_whole(self.steps) and is_number(self.p) and 0 < self.p <= 1 and is_number(self.beta) and self.beta > 0):
+        if not (
+            is_whole(self.steps)
+            and is_number(self.p)
+            and 0 < self.p <= 1
+            and is_number(self.beta)
+            and self.beta > 0
+        ):
             msg = f"{self}: steps is a whole number from 0, p above 0 and at most 1, and beta above 0."
             raise ConfigError(msg)
 
@@ -101,7 +112,9 @@ class HQQ:
 
     def _loss(self, weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
         """`|W - W^|_p^p` of each group."""
-        return _grouped((weight - decode(encode(weight, params, form), params, form)).abs().pow(self.p), params).sum(2)
+        return _grouped(
+            (weight - decode(encode(weight, params, form), params, form)).abs().pow(self.p), params
+        ).sum(2)
 
 
 def _grouped(weight: torch.Tensor, params: GroupParams) -> torch.Tensor:
@@ -113,7 +126,9 @@ def _covering(weight: torch.Tensor, start: GroupParams, form: WeightFormat) -> G
     """Params whose range is exactly that of the group, which need not hold 0."""
     low, high = torch.aminmax(_grouped(weight, start), dim=2)
     scale = (high - low) / (2**form.bits - 1)
-    return GroupParams(_stored_scale(torch.where(scale == 0, start.scale, scale), form, start.outer), minimum=low)
+    return GroupParams(
+        _stored_scale(torch.where(scale == 0, start.scale, scale), form, start.outer), minimum=low
+    )
 
 
 def _minimum(params: GroupParams) -> torch.Tensor:
@@ -127,11 +142,15 @@ def _stored_scale(scale: torch.Tensor, form: WeightFormat, outer: Outer | None) 
     return stored(scale, form, None if outer is None else spread(outer.scale, scale.shape[1]))
 
 
-def _stored(weight: torch.Tensor, params: GroupParams, form: WeightFormat, outer: Outer | None) -> Iterator[GroupParams]:
+def _stored(
+    weight: torch.Tensor, params: GroupParams, form: WeightFormat, outer: Outer | None
+) -> Iterator[GroupParams]:
     """Params with a free minimum as the format can store them."""
     assert params.minimum is not None
     if form.float_zero:
-        outside = None if outer is None or outer.minimum is None else spread(outer.minimum, params.scale.shape[1])
+        outside = (
+            None if outer is None or outer.minimum is None else spread(outer.minimum, params.scale.shape[1])
+        )
         yield GroupParams(params.scale, minimum=stored_minimum(params.minimum, form, outside), outer=outer)
         return
     zero = (-params.minimum / params.scale).round_().clamp_(0, 2**form.bits - 1)
@@ -140,8 +159,13 @@ def _stored(weight: torch.Tensor, params: GroupParams, form: WeightFormat, outer
     yield _fitted(weight, encode(weight, rounded, form), rounded, form)
 
 
-def _fitted(weight: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> GroupParams:
-    """Return the scale with the least squared error for given codes; the old one where that has no value or changes its sign."""
+def _fitted(
+    weight: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: WeightFormat
+) -> GroupParams:
+    """Return the scale with the least squared error for given codes.
+
+    The old one where that has no value or changes its sign.
+    """
     units = _grouped(decode(codes, GroupParams(torch.ones_like(params.scale), params.zero), form), params)
     squares = units.square().sum(2)
     scale = (_grouped(weight, params) * units).sum(2) / squares

@@ -23,7 +23,10 @@ class RTN:
         return Needs()
 
     def solve(self, problem: Problem) -> PackedWeight:
-        """See `Solver.solve`. Where statistics were collected for other reasons, range rule "wls" uses them."""
+        """See `Solver.solve`.
+
+        Where statistics were collected for other reasons, range rule "wls" uses them.
+        """
         importance = None if problem.inputs is None else problem.inputs.mean_square
         found = choose(problem.weight, problem.form, problem.rule, importance, clip=problem.clip)
         return pack(encode(problem.weight, found, problem.form), found, problem.form)

@@ -21,23 +21,28 @@ from nc.numerics.group_ranges import RULES
 
 @dataclass(frozen=True)
 class AWQ:
-    """A scale per input channel for each set of linears behind one norm or linear: `s = a^r`, a = mean |x|, r from a grid.
+    """A scale per input channel for each set of linears behind one norm or linear.
 
-    Candidates are compared by the error of the layers' outputs, `tr((W - W^) H (W - W^)^T)`, in the layers' own format and range rule; of
-    all candidates with the rule "minmax", then of the best few with the layers' rule. The best one is used only if the error of the
-    block's output is less than without a scale: the result is never worse than none by this measure.
+    `s = a^r`, a = mean |x|, r from a grid.
 
-    The clip search comes afterwards, see `clip`: smaller ranges for the groups of a layer that is not a query or key projection, where its
-    output and the block's lose less. Weights keep their values: a solver's losses count what is clipped.
+    Candidates are compared by the error of the layers' outputs, `tr((W - W^) H (W - W^)^T)`, in the layers'
+    own format and range rule; of all candidates with the rule "minmax", then of the best few with the layers'
+    rule. The best one is used only if the error of the block's output is less than without a scale: the
+    result is never worse than none by this measure.
+
+    The clip search comes afterwards, see `clip`: smaller ranges for the groups of a layer that is not a query
+    or key projection, where its output and the block's lose less. Weights keep their values: a solver's
+    losses count what is clipped.
 
     Attributes:
         grid: number of exponents, r = i / grid.
-        duo_scaling: True: `s = a^r / w^(1 - r)`, w = mean |w| over the largest of the group; "both": candidates of both kinds.
+        duo_scaling: True: `s = a^r / w^(1 - r)`, w = mean |w| over the largest of the group; "both":
+            candidates of both kinds.
         rows: candidates are compared on that many rows of each weight.
         finalists: how many candidates are compared with the layers' range rule.
         tokens: the block's output is compared for about this many tokens.
-        clip: search ranges too; None: for layers with the range rule "minmax". The rules "mse" and "wls" choose a range for each group
-            themselves, "wls" weighted with the inputs.
+        clip: search ranges too; None: for layers with the range rule "minmax". The rules "mse" and "wls"
+            choose a range for each group themselves, "wls" weighted with the inputs.
 
     Raises:
         ConfigError: a value that is out of range.
@@ -78,7 +83,10 @@ class AWQ:
         return outcome.applied("; ".join(notes))
 
     def _scaled(self, scope: Scope, outcome: Outcome) -> tuple[list[str], dict[str, torch.Tensor]]:
-        """Fold the best scales: (notes for the report, what the input channels of layers are divided by now, by name)."""
+        """Fold the best scales.
+
+        (notes for the report, what the input channels of layers are divided by now, by name).
+        """
         sets = sets_of(scope)
         outcome.sets = len(sets)
         error = BlockError(scope, self.tokens) if sets else None
@@ -92,7 +100,9 @@ class AWQ:
             before, after = (error(found.rounded(s)) for s in (torch.ones_like(scale), scale))
             if after < before and outcome.fold(found, scale):
                 notes.append(f"{found.link.producer} {before:.1e} → {after:.1e}")
-                scales |= {full(scope, found.link.consumers[i]): found.link.spread(scale, i) for i in found.targets}
+                scales |= {
+                    full(scope, found.link.consumers[i]): found.link.spread(scale, i) for i in found.targets
+                }
         return [f"error of the block {', '.join(notes)}"] if notes else [], scales
 
     def _search(self, found: ScaleSet) -> torch.Tensor | None:

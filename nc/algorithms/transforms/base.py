@@ -1,4 +1,7 @@
-"""What a transform is: it changes weights of the float model so that they lose less when they are quantized, and the model stays the same.
+"""What a transform is.
+
+It changes weights of the float model so that they lose less when they are quantized, and the model stays the
+same.
 
 One per file, each a frozen dataclass of its options.
 """
@@ -26,7 +29,8 @@ class Target:
         form: the format that it will have.
         rule: its range rule.
         inputs: statistics of its inputs; None where nothing was collected.
-        asked: whether its configuration asks for the transform. One that does not counts where it reads the same tensor as one that does.
+        asked: whether its configuration asks for the transform. One that does not counts where it reads the
+            same tensor as one that does.
     """
 
     module: torch.nn.Module
@@ -51,8 +55,8 @@ class Scope:
         module: the block, or the model itself.
         prefix: name of the block in the model; "" for the model.
         targets: the layers of the scope that will be quantized, by their name in the model.
-        samples: calibration samples that reach the scope, as (args, kwargs) of `module`; with several processes at least those that
-            `Transform.needs` asks for.
+        samples: calibration samples that reach the scope, as (args, kwargs) of `module`; with several
+            processes at least those that `Transform.needs` asks for.
         clips: a transform adds `Problem.clip` of layers, by their name in the model.
         keeps: of each sample the positions of [batch, length] that are no padding; None: all.
     """
@@ -72,7 +76,8 @@ class Transform(Protocol):
 
     Attributes:
         name: as configurations and reports write it.
-        level: "model": applied once, before anything is solved; "block": to each block, with the inputs that reach it.
+        level: "model": applied once, before anything is solved; "block": to each block, with the inputs that
+            reach it.
     """
 
     name: ClassVar[str]

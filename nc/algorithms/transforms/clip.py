@@ -1,4 +1,7 @@
-"""Ranges that are smaller than the weights need, where the layers' outputs lose less by it: AWQ's clip search on the layers of a block."""
+"""Ranges that are smaller than the weights need, where the layers' outputs lose less by it.
+
+AWQ's clip search on the layers of a block.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,35 @@ from nc.algorithms.transforms.base import Scope, Target
 from nc.algorithms.transforms.sets import BlockError, divided, weight_of
 from nc.numerics import clipping
 
-#: Last parts of names of layers that make queries or keys: the softmax amplifies their error, so AWQ leaves their ranges alone.
+#: Last parts of names of layers that make queries or keys: the softmax amplifies their error, so AWQ leaves
+#: their ranges alone.
 _QUERIES_AND_KEYS = re.compile(r"(^|_)(w?q|w?k|w?qkv|query|key|c_attn)(_|$)", re.IGNORECASE)
 
 
-def clip_ranges(scope: Scope, scales: Mapping[str, torch.Tensor], tokens: int, rules: tuple[str, ...]) -> list[str]:
-    """Search the ranges of a block's layers, see `nc.numerics.clipping`, and put those into `scope.clips` that lose less.
+def clip_ranges(
+    scope: Scope, scales: Mapping[str, torch.Tensor], tokens: int, rules: tuple[str, ...]
+) -> list[str]:
+    """Search the ranges of a block's layers, see `nc.numerics.clipping`, and put those into `scope.clips`
+    that lose less.
 
-    A layer's whole ranges stay if the error of its output, or that of the block's, is not less with the others.
+    A layer's whole ranges stay if the error of its output, or that of the block's, is not less with the
+    others.
 
     Args:
         scope: the block; its weights are scaled already.
-        scales: of layers whose inputs were divided since statistics were collected, by name: the scale of each input channel.
+        scales: of layers whose inputs were divided since statistics were collected, by name: the scale of
+            each input channel.
         tokens: the block's output is compared for about this many.
         rules: range rules; layers with another one are left alone.
 
     Returns:
         Names of the layers.
     """
-    names = [name for name, t in scope.targets.items() if t.asked and t.inputs is not None and t.inputs.tokens and t.rule in rules]
+    names = [
+        name
+        for name, t in scope.targets.items()
+        if t.asked and t.inputs is not None and t.inputs.tokens and t.rule in rules
+    ]
     found: list[str] = []
     error = None
     for name in names:
@@ -55,5 +68,11 @@ def clip_ranges(scope: Scope, scales: Mapping[str, torch.Tensor], tokens: int, r
     return found
 
 
-def _rounded(target: Target, weight: torch.Tensor, inputs: InputStatistics, clip: torch.Tensor | None) -> torch.Tensor:
-    return RTN().solve(Problem(name="", weight=weight, form=target.form, rule=target.rule, inputs=inputs, clip=clip)).dequantize()
+def _rounded(
+    target: Target, weight: torch.Tensor, inputs: InputStatistics, clip: torch.Tensor | None
+) -> torch.Tensor:
+    return (
+        RTN()
+        .solve(Problem(name="", weight=weight, form=target.form, rule=target.rule, inputs=inputs, clip=clip))
+        .dequantize()
+    )

@@ -21,7 +21,8 @@ class NotEquivalentError(Exception):
 
 
 def fold(module: torch.nn.Module, link: Link, scale: torch.Tensor) -> None:
-    """Divide the output channels of a producer by a scale, and multiply the columns of its readers by it, in place.
+    """Divide the output channels of a producer by a scale, and multiply the columns of its readers by it, in
+    place.
 
     Args:
         module: a `WideCopy` of the block.
@@ -37,12 +38,12 @@ def fold(module: torch.nn.Module, link: Link, scale: torch.Tensor) -> None:
     with torch.no_grad():
         if link.norm:
             offset = gain_offset(producer)
-            gain = producer._parameters["weight"]  # noqa: SLF001
+            gain = producer._parameters["weight"]
             assert gain is not None
             gain.copy_((gain + offset) / scale - offset)
         else:
             weights[link.producer].div_(scale.unsqueeze(1))
-        bias = producer._parameters.get("bias")  # noqa: SLF001
+        bias = producer._parameters.get("bias")
         if bias is not None:
             bias.div_(scale)
         for index, name in enumerate(link.consumers):
@@ -58,7 +59,7 @@ def gain_offset(norm: torch.nn.Module) -> float:
     Raises:
         NotEquivalentError: it does neither.
     """
-    weight, bias = norm._parameters["weight"], norm._parameters.get("bias")  # noqa: SLF001
+    weight, bias = norm._parameters["weight"], norm._parameters.get("bias")
     assert weight is not None
     kept = weight.detach().clone(), None if bias is None else bias.detach().clone()
     x = torch.randn(4, weight.numel(), dtype=weight.dtype, generator=torch.Generator().manual_seed(0))
@@ -85,7 +86,8 @@ class Checked:
 
     Attributes:
         error: difference of the output before and after, relative to its largest magnitude.
-        dtype: in which it was measured: torch.float64, or torch.float32 where the module cannot run in float64.
+        dtype: in which it was measured: torch.float64, or torch.float32 where the module cannot run in
+            float64.
     """
 
     error: float = 0.0
@@ -104,8 +106,9 @@ class Checked:
 def rewrite(module: torch.nn.Module, call: Call, change: Callable[[torch.nn.Module], None]) -> Checked:
     """Change the weights of a module, if it then computes what it did before.
 
-    The change is made on a float64 copy, which is run before and after. Then the new weights, rounded once, replace the module's own
-    (new parameters; the old ones are not written into), and the module itself is run.
+    The change is made on a float64 copy, which is run before and after. Then the new weights, rounded once,
+    replace the module's own (new parameters; the old ones are not written into), and the module itself is
+    run.
 
     Args:
         module: the block or model.
@@ -126,7 +129,10 @@ def rewrite(module: torch.nn.Module, call: Call, change: Callable[[torch.nn.Modu
     rounding = difference(own, run(module, call))
     if not rounding <= torch.finfo(own.dtype).eps ** 0.5:
         undo()
-        msg = f"rounded to {own.dtype} the new weights would change the output by {rounding:.1e} of its largest magnitude"
+        msg = (
+            f"rounded to {own.dtype} the new weights would change the output by {rounding:.1e} of its "
+            "largest magnitude"
+        )
         raise NotEquivalentError(msg)
     return Checked(error, wide.dtype)
 
@@ -139,25 +145,32 @@ def _take_over(module: torch.nn.Module, wide: torch.nn.Module) -> Callable[[], N
         mine = module.get_submodule(name)
         if isinstance(mine, torch.jit.ScriptModule):
             continue
-        for key, value in part._parameters.items():  # noqa: SLF001 - named_parameters leaves out ties
-            own = mine._parameters.get(key)  # noqa: SLF001
-            if value is None or (own is not None and torch.equal(own.detach().double(), value.detach().double())):
+        for key, value in part._parameters.items():  # named_parameters leaves out ties
+            own = mine._parameters.get(key)
+            if value is None or (
+                own is not None and torch.equal(own.detach().double(), value.detach().double())
+            ):
                 continue
-            like = own if own is not None else mine._parameters["weight"]  # noqa: SLF001
+            like = own if own is not None else mine._parameters["weight"]
             assert like is not None
-            new = made.setdefault(id(value), torch.nn.Parameter(value.detach().to(like.dtype), requires_grad=like.requires_grad))
+            new = made.setdefault(
+                id(value), torch.nn.Parameter(value.detach().to(like.dtype), requires_grad=like.requires_grad)
+            )
             old.append((mine, key, own))
-            mine._parameters[key] = new  # noqa: SLF001
+            mine._parameters[key] = new
 
     def undo() -> None:
         for part, key, parameter in old:
-            part._parameters[key] = parameter  # noqa: SLF001
+            part._parameters[key] = parameter
 
     return undo
 
 
 def smallest(samples: Sequence[Call]) -> Call:
-    """Return the sample with the fewest elements, of the first `LOOKED_AT`: others may have to be read from a file."""
+    """Return the sample with the fewest elements, of the first `LOOKED_AT`.
+
+    Others may have to be read from a file.
+    """
 
     def elements(call: Call) -> int:
         return sum(v.numel() for v in (*call[0], *call[1].values()) if isinstance(v, torch.Tensor))

@@ -23,11 +23,13 @@ from nc.graph.plan import Applied
 
 @dataclass(frozen=True)
 class Rotation:
-    """Weights are multiplied by orthogonal matrices that cancel out, so that outliers spread over all channels.
+    """Weights are multiplied by orthogonal matrices that cancel out, so that outliers spread over all
+    channels.
 
-    It costs nothing at run time. It is for decoders whose norms stand in front of attention and feed-forward part. The gains of these norms
-    are first folded into the linears behind them. What reads the residual stream is multiplied by R1, what writes to it (embeddings too) by
-    its transpose. For a model with LayerNorm, R1 keeps the mean of the channels.
+    It costs nothing at run time. It is for decoders whose norms stand in front of attention and feed-forward
+    part. The gains of these norms are first folded into the linears behind them. What reads the residual
+    stream is multiplied by R1, what writes to it (embeddings too) by its transpose. For a model with
+    LayerNorm, R1 keeps the mean of the channels.
 
     Attributes:
         heads: also rotate values per head (R2).
@@ -53,7 +55,10 @@ class Rotation:
         """
         model = scope.model
         if any(parameter.is_meta for parameter in model.parameters()):
-            msg = "Rotation needs all weights in memory, because it changes them together. Load the model first, or leave Rotation() out."
+            msg = (
+                "Rotation needs all weights in memory, because it changes them together. Load the model "
+                "first, or leave Rotation() out."
+            )
             raise UnsupportedError(msg)
         try:
             stream = _stream(model, smallest(scope.samples) if scope.samples else _some_tokens(model))
@@ -64,26 +69,44 @@ class Rotation:
         try:
             checked = rewrite(model, stream.call, lambda wide: _rotate_stream(wide, stream, r1))
         except NotEquivalentError as error:
-            return Applied(self.name, (), f"nothing: {error}; it is for decoders whose norms stand in front of attention and feed-forward")
+            return Applied(
+                self.name,
+                (),
+                f"nothing: {error}; it is for decoders whose norms stand in front of attention and "
+                "feed-forward",
+            )
         if stream.tied:
             model.config.tie_word_embeddings = False  # type: ignore[union-attr]
         parts = [f"residual stream of {stream.size} channels, {checked}"]
         changed = [*stream.embeddings, *stream.readers, *stream.writers]
         if self.heads:
-            rotated = [link for prefix, link in stream.values if self._rotate_heads(scope, stream, prefix, link, generator)]
+            rotated = [
+                link
+                for prefix, link in stream.values
+                if self._rotate_heads(scope, stream, prefix, link, generator)
+            ]
             parts.append(f"values of {len(rotated)} of {len(stream.blocks)} blocks per head of {stream.head}")
         if stream.tied:
             parts.append("the output head has a weight of its own now, apart from the embedding's")
         return Applied(self.name, tuple(dict.fromkeys(changed)), "; ".join(parts))
 
-    def _rotate_heads(self, scope: Scope, stream: _Stream, prefix: str, link: Link, generator: torch.Generator) -> bool:
-        """R2 of one block, if the block then computes the same; a down projection behind an up projection, for one, cannot be rotated."""
+    def _rotate_heads(
+        self, scope: Scope, stream: _Stream, prefix: str, link: Link, generator: torch.Generator
+    ) -> bool:
+        """R2 of one block, if the block then computes the same.
+
+        A down projection behind an up projection, for one, cannot be rotated.
+        """
         heads = stream.head and _whole_heads(link, stream.head)
         if not heads:
             return False
         r2 = orthogonal(stream.head, generator)
         try:
-            rewrite(scope.model.get_submodule(prefix), stream.calls[prefix], lambda wide: _rotate_values(wide, link, r2))
+            rewrite(
+                scope.model.get_submodule(prefix),
+                stream.calls[prefix],
+                lambda wide: _rotate_values(wide, link, r2),
+            )
         except NotEquivalentError:
             return False
         return True
@@ -125,8 +148,9 @@ class _Stream:
 def orthogonal(size: int, generator: torch.Generator, keep_mean: bool = False) -> torch.Tensor:
     """Return a random orthogonal matrix, float64, shape [size, size].
 
-    A Hadamard matrix of the largest power of two 2^k that divides the size, its Kronecker product with a random orthogonal matrix of the
-    rest, times random signs. 576 = 2^6 * 9: there is no Hadamard matrix of order 9.
+    A Hadamard matrix of the largest power of two 2^k that divides the size, its Kronecker product with a
+    random orthogonal matrix of the rest, times random signs. 576 = 2^6 * 9: there is no Hadamard matrix of
+    order 9.
 
     Args:
         size: n.
@@ -144,7 +168,9 @@ def orthogonal(size: int, generator: torch.Generator, keep_mean: bool = False) -
     power = size & -size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while hadamard.shape[0] < power:
-        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)]) / 2**0.5
+        hadamard = (
+            torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)]) / 2**0.5
+        )
     signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
     return torch.kron(hadamard, _random(size // power, generator)) * signs.unsqueeze(1)
 
@@ -193,7 +219,11 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
     norms = _norms_of_stream(model, found)
     size = norms[0][1].size
     readers = tuple(_name(prefix, consumer) for prefix, link in norms for consumer in link.consumers)
-    tables = {id(layer.module.weight): name for name, layer in layers.items() if layer.kind == "embedding" and layer.shape[1] == size}
+    tables = {
+        id(layer.module.weight): name
+        for name, layer in layers.items()
+        if layer.kind == "embedding" and layer.shape[1] == size
+    }
     heads = [name for name in readers if linears[name].head]
     return _Stream(
         size=size,
@@ -204,15 +234,22 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
         values=tuple((prefix, link) for prefix, link in found if not link.norm),
         embeddings=tuple(tables.values()),
         readers=readers,
-        writers=tuple(name for name, layer in linears.items() if layer.shape[0] == size and name not in readers),
-        keep_mean=any(_subtracts_mean(model.get_submodule(_name(prefix, link.producer))) for prefix, link in norms),
+        writers=tuple(
+            name for name, layer in linears.items() if layer.shape[0] == size and name not in readers
+        ),
+        keep_mean=any(
+            _subtracts_mean(model.get_submodule(_name(prefix, link.producer))) for prefix, link in norms
+        ),
         head=_head_size(model),
         tied=any(id(linears[name].module.weight) in tables for name in heads),
     )
 
 
 def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[str, ...]:
-    """Return the names of the blocks of a model that has one stack of them; else raises NotEquivalentError."""
+    """Return the names of the blocks of a model that has one stack of them.
+
+    Else raises NotEquivalentError.
+    """
     lists = block_lists(model, [name for name, layer in linears.items() if not layer.head])
     if len(lists) != 1:
         msg = f"the model has {len(lists)} stacks of blocks, not one"
@@ -220,7 +257,9 @@ def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[s
     return tuple(lists[0])
 
 
-def _links_of(model: torch.nn.Module, call: Call, blocks: Sequence[str], calls: Mapping[str, Call]) -> list[tuple[str, Link]]:
+def _links_of(
+    model: torch.nn.Module, call: Call, blocks: Sequence[str], calls: Mapping[str, Call]
+) -> list[tuple[str, Link]]:
     """Return the links inside each block, and those of norms outside of all, each with the name of its block."""
     inside = [(name, link) for name in blocks for link in find_links(model.get_submodule(name), calls[name])]
     return inside + [("", link) for link in find_links(model, call, norms_only=True, outside=tuple(blocks))]
@@ -289,14 +328,14 @@ def _rotate_rows(layer: Layer, rotation: torch.Tensor) -> None:
 
 def _fold_bias(block: torch.nn.Module, link: Link) -> None:
     """Move the bias of a norm into the biases of its readers."""
-    bias = block.get_submodule(link.producer)._parameters.get("bias")  # noqa: SLF001
+    bias = block.get_submodule(link.producer)._parameters.get("bias")
     if bias is None:
         return
     for layer in layers_of(block):
         if layer.name in link.consumers:
             added = layer.weight @ bias
-            own = layer.module._parameters.get("bias")  # noqa: SLF001
-            layer.module._parameters["bias"] = torch.nn.Parameter(added if own is None else own + added)  # noqa: SLF001
+            own = layer.module._parameters.get("bias")
+            layer.module._parameters["bias"] = torch.nn.Parameter(added if own is None else own + added)
     bias.zero_()
 
 
@@ -304,9 +343,11 @@ def _untie(model: torch.nn.Module) -> None:
     """Give the output head a weight of its own."""
     for layer in layers_of(model):
         if layer.head and layer.kind == "linear":
-            weight = layer.module._parameters["weight"]  # noqa: SLF001
+            weight = layer.module._parameters["weight"]
             assert weight is not None
-            layer.module._parameters["weight"] = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)  # noqa: SLF001
+            layer.module._parameters["weight"] = torch.nn.Parameter(
+                weight.detach().clone(), requires_grad=weight.requires_grad
+            )
 
 
 def _whole_heads(link: Link, head: int) -> bool:

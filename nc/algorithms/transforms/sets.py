@@ -1,4 +1,7 @@
-"""Sets of layers that share a scale per input channel, and what a scale costs: the error of a layer, and of the block."""
+"""Sets of layers that share a scale per input channel, and what a scale costs.
+
+The error of a layer, and of the block.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ class ScaleSet:
 
     def gathered(self, of: Callable[[int, Target], torch.Tensor], reduce: str) -> torch.Tensor:
         """Values per input channel of each layer → per output channel of the producer, the mean or the largest over layers."""
-        parts = torch.stack([self.link.gather(of(i, target), i, reduce) for i, target in self.targets.items()])
+        parts = torch.stack(
+            [self.link.gather(of(i, target), i, reduce) for i, target in self.targets.items()]
+        )
         return parts.mean(0) if reduce == "mean" else parts.amax(0)
 
     def rounded(self, scale: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,14 +49,20 @@ class ScaleSet:
 
 
 def sets_of(scope: Scope) -> list[ScaleSet]:
-    """Return the sets of a block, in the order of `find_links`; layers that calibration did not reach are in none.
+    """Return the sets of a block, in the order of `find_links`.
 
-    A scale is for all that read a tensor. So a set with a layer that asks for the transform has all its layers, whatever those ask for:
-    what a scale costs is measured for all of them.
+    Layers that calibration did not reach are in none.
+
+    A scale is for all that read a tensor. So a set with a layer that asks for the transform has all its
+    layers, whatever those ask for: what a scale costs is measured for all of them.
     """
     found = []
     for link in find_links(scope.module, smallest(scope.samples)):
-        targets = {i: t for i, name in enumerate(link.consumers) if (t := scope.targets.get(full(scope, name))) and t.inputs}
+        targets = {
+            i: t
+            for i, name in enumerate(link.consumers)
+            if (t := scope.targets.get(full(scope, name))) and t.inputs
+        }
         if any(target.asked for target in targets.values()):
             found.append(ScaleSet(link, targets))
     return found
@@ -68,14 +79,23 @@ def weight_of(target: Target) -> torch.Tensor:
 
 
 def divided(inputs: InputStatistics, scale: torch.Tensor) -> InputStatistics:
-    """Statistics of inputs whose channels are divided by a scale of shape [K]; without those of the float model's inputs."""
+    """Statistics of inputs whose channels are divided by a scale of shape [K].
+
+    Without those of the float model's inputs.
+    """
     wide = scale.double()
     outer = None if inputs.outer is None else inputs.outer / wide.outer(wide)
-    return InputStatistics(inputs.tokens, inputs.absolute / wide, inputs.squares / wide.square(), inputs.largest / scale, outer)
+    return InputStatistics(
+        inputs.tokens, inputs.absolute / wide, inputs.squares / wide.square(), inputs.largest / scale, outer
+    )
 
 
-def rounded(target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str | None = None) -> torch.Tensor:
-    """`Q(W s) / s`: what a weight becomes by round to nearest in the target's format, if its columns are scaled first.
+def rounded(
+    target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str | None = None
+) -> torch.Tensor:
+    """`Q(W s) / s`.
+
+    What a weight becomes by round to nearest in the target's format, if its columns are scaled first.
 
     Args:
         target: gives format, range rule and statistics.
@@ -84,7 +104,9 @@ def rounded(target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str
         rule: in place of the target's range rule.
     """
     inputs = None if target.inputs is None else divided(target.inputs, scale)
-    problem = Problem(name="", weight=weight * scale, form=target.form, rule=rule or target.rule, inputs=inputs)
+    problem = Problem(
+        name="", weight=weight * scale, form=target.form, rule=rule or target.rule, inputs=inputs
+    )
     return RTN().solve(problem).dequantize() / scale
 
 
@@ -150,10 +172,15 @@ class Outcome:
         self.checked = Checked()
 
     def fold(self, found: ScaleSet, scale: torch.Tensor) -> bool:
-        """Fold a scale into the weights, unless the block would compute something else; whether that was done."""
+        """Fold a scale into the weights, unless the block would compute something else.
+
+        Whether that was done.
+        """
         link = found.link
         try:
-            checked = rewrite(self.scope.module, smallest(self.scope.samples), lambda wide: fold(wide, link, scale))
+            checked = rewrite(
+                self.scope.module, smallest(self.scope.samples), lambda wide: fold(wide, link, scale)
+            )
         except NotEquivalentError as error:
             self.undone.append(f"{full(self.scope, link.producer)} was left alone: {error}")
             return False
@@ -166,8 +193,13 @@ class Outcome:
         """Return a line of the report."""
         where = self.scope.prefix or "the model"
         if not self.sets:
-            text = f"{where}: nothing: no norm or linear feeds only linears that are quantized and reached by calibration"
+            text = (
+                f"{where}: nothing: no norm or linear feeds only linears that are quantized and reached by "
+                "calibration"
+            )
         else:
-            text = f"{where}: {self.scaled} of {self.sets} sets scaled" + (f", {self.checked}" if self.scaled else "")
+            text = f"{where}: {self.scaled} of {self.sets} sets scaled" + (
+                f", {self.checked}" if self.scaled else ""
+            )
         parts = [text, *([note] if note else []), *self.undone]
         return Applied(self.name, tuple(dict.fromkeys(self.changed)), "; ".join(parts))

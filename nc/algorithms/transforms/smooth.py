@@ -1,4 +1,7 @@
-"""SmoothQuant for low-bit linears: the largest inputs and the largest weights of a channel are balanced (arXiv 2211.10438, equation 4)."""
+"""SmoothQuant for low-bit linears.
+
+The largest inputs and the largest weights of a channel are balanced (arXiv 2211.10438, equation 4).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from nc.graph.plan import Applied
 
 @dataclass(frozen=True)
 class Smooth:
-    """A scale per input channel, `s = max|x|^alpha / max|w|^(1 - alpha)`, for each set of linears behind one norm or linear.
+    """A scale per input channel, `s = max|x|^alpha / max|w|^(1 - alpha)`, for each set of linears behind one
+    norm or linear.
 
     It is made for activations in 8 bits (`act_dtype="int8"`); for weights alone, `AWQ` searches the scale.
 

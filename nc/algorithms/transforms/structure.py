@@ -1,9 +1,12 @@
-"""Which module feeds which linears, channel by channel. It is measured while a block runs, so names and classes do not matter.
+"""Which module feeds which linears, channel by channel.
 
-The output channels of a module are multiplied by powers of two, which a computer does exactly. A linear whose input channels are then
-multiplied by the same factors reads these channels, and nothing else, linearly: queries, keys and values behind a norm, the output
-projection behind the values (also with fewer heads of values than of queries), the down projection behind the up projection. If at last
-dividing these inputs by the factors gives the block's output back, nobody else reads the channels: the factor can be folded into weights.
+It is measured while a block runs, so names and classes do not matter.
+
+The output channels of a module are multiplied by powers of two, which a computer does exactly. A linear whose
+input channels are then multiplied by the same factors reads these channels, and nothing else, linearly:
+queries, keys and values behind a norm, the output projection behind the values (also with fewer heads of
+values than of queries), the down projection behind the up projection. If at last dividing these inputs by the
+factors gives the block's output back, nobody else reads the channels: the factor can be folded into weights.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class Link:
     Attributes:
         producer: name in the block of a norm or a linear.
         consumers: names in the block of all linears that read it.
-        channels: for each consumer int64 of shape [K]: which output channel of the producer its input channel is; -1: none.
+        channels: for each consumer int64 of shape [K]: which output channel of the producer its input channel
+            is; -1: none.
         size: number of output channels of the producer.
         norm: whether the producer is a norm.
     """
@@ -42,17 +46,23 @@ class Link:
     norm: bool
 
     def spread(self, scale: torch.Tensor, index: int) -> torch.Tensor:
-        """Return a value per output channel of the producer → one per input channel of a consumer; 1 where there is none."""
+        """Return a value per output channel of the producer → one per input channel of a consumer.
+
+        1 where there is none.
+        """
         channels = self.channels[index]
         return torch.where(channels < 0, torch.ones_like(scale[:1]), scale[channels.clamp(min=0)])
 
     def gather(self, values: torch.Tensor, index: int, reduce: str = "mean") -> torch.Tensor:
-        """Return a value per input channel of a consumer → one per output channel of the producer; 0 where nothing reads it.
+        """Return a value per input channel of a consumer → one per output channel of the producer.
+
+        0 where nothing reads it.
 
         Args:
             values: shape [K].
             index: of the consumer.
-            reduce: "mean" or "amax", where several input channels are one output channel (grouped-query attention).
+            reduce: "mean" or "amax", where several input channels are one output channel (grouped-query
+                attention).
         """
         known = self.channels[index] >= 0
         zeros = torch.zeros(self.size, dtype=values.dtype)
@@ -67,7 +77,9 @@ class Link:
         return found
 
 
-def find_links(module: torch.nn.Module, call: Call, norms_only: bool = False, outside: Sequence[str] = ()) -> list[Link]:
+def find_links(
+    module: torch.nn.Module, call: Call, norms_only: bool = False, outside: Sequence[str] = ()
+) -> list[Link]:
     """All links of a block, norms first in the order of its modules.
 
     Args:
@@ -77,10 +89,16 @@ def find_links(module: torch.nn.Module, call: Call, norms_only: bool = False, ou
         outside: leave out producers in these modules.
     """
     inside = tuple(f"{name}." for name in outside)
-    linears = {layer.name: layer for layer in layers_of(module) if layer.kind == "linear" and layer.why is None}
-    norms = [name for name, part in module.named_modules() if is_norm_like(part) and not name.startswith(inside)]
+    linears = {
+        layer.name: layer for layer in layers_of(module) if layer.kind == "linear" and layer.why is None
+    }
+    norms = [
+        name for name, part in module.named_modules() if is_norm_like(part) and not name.startswith(inside)
+    ]
     probe = _Probe(module, call, linears)
-    candidates = [(name, True) for name in norms] + [(name, False) for name in linears if not norms_only and not name.startswith(inside)]
+    candidates = [(name, True) for name in norms] + [
+        (name, False) for name in linears if not norms_only and not name.startswith(inside)
+    ]
     return [link for name, norm in candidates if (link := probe.link(name, norm)) is not None]
 
 
@@ -88,9 +106,9 @@ def is_norm_like(module: torch.nn.Module) -> bool:
     """Whether a module has nothing but one gain per channel, and perhaps a bias."""
     if isinstance(module, torch.jit.ScriptModule):
         return False  # its parameters can't be replaced
-    weight = module._parameters.get("weight")  # noqa: SLF001
+    weight = module._parameters.get("weight")
     plain = weight is not None and weight.dim() == 1 and weight.numel() > 1 and not list(module.children())
-    return plain and set(module._parameters) <= {"weight", "bias"}  # noqa: SLF001
+    return plain and set(module._parameters) <= {"weight", "bias"}
 
 
 class _Probe:
@@ -104,7 +122,8 @@ class _Probe:
     def link(self, name: str, norm: bool) -> Link | None:
         part = self.module.get_submodule(name)
         size = part.weight.numel() if norm else self.linears[name].shape[0]  # type: ignore[operator]
-        # of a linear that makes queries, keys and values at once, only the last channels reach their reader linearly
+        # of a linear that makes queries, keys and values at once, only the last channels reach their reader
+        # linearly
         start = 0 if self._exponents(name, _one_factor(size, 0)) else self._first_linear(name, size)
         if start is None:
             return None
@@ -114,13 +133,18 @@ class _Probe:
         return Link(name, tuple(found), tuple(found.values()), size, norm)
 
     def _first_linear(self, name: str, size: int) -> int | None:
-        """Return the least channel from which on all reach a reader linearly; None if not even the last does."""
+        """Return the least channel from which on all reach a reader linearly.
+
+        None if not even the last does.
+        """
         low, high = 1, size - 1
         if not self._exponents(name, _one_factor(size, high)):
             return None
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._exponents(name, _one_factor(size, middle)) else (middle + 1, high)
+            low, high = (
+                (low, middle) if self._exponents(name, _one_factor(size, middle)) else (middle + 1, high)
+            )
         return high
 
     def _channels(self, name: str, size: int, start: int) -> dict[str, torch.Tensor]:
@@ -134,17 +158,25 @@ class _Probe:
             measured = self._exponents(name, torch.where(index < start, 0, digits + 1))
             if place == 1:
                 sums = {reader: torch.zeros_like(exponents) for reader, exponents in measured.items()}
-                reads = {reader: torch.ones_like(exponents, dtype=torch.bool) for reader, exponents in measured.items()}
+                reads = {
+                    reader: torch.ones_like(exponents, dtype=torch.bool)
+                    for reader, exponents in measured.items()
+                }
             for reader in [r for r in sums if r not in measured]:
                 del sums[reader], reads[reader]
             for reader in sums:
                 reads[reader] &= measured[reader] > 0
                 sums[reader] += (measured[reader] - 1) * place
             place *= _BASE
-        return {reader: torch.where(reads[reader] & (sums[reader] < size), sums[reader], -1) for reader in sums}
+        return {
+            reader: torch.where(reads[reader] & (sums[reader] < size), sums[reader], -1) for reader in sums
+        }
 
     def _exponents(self, name: str, exponents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Multiply output channels by 2^exponents; for each linear whose inputs follow exactly, by which exponents (0 where by none)."""
+        """Multiply output channels by 2^exponents.
+
+        For each linear whose inputs follow exactly, by which exponents (0 where by none).
+        """
         with _multiplied(self.module.get_submodule(name), exponents), inputs_of(self.modules) as found:
             run(self.module, self.call)
         result = {}
@@ -178,7 +210,10 @@ class _Probe:
 
 
 def same(before: torch.Tensor, after: torch.Tensor, bound: float) -> bool:
-    """Whether two tensors differ by at most `bound` times the largest magnitude; NaN (of masked rows) is equal to NaN."""
+    """Whether two tensors differ by at most `bound` times the largest magnitude.
+
+    NaN (of masked rows) is equal to NaN.
+    """
     return difference(before, after) <= bound
 
 

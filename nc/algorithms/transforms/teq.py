@@ -19,11 +19,13 @@ from nc.graph.plan import Applied
 
 @dataclass(frozen=True)
 class TEQ:
-    """The scales of all sets of a block are learned together with Adam; the loss is the error of the block's output, without labels.
+    """The scales of all sets of a block are learned together with Adam.
 
-    The rounding error of a group counts as proportional to the group's range, which is differentiable. While scales are learned, ranges are
-    those of rule "minmax". What is folded are the scales with the least error seen, and only if the block loses less with them by the
-    layers' own range rule.
+    The loss is the error of the block's output, without labels.
+
+    The rounding error of a group counts as proportional to the group's range, which is differentiable. While
+    scales are learned, ranges are those of rule "minmax". What is folded are the scales with the least error
+    seen, and only if the block loses less with them by the layers' own range rule.
 
     Attributes:
         steps: of Adam, each with all samples; nothing is random.
@@ -63,7 +65,10 @@ class TEQ:
         with needing_gradients("TEQ", scope.prefix):
             scales = self._learn(sets, error)
         ones = [torch.ones_like(scale) for scale in scales]
-        before, after = (error(_all(found.rounded(s) for found, s in zip(sets, some, strict=True))) for some in (ones, scales))
+        before, after = (
+            error(_all(found.rounded(s) for found, s in zip(sets, some, strict=True)))
+            for some in (ones, scales)
+        )
         if not after < before:
             return outcome.applied(f"no scales were better than none, error of the block {before:.1e}")
         for found, scale in zip(sets, scales, strict=True):
@@ -80,7 +85,9 @@ class TEQ:
                 total = 0.0
                 gradients = [torch.zeros_like(log) for log in logs]
                 for index in range(len(error.samples)):
-                    lost = error.lost(index, _all(_learnable(f, log.exp()) for f, log in zip(sets, logs, strict=True)))
+                    lost = error.lost(
+                        index, _all(_learnable(f, log.exp()) for f, log in zip(sets, logs, strict=True))
+                    )
                     total += float(lost.detach())
                     for sum_, part in zip(gradients, torch.autograd.grad(lost, logs), strict=True):
                         sum_ += part
@@ -99,7 +106,8 @@ def _all(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 def _learnable(found: ScaleSet, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the rounded weights of a set, differentiable with respect to the scale."""
     return {
-        found.link.consumers[index]: _differentiable(target, found.link.spread(scale, index)) for index, target in found.targets.items()
+        found.link.consumers[index]: _differentiable(target, found.link.spread(scale, index))
+        for index, target in found.targets.items()
     }
 
 

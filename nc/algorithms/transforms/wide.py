@@ -15,9 +15,14 @@ from nc.algorithms.inputs.copies import own_tensors, sharing
 
 
 class Float64(TorchFunctionMode):
-    """Inside, float32 means float64: norms and softmax of many models convert to fp32, which would hide an error of 1e-7."""
+    """Inside, float32 means float64.
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    Norms and softmax of many models convert to fp32, which would hide an error of 1e-7.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Call with float64 in place of float32."""
         if func is torch.Tensor.float:
             func = torch.Tensor.double
@@ -44,7 +49,10 @@ class WideCopy:
         self.module.double()
         try:
             self.output = self.run(call)
-        except (RuntimeError, TypeError):  # an operator without a float64 kernel, e.g. grouped_mm of mixtures of experts
+        except (
+            RuntimeError,
+            TypeError,
+        ):  # an operator without a float64 kernel, e.g. grouped_mm of mixtures of experts
             self.dtype = torch.float32
             self.module = self.module.float()
             self.output = self.run(call)
@@ -53,7 +61,11 @@ class WideCopy:
         """Its first output."""
 
         def wide(value: Any) -> Any:
-            return value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            return (
+                value.to(self.dtype)
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+                else value
+            )
 
         with computing_in(self.dtype):
             output: torch.Tensor = run(self.module, pytree.tree_map(wide, call))

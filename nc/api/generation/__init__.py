@@ -15,14 +15,18 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def accelerate_generation(model: _Model) -> _Model:
-    """Let `model.generate` compute all tokens after the first by plans: one list of calls in C for each token, no Python in between.
+    """Let `model.generate` compute all tokens after the first by plans.
 
-    One step of the model is captured (a few seconds), and compared with the model's own. The model computes prompts, and
-    each call that plans are not for: other caches than `DynamicCache`, hooks inside the model, requests for hidden states. Changes of
-    the model are followed with the next text. `nc.report` says what computes tokens.
+    One list of calls in C for each token, no Python in between.
+
+    One step of the model is captured (a few seconds), and compared with the model's own. The model computes
+    prompts, and each call that plans are not for: other caches than `DynamicCache`, hooks inside the model,
+    requests for hidden states. Changes of the model are followed with the next text. `nc.report` says what
+    computes tokens.
 
     Args:
-        model: a language model of transformers in eval mode on the CPU, with low-bit weights; its `forward` is replaced.
+        model: a language model of transformers in eval mode on the CPU, with low-bit weights; its `forward`
+            is replaced.
 
     Returns:
         The model.
@@ -49,7 +53,10 @@ def accelerate_generation(model: _Model) -> _Model:
         msg = f"{type(model).__name__} has no low-bit linear: quantize it first, with nc.WeightOnlyConfig."
         raise InputError(msg)
     if decoder.hooked:
-        msg = f"{type(model).__name__} has forward hooks inside, which a plan would not call: remove them first."
+        msg = (
+            f"{type(model).__name__} has forward hooks inside, which a plan would not call: remove them "
+            "first."
+        )
         raise UnsupportedError(msg)
     with torch.no_grad():
         held = {cache_argument(model): empty_cache(model)}

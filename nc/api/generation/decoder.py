@@ -1,4 +1,7 @@
-"""What stands in the place of a language model's `forward`: it computes single tokens by plans, and calls the model for all else."""
+"""What stands in the place of a language model's `forward`.
+
+It computes single tokens by plans, and calls the model for all else.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,24 @@ from nc.process.unavailable import Unavailable
 from nc.process.warn import warn
 
 #: Arguments of a decoding step that plans know. Others may be given if they ask for nothing.
-_KNOWN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "cache_position", "logits_to_keep", *CACHE_NAMES}
-#: What logits must have in common with the model's own, in dB. Where activations are rounded to int8 or bf16, a value at a tie moves all
-#: that follows; a wrong mask, position or weight gives far less than that, too.
+_KNOWN = {
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "use_cache",
+    "return_dict",
+    "cache_position",
+    "logits_to_keep",
+    *CACHE_NAMES,
+}
+#: What logits must have in common with the model's own, in dB. Where activations are rounded to int8 or bf16,
+#: a value at a tie moves all that follows; a wrong mask, position or weight gives far less than that, too.
 _EXACT_DB, _ROUNDED_DB = 60.0, 20.0
 
 
 _INTEGERS = (torch.int64, torch.int32)
-#: Whether places of the cache are hidden, whether there are several texts, and whether the model itself counts the positions of texts with
-#: hidden places: some models leave those out.
+#: Whether places of the cache are hidden, whether there are several texts, and whether the model itself
+#: counts the positions of texts with hidden places: some models leave those out.
 _Kind = tuple[bool, bool, bool]
 #: Tokens that are compared: what a plan would keep wrongly from one token to the next is not seen in one.
 _COMPARED = 3
@@ -91,7 +103,9 @@ class Decoder:
             return self._forward(*args, **kwargs)
         cache, kind = cache_of(kwargs), _kind(kwargs)
         count, memory = cache.get_seq_length(), self._memories.get(cache)
-        if memory is None or count >= memory.places or not memory.is_of(cache.layers):  # another text, or more of it
+        if (
+            memory is None or count >= memory.places or not memory.is_of(cache.layers)
+        ):  # another text, or more of it
             self._follow()
             memory = None
         found = self._found.get(kind)
@@ -102,8 +116,14 @@ class Decoder:
         memory = memory or memory_of(cache)
         try:
             logits = _run(found.step, kwargs, memory, count)
-        except (RuntimeError, IndexError, ValueError) as error:  # of a kernel, or of an operator with sizes that the graph is not for
-            output = self._forward(**kwargs)  # an index that is out of range is torch's error, as without plans
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+        ) as error:  # of a kernel, or of an operator with sizes that the graph is not for
+            output = self._forward(
+                **kwargs
+            )  # an index that is out of range is torch's error, as without plans
             self._leave(kind, f"a plan failed: {str(error).splitlines()[0]}")
             return output
         memory.show(cache.layers, count + 1)
@@ -139,7 +159,11 @@ class Decoder:
         for (masked, several, counted), found in sorted(self._found.items()):
             more = (", some places hidden" if masked else "") + (", positions not given" if counted else "")
             what = ("batches" if several else "one text") + more
-            how = f"the model itself ({found})" if isinstance(found, Unavailable) else f"by a plan, {found.db:.0f} dB to the model"
+            how = (
+                f"the model itself ({found})"
+                if isinstance(found, Unavailable)
+                else f"by a plan, {found.db:.0f} dB to the model"
+            )
             lines.append(f"{what}: {how}")
         return "; ".join(lines)
 
@@ -159,7 +183,12 @@ class Decoder:
         if model is None or model.training or _is_watched():
             return False
         layers = getattr(cache, "layers", None)
-        if ids.dtype not in _INTEGERS or _asks_for_more(kwargs, model.config) or self._of.hooked or not layers:
+        if (
+            ids.dtype not in _INTEGERS
+            or _asks_for_more(kwargs, model.config)
+            or self._of.hooked
+            or not layers
+        ):
             return False
         if getattr(getattr(layers[0], "keys", None), "shape", ())[:1] != ids.shape[:1]:
             return False
@@ -198,10 +227,14 @@ class Decoder:
         self._found[kind] = Unavailable(why)
         warn(f"Tokens are computed by the model itself: {why}")
 
-    def _agreement(self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int) -> _Compared:
+    def _agreement(
+        self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int
+    ) -> _Compared:
         """Return a token by a plan, and how it agrees with the model's own output."""
         name = type(self._model()).__name__
-        more = sorted(key for key, value in output.items() if value is not None and key not in ("logits", *CACHE_NAMES))
+        more = sorted(
+            key for key, value in output.items() if value is not None and key not in ("logits", *CACHE_NAMES)
+        )
         if more:
             msg = f"{name} gives {', '.join(more)} too, which plans don't."
             raise UnsupportedError(msg)
@@ -211,22 +244,38 @@ class Decoder:
         before = before if isinstance(before, _Compared) else _Compared(self._steps[kind[0]])
         try:
             logits = _run(before.step, kwargs, memory, count)
-        except (RuntimeError, IndexError, ValueError) as error:  # of an operator, with sizes that the graph is not for
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+        ) as error:  # of an operator, with sizes that the graph is not for
             msg = f"A token of {name} can't be computed by a plan: {error}"
             raise BackendError(msg) from error
         layers = cache_of(kwargs).layers
-        expected = [output.logits, *(layer.keys[:, :, -1] for layer in layers), *(layer.values[:, :, -1] for layer in layers)]
+        expected = [
+            output.logits,
+            *(layer.keys[:, :, -1] for layer in layers),
+            *(layer.values[:, :, -1] for layer in layers),
+        ]
         new = [side[:, :, count] for sides in (memory.keys, memory.values) for side in sides]
         found = worst_sqnr_db(expected, [logits, *new])
-        rounded = output.logits.dtype != torch.float32 or any(layer.act_dtype != "fp32" for layer in self.layers)
+        rounded = output.logits.dtype != torch.float32 or any(
+            layer.act_dtype != "fp32" for layer in self.layers
+        )
         required = _ROUNDED_DB if rounded else _EXACT_DB
         if not found >= required:
-            msg = f"A token by a plan differs from {name}'s own: {found:.1f} dB, expected at least {required:.0f}."
+            msg = (
+                f"A token by a plan differs from {name}'s own: {found:.1f} dB, expected at least "
+                f"{required:.0f}."
+            )
             raise VerificationError(msg)
         return _Compared(before.step, min(before.db, found), before.tokens + 1)
 
     def _step(self, memory: Memory, masked: bool) -> _Step:
-        """Return what computes a token. Some models can be captured only with a mask, which hides nothing then."""
+        """Return what computes a token.
+
+        Some models can be captured only with a mask, which hides nothing then.
+        """
         model = self._model()
         assert model is not None
         try:
@@ -284,11 +333,17 @@ def _asks_for_more(kwargs: Mapping[str, Any], config: Any) -> bool:
     """Whether arguments, or the model's configuration, ask for another output than logits and the cache."""
     if any(value is not None and value is not False for name, value in kwargs.items() if name not in _KNOWN):
         return True
-    if any((getattr(config, name, True) if kwargs.get(name) is None else kwargs[name]) is False for name in ("use_cache", "return_dict")):
+    if any(
+        (getattr(config, name, True) if kwargs.get(name) is None else kwargs[name]) is False
+        for name in ("use_cache", "return_dict")
+    ):
         return True
     if type(kwargs.get("logits_to_keep", 0)) is not int:
         return True
-    return any(getattr(config, name, False) and kwargs.get(name) is None for name in ("output_hidden_states", "output_attentions"))
+    return any(
+        getattr(config, name, False) and kwargs.get(name) is None
+        for name in ("output_hidden_states", "output_attentions")
+    )
 
 
 def _run(step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int) -> torch.Tensor:
@@ -298,7 +353,11 @@ def _run(step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int) -> 
     given = {"ids": ids.long(), "place": place, "keys": memory.keys, "values": memory.values}
     given["positions"] = (place if positions is None else positions.long()).expand(len(ids), 1)
     if "mask" in step.inputs:
-        seen = torch.ones(len(ids), count + 1, dtype=torch.int64, device="cpu") if mask is None else mask.bool().long()
+        seen = (
+            torch.ones(len(ids), count + 1, dtype=torch.int64, device="cpu")
+            if mask is None
+            else mask.bool().long()
+        )
         given["mask"] = torch.nn.functional.pad(seen, (0, memory.places - count - 1))
     with torch.no_grad():
         (logits,) = step.model(*(given[name] for name in step.inputs))

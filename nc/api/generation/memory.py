@@ -18,7 +18,8 @@ class Memory:
     Attributes:
         keys: [layers, batch, heads, places, width].
         values: likewise.
-        shown: keys and values of each layer as the user's cache has them; other ones there mean that somebody changed the cache.
+        shown: keys and values of each layer as the user's cache has them; other ones there mean that somebody
+            changed the cache.
     """
 
     keys: torch.Tensor
@@ -34,16 +35,23 @@ class Memory:
         """Whether the user's cache shows this memory, and layers with a window were not asked to keep more of it."""
         if any(getattr(layer, "record_past", False) for layer in layers):
             return False
-        return all(layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, self.shown, strict=True))
+        return all(
+            layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, self.shown, strict=True)
+        )
 
     def show(self, layers: list[Any], count: int) -> None:
         """Let the user's cache hold that many tokens."""
-        self.shown = list(zip(self.keys[:, :, :, :count].unbind(0), self.values[:, :, :, :count].unbind(0), strict=True))
+        self.shown = list(
+            zip(self.keys[:, :, :, :count].unbind(0), self.values[:, :, :, :count].unbind(0), strict=True)
+        )
         for index, layer in enumerate(layers):
             window = getattr(layer, "sliding_window", None)
             if window is not None:
                 keys, values = self.shown[index]
-                self.shown[index] = keys[:, :, max(count - window + 1, 0) :], values[:, :, max(count - window + 1, 0) :]
+                self.shown[index] = (
+                    keys[:, :, max(count - window + 1, 0) :],
+                    values[:, :, max(count - window + 1, 0) :],
+                )
                 layer.cumulative_length = count
             layer.keys, layer.values = self.shown[index]
 
@@ -53,10 +61,15 @@ def why_unknown(cache: Any) -> str:
     from transformers import cache_utils
 
     layers: list[Any] = getattr(cache, "layers", [])
-    known = [cache_utils.DynamicLayer, getattr(cache_utils, "DynamicSlidingWindowLayer", None)]  # transformers 4 has no layers of that kind
+    known = [
+        cache_utils.DynamicLayer,
+        getattr(cache_utils, "DynamicSlidingWindowLayer", None),
+    ]  # transformers 4 has no layers of that kind
     if type(cache) is not cache_utils.DynamicCache:
         return f"its cache is a {type(cache).__name__}, not a DynamicCache"
-    other = next((layer for layer in layers if type(layer) not in known or getattr(layer, "record_past", False)), None)
+    other = next(
+        (layer for layer in layers if type(layer) not in known or getattr(layer, "record_past", False)), None
+    )
     if other is not None:
         return f"its cache has a {type(other).__name__}, not keys and values of tokens"
     if any(t is None for side in _sides(cache) for t in side):
@@ -84,7 +97,9 @@ def _copied(side: list[torch.Tensor], count: int, places: int) -> torch.Tensor:
     batch, heads, _, width = side[0].shape
     result = side[0].new_zeros(len(side), batch, heads, places, width)
     for own, tensor in zip(result, side, strict=True):
-        own[:, :, count - tensor.shape[2] : count] = tensor  # layers with a window have the last tokens only; nothing reads those before
+        own[:, :, count - tensor.shape[2] : count] = (
+            tensor  # layers with a window have the last tokens only; nothing reads those before
+        )
     return result
 
 

@@ -11,8 +11,8 @@ from nc.nn import QuantLinear
 class Snapshot:
     """A model's modules, tensors, engines and hooks.
 
-    Not seen: changes that torch does not count (in place by `.data`), which plans read anyway, but for codes and scales; and settings of
-    modules.
+    Not seen: changes that torch does not count (in place by `.data`), which plans read anyway, but for codes
+    and scales; and settings of modules.
 
     Args:
         model: any module.
@@ -27,13 +27,20 @@ class Snapshot:
 
     @property
     def hooked(self) -> bool:
-        """Whether modules in the model have hooks; those of transformers itself, which collect hidden states, do not count."""
-        return any(self._hooks) and any(not _of_transformers(hook) for hooks in self._hooks for hook in hooks.values())
+        """Whether modules in the model have hooks.
+
+        Those of transformers itself, which collect hidden states, do not count.
+        """
+        return any(self._hooks) and any(
+            not _of_transformers(hook) for hooks in self._hooks for hook in hooks.values()
+        )
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Whether the model has the same modules, and tensors that nobody has changed since."""
         now = _parts(model)
-        return len(now) == len(self._parts) and all(x is y and a == b for (x, a), (y, b) in zip(now, self._parts, strict=True))
+        return len(now) == len(self._parts) and all(
+            x is y and a == b for (x, a), (y, b) in zip(now, self._parts, strict=True)
+        )
 
 
 def _parts(model: torch.nn.Module) -> list[tuple[object, object]]:

@@ -1,4 +1,7 @@
-"""One token of a language model as a graph: the key-value cache is an input that the graph changes in place."""
+"""One token of a language model as a graph.
+
+The key-value cache is an input that the graph changes in place.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,15 @@ _BATCH, _LENGTH = 3, 233
 INPUTS = ("ids", "positions", "place", "mask", "keys", "values")
 
 
-def captured(model: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, masked: bool) -> fx.GraphModule:
+def captured(
+    model: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, masked: bool
+) -> fx.GraphModule:
     """Return the graph of a decoding step, for any batch and any length of the cache.
 
-    Its inputs: token ids [batch, 1] and their positions [batch, 1]; the place [1] in the cache; with `masked` a mask [batch, length] of
-    the places that hold tokens, in int64; keys and values [layers, batch, heads, length, width]. It writes the token's keys and values to
-    that place, and gives the logits [batch, 1, vocabulary]. The names of its placeholders are those of `INPUTS`.
+    Its inputs: token ids [batch, 1] and their positions [batch, 1]; the place [1] in the cache; with `masked`
+    a mask [batch, length] of the places that hold tokens, in int64; keys and values [layers, batch, heads,
+    length, width]. It writes the token's keys and values to that place, and gives the logits [batch, 1,
+    vocabulary]. The names of its placeholders are those of `INPUTS`.
 
     Args:
         model: a language model of transformers.
@@ -44,12 +50,19 @@ def captured(model: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, m
     mask = torch.ones(_BATCH, _LENGTH, dtype=torch.int64) if masked else None
     batch, length = torch.export.Dim.AUTO, torch.export.Dim.AUTO
     of_cache = {1: batch, 3: length}
-    shapes = {"ids": {0: batch}, "positions": {0: batch}, "place": None, "mask": {0: batch, 1: length} if masked else None}
+    shapes = {
+        "ids": {0: batch},
+        "positions": {0: batch},
+        "place": None,
+        "mask": {0: batch, 1: length} if masked else None,
+    }
     try:
         with LOCK, torch.no_grad(), exportable(False):
             step = _Step(model).eval()
             arguments = (ids, ids + 1, place, mask, *cache)
-            program = torch.export.export(step, arguments, dynamic_shapes=shapes | {"keys": of_cache, "values": of_cache}, strict=False)
+            program = torch.export.export(
+                step, arguments, dynamic_shapes=shapes | {"keys": of_cache, "values": of_cache}, strict=False
+            )
         module, placeholders = flatten_program(program)
     except CaptureError:
         raise
@@ -87,7 +100,13 @@ class _Step(torch.nn.Module):
     ) -> torch.Tensor:
         cache = _cache(keys, values, place)
         more = {"cache_position": place} if self._takes_place else {}
-        given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, self._cache: cache, "use_cache": True}
+        given = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "attention_mask": mask,
+            self._cache: cache,
+            "use_cache": True,
+        }
         result: torch.Tensor = self.model(**given, **more).logits
         return result
 
@@ -105,12 +124,20 @@ def _cache(keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> Any
 
         def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
             super().__init__()
-            self.keys, self.values, self.dtype, self.device, self.is_initialized = keys, values, keys.dtype, keys.device, True
+            self.keys, self.values, self.dtype, self.device, self.is_initialized = (
+                keys,
+                values,
+                keys.dtype,
+                keys.device,
+                True,
+            )
 
         def lazy_initialization(self, *_: Any) -> None:
             """There is memory already."""
 
-        def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def update(
+            self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             self.keys.index_copy_(2, place, keys)
             self.values.index_copy_(2, place, values)
             result: tuple[torch.Tensor, torch.Tensor] = self.keys, self.values

@@ -1,4 +1,7 @@
-"""A captured model under calibration: the user's signature, fp32 results, and observers on tensors that will be quantized."""
+"""A captured model under calibration.
+
+The user's signature, fp32 results, and observers on tensors that will be quantized.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ from nc.process.warn import warn
 
 
 class PreparedModel(Preparation):
-    """The captured model. Call it with calibration data of any batch size; it returns what the fp32 model returns.
+    """The captured model.
+
+    Call it with calibration data of any batch size; it returns what the fp32 model returns.
 
     Attributes:
         graph: the captured model.
@@ -95,10 +100,15 @@ class PreparedModel(Preparation):
         self.quant_config = quant_config
         self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
         needs = all_needs(self._algorithms, graph.module, plan)
-        watches = [*watches_for(self._edges(graph.module, plan)), *watches_for_sites(static_sites(graph.module, plan))]
+        watches = [
+            *watches_for(self._edges(graph.module, plan)),
+            *watches_for_sites(static_sites(graph.module, plan)),
+        ]
         self._observed, self.observers = observed_module(graph.module, [*watches, *needs.statistics])
         self._calls = 0
-        self._samples = Samples(needs.samples.rows, needs.samples.size) if needs.samples is not None else Samples(0, 0)
+        self._samples = (
+            Samples(needs.samples.rows, needs.samples.size) if needs.samples is not None else Samples(0, 0)
+        )
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,8 +168,8 @@ class PreparedModel(Preparation):
             StateError: always.
         """
         msg = (
-            "A prepared model can't be pickled, nor saved with torch.save(): save what it has seen, with prepared.statistics.save(), and "
-            "load that in a model that is prepared alike."
+            "A prepared model can't be pickled, nor saved with torch.save(): save what it has seen, with "
+            "prepared.statistics.save(), and load that in a model that is prepared alike."
         )
         raise StateError(msg)
 
@@ -190,10 +200,17 @@ class PreparedModel(Preparation):
 
         engine_name = that_simulates(name, self.quant_config)
         (graph, lowered), found, failed = first_that_can(engine_name, first, attempt, before, kind)
-        return graph, lowered, found, why_chosen(name, found, failed, kind) if engine_name == name else WHY_REFERENCE
+        return (
+            graph,
+            lowered,
+            found,
+            why_chosen(name, found, failed, kind) if engine_name == name else WHY_REFERENCE,
+        )
 
     def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
-        """Return the QDQ graph for the ranges seen so far, by all ranks of a process group; calibration can go on afterwards.
+        """Return the QDQ graph for the ranges seen so far, by all ranks of a process group.
+
+        Calibration can go on afterwards.
 
         Args:
             capabilities: of the backend that it is for; None: the one that was planned for.
@@ -205,7 +222,10 @@ class PreparedModel(Preparation):
         capabilities = capabilities or self.capabilities
         found = gather(self.statistics, lambda: self._identity(capabilities))
         if self.observers and not any(seen.batches for seen in found.seen.values()):
-            msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
+            msg = (
+                "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 "
+                "samples) before convert()."
+            )
             raise StateError(msg)
         plan, inaccurate = self._accurate(self._executed(fit(self.plan, capabilities), found))
         example, applied = self.graph.example, list(self._applied)
@@ -216,49 +236,83 @@ class PreparedModel(Preparation):
         context.qparams = find_qparams(context.edges, context.found)
         applied += run(self._algorithms, Stage.QPARAMS, context, example)
         context.quantized = insert_qdq(context.module, list(context.edges), context.qparams, context.plan)
-        insert_fake_quant(context.quantized, context.plan, find_fake_ranges(static_sites(context.module, context.plan), context.found))
+        insert_fake_quant(
+            context.quantized,
+            context.plan,
+            find_fake_ranges(static_sites(context.module, context.plan), context.found),
+        )
         applied += run(self._algorithms, Stage.CODES, context, example)
         with torch.no_grad():
             outputs = context.quantized(*example)
             sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), outputs)
             is_hopeless = sqnr_vs_fp32_db < HOPELESS_DB
-            costly = costly_operators(context.module, context.quantized, context.plan, example) if is_hopeless else ()
+            costly = (
+                costly_operators(context.module, context.quantized, context.plan, example)
+                if is_hopeless
+                else ()
+            )
         return QDQGraph(
             module=context.quantized,
             signature=self.graph.signature,
             plan=context.plan,
             example=example,
-            notes={d.operator: d.reason for d in context.plan.decisions if d.stays_for(Cause.NEVER_RAN) or d.stays_for(Cause.INACCURATE)},
+            notes={
+                d.operator: d.reason
+                for d in context.plan.decisions
+                if d.stays_for(Cause.NEVER_RAN) or d.stays_for(Cause.INACCURATE)
+            },
             float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
             sqnr_vs_fp32_db=sqnr_vs_fp32_db,
-            health=examine(context.plan, context.edges, context.qparams, context.found, (*costly, *context.findings, *inaccurate)),
+            health=examine(
+                context.plan,
+                context.edges,
+                context.qparams,
+                context.found,
+                (*costly, *context.findings, *inaccurate),
+            ),
             applied=tuple(applied),
-            expected=expected_outputs(outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())),
+            expected=expected_outputs(
+                outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())
+            ),
         )
 
     def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:
         """Return what gets codes in the captured graph, or in a smoothed one."""
-        return place(module, plan, self.capabilities, {node for node in module.graph.nodes if node.name in self._pools})
+        return place(
+            module, plan, self.capabilities, {node for node in module.graph.nodes if node.name in self._pools}
+        )
 
     def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
         """Return what ranks must have in common beside the model to get the same bytes from the same statistics."""
-        configuration = [self.plan.to_dict(), dataclasses.asdict(capabilities), [str(a) for a in self._applied]]
+        configuration = [
+            self.plan.to_dict(),
+            dataclasses.asdict(capabilities),
+            [str(a) for a in self._applied],
+        ]
         examples = {str(i): tensor for i, tensor in enumerate(self.graph.example)}
         return {
-            "configuration, backend or CPU": json.dumps(configuration, default=sorted, sort_keys=True).encode(),
+            "configuration, backend or CPU": json.dumps(
+                configuration, default=sorted, sort_keys=True
+            ).encode(),
             "example_inputs": checksum("", examples).encode(),
         }
 
     def _executed(self, plan: Plan, found: Collected) -> Plan:
-        """Return the plan without operators that never ran; taking one out can move edges, so until nothing changes."""
+        """Return the plan without operators that never ran.
+
+        Taking one out can move edges, so until nothing changes.
+        """
         while True:
             keys = [(e.operator, observer_key(e)) for e in self._edges(self.graph.module, plan)]
             keys += [(s.operator, key_of(s)) for s in static_sites(self.graph.module, plan)]
-            missing = {operator for operator, key in keys if key not in found.seen or not found.seen[key].batches}
+            missing = {
+                operator for operator, key in keys if key not in found.seen or not found.seen[key].batches
+            }
             if not missing:
                 return plan
             decisions = tuple(
-                dataclasses.replace(d, spec=FLOAT, why=Cause.NEVER_RAN()) if d.operator in missing else d for d in plan.decisions
+                dataclasses.replace(d, spec=FLOAT, why=Cause.NEVER_RAN()) if d.operator in missing else d
+                for d in plan.decisions
             )
             plan = dataclasses.replace(plan, decisions=decisions)
 
@@ -267,7 +321,9 @@ class PreparedModel(Preparation):
         dynamic = {d.operator for d in plan.quantized if d.spec.mode == "dynamic"}
         if not dynamic:
             return plan, []
-        alone = tuple(d if d.operator in dynamic else dataclasses.replace(d, spec=FLOAT) for d in plan.decisions)
+        alone = tuple(
+            d if d.operator in dynamic else dataclasses.replace(d, spec=FLOAT) for d in plan.decisions
+        )
         quantized = insert_qdq(self.graph.module, [], {}, dataclasses.replace(plan, decisions=alone))
         errors = local_errors(self.graph.module, quantized, dynamic, self.graph.example)
         decisions, findings = [], []
@@ -277,7 +333,10 @@ class PreparedModel(Preparation):
                 decisions.append(d)
             elif d.keep_inaccurate:
                 decisions.append(d)
-                text = f"its int8 result has {db:.1f} dB against fp32 on the example inputs: keep_inaccurate=False leaves it in fp32"
+                text = (
+                    f"its int8 result has {db:.1f} dB against fp32 on the example inputs: "
+                    "keep_inaccurate=False leaves it in fp32"
+                )
                 findings.append(Finding("inaccurate", d.operator, min(10 ** (-db / 10), 1.0), text))
             else:
                 spec = BF16 if d.fallback == "bf16" and d.kind in PRODUCTS else FLOAT
@@ -293,8 +352,9 @@ def _check_weights(graph: Graph, plan: Plan) -> None:
             value = getattr(graph.module, source.target) if source.op == "get_attr" else None
             if value is not None and value.is_floating_point() and not bool(value.isfinite().all()):
                 msg = (
-                    f"{source.meta.get('fqn', source.target)!r} of operator {node.meta['operator']!r} holds NaN or infinite values, which "
-                    "have no codes. Repair it, or leave the operator in fp32: config.exclude(...)."
+                    f"{source.meta.get('fqn', source.target)!r} of operator {node.meta['operator']!r} holds "
+                    "NaN or infinite values, which have no codes. Repair it, or leave the operator in fp32: "
+                    "config.exclude(...)."
                 )
                 raise InputError(msg)
 

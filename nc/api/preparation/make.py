@@ -81,13 +81,17 @@ def _layers(model: torch.nn.Module, asked: Request) -> PreparedWeights:
     layers = plan_layers(asked.config, separated(model), strict=asked.strict)
     _warn_of_float_weights(layers)
     stacks = {d.operator.rpartition(".")[0] for d in layers.quantized}
-    model = separated(model, inplace=asked.inplace, names=stacks)  # not before: an error leaves the model as it is
+    model = separated(
+        model, inplace=asked.inplace, names=stacks
+    )  # not before: an error leaves the model as it is
     return PreparedWeights(model, layers, asked.config, inplace=asked.inplace, asked=asked.backend)
 
 
 def _layers_then_graph(model: torch.nn.Module, asked: Request) -> PreparedMixed | PreparedModel:
     """Return the preparation of a configuration that is weight-only in part."""
-    low_bit = PreparedWeights(model, plan_layers(asked.config, model, check=False), asked.config, inplace=asked.inplace)
+    low_bit = PreparedWeights(
+        model, plan_layers(asked.config, model, check=False), asked.config, inplace=asked.inplace
+    )
     if not low_bit.plan.quantized:
         return _graph(model, asked)
     if not low_bit.plan.needs_data:
@@ -131,13 +135,25 @@ def _captured(model: torch.nn.Module, asked: Request, *, share_weights: bool) ->
     """
     if isinstance(model, ExportedModel):
         return model.own_graph()
-    script = next((name or "The model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    script = next(
+        (name or "The model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)),
+        None,
+    )
     if script is not None:
-        msg = f"{script} is TorchScript, which can't be captured; call prepare() with the torch.nn.Module that it was made from."
+        msg = (
+            f"{script} is TorchScript, which can't be captured; call prepare() with the torch.nn.Module that "
+            "it was made from."
+        )
         raise InputError(msg)
     with LOCK:  # capture in another thread switches the same flags for a while
         _warn_of_training(model, inplace=asked.inplace)
-        return capture(model, asked.example_inputs, asked.dynamic_shapes, share_weights=share_weights, precautions=precautions())
+        return capture(
+            model,
+            asked.example_inputs,
+            asked.dynamic_shapes,
+            share_weights=share_weights,
+            precautions=precautions(),
+        )
 
 
 def _decided(graph: Graph, model: torch.nn.Module, asked: Request) -> tuple[Plan, str, dict[str, str]]:
@@ -172,7 +188,8 @@ def _refuse_nothing(plan: Plan, config: AnyConfig, *, strict: bool) -> None:
 def _warn_of_float_weights(plan: WeightPlan) -> None:
     """Most of a model, or all of it, stays float: users would take it for quantized."""
     count, others = (
-        sum(math.prod(shape) for shape in shapes) for shapes in ([d.shape for d in plan.quantized], [s for _, s in plan.others])
+        sum(math.prod(shape) for shape in shapes)
+        for shapes in ([d.shape for d in plan.quantized], [s for _, s in plan.others])
     )
     if not count:
         reasons = "; ".join(dict.fromkeys(d.reason for d in plan.decisions))
@@ -185,7 +202,10 @@ def _warn_of_unknown_products(plan: Plan) -> None:
     """As above, for captured models."""
     products = unknown_products(plan)
     if 2 * sum(product.size for product in products) > sum(plan.shares.weights.values()):
-        msg = f"Most weights of this model stay as they are. {unknown_text(products)}. nc.WeightOnlyConfig quantizes stacked experts."
+        msg = (
+            f"Most weights of this model stay as they are. {unknown_text(products)}. nc.WeightOnlyConfig "
+            "quantizes stacked experts."
+        )
         warn(msg)
 
 

@@ -1,4 +1,7 @@
-"""Weight-only quantization beside another strategy in one model: the low-bit layers first, then the rest with these in place."""
+"""Weight-only quantization beside another strategy in one model.
+
+The low-bit layers first, then the rest with these in place.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from nc.weights.saved_calls import RecordedCalls
 
 
 class PreparedMixed(Preparation):
-    """The float model. Call it with calibration data; it returns what the float model returns. `convert` uses the data twice.
+    """The float model. Call it with calibration data; it returns what the float model returns.
+
+    `convert` uses the data twice.
 
     Attributes:
         low_bit: the part for the low-bit layers; it keeps the calibration samples.
@@ -23,7 +28,9 @@ class PreparedMixed(Preparation):
 
     saved_by, cast_by = PreparedWeights.saved_by, PreparedWeights.cast_by
 
-    def __init__(self, low_bit: PreparedWeights, prepare_rest: Callable[[torch.nn.Module], Preparation]) -> None:
+    def __init__(
+        self, low_bit: PreparedWeights, prepare_rest: Callable[[torch.nn.Module], Preparation]
+    ) -> None:
         super().__init__()
         self.low_bit = low_bit
         self.plan, self.quant_config = low_bit.plan, low_bit.quant_config
@@ -39,7 +46,10 @@ class PreparedMixed(Preparation):
         return self.low_bit.statistics
 
     def convert(self, asked: Conversion) -> torch.nn.Module:
-        """Return what the rest gives: a captured model with the low-bit layers, calibrated with the same samples."""
+        """Return what the rest gives.
+
+        A captured model with the low-bit layers, calibrated with the same samples.
+        """
         rest = self._prepare_rest(self.low_bit.quantized(asked.progress))
         for args, kwargs in (sample.call for sample in self.low_bit.samples):
             rest(*args, **kwargs)
@@ -50,4 +60,4 @@ class PreparedMixed(Preparation):
         return low_bit.model if isinstance(low_bit, PreparedWeights) else None
 
     def _dtypes(self) -> set[torch.dtype]:
-        return self.low_bit._dtypes()  # noqa: SLF001 - of the same base class
+        return self.low_bit._dtypes()  # of the same base class

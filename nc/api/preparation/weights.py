@@ -1,4 +1,7 @@
-"""Weight-only quantization under calibration: the user's float model, and the calibration samples that reach it."""
+"""Weight-only quantization under calibration.
+
+The user's float model, and the calibration samples that reach it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ class PreparedWeights(Preparation):
         plan: the decisions; `print(prepared.plan)` shows them.
         quant_config: the configuration.
         samples: the calls so far, if the configuration needs data.
-        first: the first call that changed nothing in the model, to compare outputs with; None where there was none.
+        first: the first call that changed nothing in the model, to compare outputs with; None where there was
+            none.
         asked: the backend that `prepare` was asked for.
     """
 
@@ -50,7 +54,13 @@ class PreparedWeights(Preparation):
     plan: WeightPlan
 
     def __init__(
-        self, model: torch.nn.Module, plan: WeightPlan, quant_config: AnyConfig, *, inplace: bool = False, asked: str = "auto"
+        self,
+        model: torch.nn.Module,
+        plan: WeightPlan,
+        quant_config: AnyConfig,
+        *,
+        inplace: bool = False,
+        asked: str = "auto",
     ) -> None:
         super().__init__()
         self.model = model
@@ -62,7 +72,10 @@ class PreparedWeights(Preparation):
         self.first: FirstCall | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
+        """Return the float model's outputs.
+
+        The inputs are kept for `convert`, if the configuration needs data.
+        """
         is_first = self.first is None and not goes_on(args, kwargs)
         wanted = self.plan.needs_data or is_first
         sample = _sample(args, kwargs) if wanted else None  # before the model can change its inputs in place
@@ -81,7 +94,9 @@ class PreparedWeights(Preparation):
         return RecordedCalls(self.model, self.samples)
 
     def convert(self, asked: Conversion) -> torch.nn.Module:
-        """Return a model of the user's class, whose layers hold low-bit weights; warns where it is far from the float one, or slower.
+        """Return a model of the user's class, whose layers hold low-bit weights.
+
+        Warns where it is far from the float one, or slower.
 
         Raises:
             As `quantized`; and if the backend has no kernels for low-bit weights.
@@ -98,13 +113,19 @@ class PreparedWeights(Preparation):
         return model
 
     def _compared(self, low_bit: torch.nn.Module) -> float | None:
-        """Return the SQNR of the outputs against the float model's in dB, if that was called; warn where it is far from it."""
+        """Return the SQNR of the outputs against the float model's in dB, if that was called.
+
+        Warn where it is far from it.
+        """
         decibels = None
         if self.first is not None:
             try:
                 decibels = accuracy_db(low_bit, self.first)
-            except Exception as error:  # noqa: BLE001 - any model can raise anything; what was quantized is kept
-                warn(f"The quantized model fails on the inputs of the first call of the prepared model: {type(error).__name__}: {error}")
+            except Exception as error:  # any model can raise anything; what was quantized is kept
+                warn(
+                    "The quantized model fails on the inputs of the first call of the prepared model: "
+                    f"{type(error).__name__}: {error}"
+                )
         hopeless = hopeless_text(decibels, hopeless_layers(low_bit))
         if hopeless:
             warn(hopeless)
@@ -117,14 +138,20 @@ class PreparedWeights(Preparation):
         return self._modules.get("model")
 
     def _dtypes(self) -> set[torch.dtype]:
-        return {tensor.dtype for tensor in (*self.model.parameters(), *self.model.buffers()) if tensor.is_floating_point()}
+        return {
+            tensor.dtype
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+            if tensor.is_floating_point()
+        }
 
     def quantized(self, progress: Progress | None = None) -> torch.nn.Module:
-        """Return the model with low-bit weights: a copy, or with `inplace` the user's own; the same one on all ranks of a group.
+        """Return the model with low-bit weights: a copy, or with `inplace` the user's own.
+
+        The same one on all ranks of a group.
 
         Raises:
-            StateError: the configuration needs calibration data, and there is none; another rank has another model, or stopped; or the
-                model was quantized in place before, perhaps in a run that stopped.
+            StateError: the configuration needs calibration data, and there is none; another rank has another
+                model, or stopped; or the model was quantized in place before, perhaps in a run that stopped.
         """
         model, run = self._solved(progress)
         self._note(model, run)
@@ -132,18 +159,27 @@ class PreparedWeights(Preparation):
 
     def _solved(self, progress: Progress | None) -> tuple[torch.nn.Module, Run]:
         """Return the model with low-bit weights, and what was done; raises as `quantized`."""
-        if self.inplace and any(is_low_bit(self.model.get_submodule(decision.operator)) for decision in self.plan.quantized):
-            msg = "convert() has replaced layers of the model itself, because inplace=True: call prepare() with the float model again."
+        if self.inplace and any(
+            is_low_bit(self.model.get_submodule(decision.operator)) for decision in self.plan.quantized
+        ):
+            msg = (
+                "convert() has replaced layers of the model itself, because inplace=True: call prepare() "
+                "with the float model again."
+            )
             raise StateError(msg)
-        ranks = Ranks.current() if self.plan.needs_data else Ranks()  # without data, each process can convert alone
+        ranks = (
+            Ranks.current() if self.plan.needs_data else Ranks()
+        )  # without data, each process can convert alone
         calls = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
         samples = [sample for sample in calls if _has_data(sample)]
         if self.plan.needs_data and not samples:
             names = ", ".join(dict.fromkeys(step.algorithm for step in self.plan.algorithms))
-            empty = f" (the {len(calls)} calls so far had empty tensors, or nothing but padding)" if calls else ""
+            empty = (
+                f" (the {len(calls)} calls so far had empty tensors, or nothing but padding)" if calls else ""
+            )
             msg = (
-                f"Nothing was calibrated: {names} needs data{empty}. Call the prepared model with batches (e.g. 128 texts) "
-                "before convert()."
+                f"Nothing was calibrated: {names} needs data{empty}. Call the prepared model with batches "
+                "(e.g. 128 texts) before convert()."
             )
             raise StateError(msg)
         model = self.model if self.inplace else sharing(self.model)
@@ -163,19 +199,35 @@ def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
 
     def copied(value: Any) -> Any:
         # row-major, as in a file: kernels round differently on another layout
-        return value.detach().clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+        return (
+            value.detach().clone(memory_format=torch.contiguous_format)
+            if isinstance(value, torch.Tensor)
+            else value
+        )
 
     mask = kwargs.get("attention_mask")
-    keep = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point() else None
-    kept = {k: pytree.tree_map(copied, v) for k, v in kwargs.items() if k not in ("cache", "past_key_values", "use_cache")}
-    return Sample((pytree.tree_map(copied, args), kept), None if keep is None or bool(keep.all()) else keep.clone())
+    keep = (
+        mask.bool()
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point()
+        else None
+    )
+    kept = {
+        k: pytree.tree_map(copied, v)
+        for k, v in kwargs.items()
+        if k not in ("cache", "past_key_values", "use_cache")
+    }
+    return Sample(
+        (pytree.tree_map(copied, args), kept), None if keep is None or bool(keep.all()) else keep.clone()
+    )
 
 
 def _has_data(sample: Sample) -> bool:
     """Whether a call has a token: its first tensor holds something, and not all of it is padding."""
     if sample.keep is not None and not bool(sample.keep.any()):
         return False
-    tensors = (leaf for leaf in pytree.tree_leaves(sample.call) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    tensors = (
+        leaf for leaf in pytree.tree_leaves(sample.call) if isinstance(leaf, torch.Tensor) and leaf.dim()
+    )
     first = next(tensors, None)
     return first is None or first.numel() > 0
 
@@ -184,7 +236,11 @@ def _has_data(sample: Sample) -> bool:
 def without_cache(model: torch.nn.Module) -> Iterator[None]:
     """Let transformers' models keep no keys and values of earlier calls: blocks are called several times."""
     config = getattr(model, "config", None)
-    configs = [c for c in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)) if getattr(c, "use_cache", None)]
+    configs = [
+        c
+        for c in (config, getattr(config, "text_config", None), getattr(config, "decoder", None))
+        if getattr(c, "use_cache", None)
+    ]
     for one in configs:
         one.use_cache = False  # type: ignore[union-attr] # it has one
     try:

@@ -1,4 +1,6 @@
-"""Intel Extension for PyTorch: TorchScript → freeze → warm-up → oneDNN-graph fusion. The only folder that imports IPEX, and only to use it.
+"""Intel Extension for PyTorch: TorchScript → freeze → warm-up → oneDNN-graph fusion.
+
+The only folder that imports IPEX, and only to use it.
 
 IPEX ended with 2.8.0, for torch 2.8; its repository is archived.
 """
@@ -27,16 +29,38 @@ _INSTALL = "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0 (or pip 
 _ACTIVATIONS = ("uint8", "int8")
 
 OPS = (
-    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")),
+    OpSupport(
+        kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")
+    ),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",)),
-    OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note="groups=1 per channel, else per tensor"),
-    OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note="groups=1 per channel, else per tensor"),
-    OpSupport(kind="matmul", activations=_ACTIVATIONS, note="both sides of 2 or at least 4 dimensions; 3-D is run as 4-D"),
+    OpSupport(
+        kind="conv_transpose2d",
+        activations=_ACTIVATIONS,
+        weights=("int8",),
+        note="groups=1 per channel, else per tensor",
+    ),
+    OpSupport(
+        kind="conv_transpose3d",
+        activations=_ACTIVATIONS,
+        weights=("int8",),
+        note="groups=1 per channel, else per tensor",
+    ),
+    OpSupport(
+        kind="matmul",
+        activations=_ACTIVATIONS,
+        note="both sides of 2 or at least 4 dimensions; 3-D is run as 4-D",
+    ),
     *(
-        OpSupport(kind=kind, weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel")
+        OpSupport(
+            kind=kind,
+            weights=("int8",),
+            dynamic=("per_tensor",),
+            affine_only=True,
+            note="torch's own dynamic kernel",
+        )
         for kind in ("lstm", "gru", "lstm_cell", "gru_cell")
     ),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
@@ -67,14 +91,20 @@ class IpexBackend(Backend):
         return (IPEX_WOQ,)
 
     def why_unavailable(self) -> str:
-        """Return what is missing and what to install; "" when it can run. Looks at versions only, imports nothing of IPEX."""
+        """Return what is missing and what to install; "" when it can run.
+
+        Looks at versions only, imports nothing of IPEX.
+        """
         try:
             ipex = Version(importlib.metadata.version(_PACKAGE))
         except importlib.metadata.PackageNotFoundError:
             return f"{_PACKAGE} is not installed: {_INSTALL}."
         torch_version = Version(importlib.metadata.version("torch"))
         if ipex.release[:2] != torch_version.release[:2]:
-            return f"{_PACKAGE} {ipex} needs torch {ipex.major}.{ipex.minor}, but torch is {torch_version}: {_INSTALL}."
+            return (
+                f"{_PACKAGE} {ipex} needs torch {ipex.major}.{ipex.minor}, but torch is {torch_version}: "
+                f"{_INSTALL}."
+            )
         if "avx2" not in cpu.features():
             return 'this CPU lacks AVX2, which IPEX needs; use backend="reference".'
         return ""
@@ -84,7 +114,8 @@ class IpexBackend(Backend):
         return cpu.capabilities(NAME, OPS, halved=_HALVED)
 
     def start(self) -> None:
-        """Import IPEX, which registers its fusion pass, and a layer norm for fp32 whose last digits are others than torch's.
+        """Import IPEX, which registers its fusion pass, and a layer norm for fp32 whose last digits are
+        others than torch's.
 
         Raises:
             BackendUnavailableError: IPEX can't run here.

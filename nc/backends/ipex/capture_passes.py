@@ -1,7 +1,8 @@
 """What keeps captured graphs and models right in a process that has imported IPEX.
 
-IPEX replaces torch's layer norm for all models. Its own one is wrong over several dimensions, unless gradients are recorded: it reads past
-the end of the weights. It also replaces the embedding bags that add rows up, by an operator that exists nowhere else.
+IPEX replaces torch's layer norm for all models. Its own one is wrong over several dimensions, unless
+gradients are recorded: it reads past the end of the weights. It also replaces the embedding bags that add
+rows up, by an operator that exists nowhere else.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def flat_layer_norms(module: fx.GraphModule) -> None:
             continue
         with module.graph.inserting_before(node):
             flat = call_function(module.graph, aten.flatten.using_ints, (x, -len(shape), -1))
-            weights = [w and call_function(module.graph, aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
+            weights = [
+                w and call_function(module.graph, aten.reshape.default, (w, [-1]))
+                for w in (a["weight"], a["bias"])
+            ]
         with module.graph.inserting_after(node):
             back = call_function(module.graph, aten.unflatten.int, (node, -1, shape))
         node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
@@ -45,7 +49,9 @@ def flat_layer_norms(module: fx.GraphModule) -> None:
             value = constant_value(module, weight)
             if value is not None:
                 fqn = fqn_of(weight)
-                weight.replace_all_uses_with(add_constant(module, node, f"{re.sub(r'[^a-zA-Z0-9_]', '_', fqn)}_flat", value, fqn))
+                weight.replace_all_uses_with(
+                    add_constant(module, node, f"{re.sub(r'[^a-zA-Z0-9_]', '_', fqn)}_flat", value, fqn)
+                )
 
 
 def embedding_bags_of_torch(module: fx.GraphModule) -> None:
@@ -53,7 +59,13 @@ def embedding_bags_of_torch(module: fx.GraphModule) -> None:
     for node in [n for n in module.graph.nodes if str(n.target) == _OWN_BAG]:
         a = schema_arguments(node)
         tensors = [a[name] for name in ("weight", "indices", "offsets")]
-        sums = (False, 0, a["sparse"], None, a["include_last_offset"])  # not scaled by frequency, mode 0, no weights of samples
+        sums = (
+            False,
+            0,
+            a["sparse"],
+            None,
+            a["include_last_offset"],
+        )  # not scaled by frequency, mode 0, no weights of samples
         with module.graph.inserting_before(node):
             bag = call_function(module.graph, aten.embedding_bag.default, (*tensors, *sums))
             rows = call_function(module.graph, operator.getitem, (bag, 0))
@@ -71,5 +83,9 @@ def right_layer_norms(model: torch.nn.Module) -> contextlib.AbstractContextManag
 
 CAPTURE_PASSES = (
     Pass("flat_layer_norms", flat_layer_norms, avoids="computes layer norms over several dimensions wrongly"),
-    Pass("embedding_bags_of_torch", embedding_bags_of_torch, avoids="leaves an operator in the graph that no other engine has"),
+    Pass(
+        "embedding_bags_of_torch",
+        embedding_bags_of_torch,
+        avoids="leaves an operator in the graph that no other engine has",
+    ),
 )

@@ -12,7 +12,10 @@ from nc.backends.spawn import end_with_parent
 
 
 def main(folder: str, threads: str, parent: str) -> None:
-    """Load FOLDER/model.pt and run it three times on FOLDER/inputs.pt; end with the process PARENT, however that ends."""
+    """Load FOLDER/model.pt and run it three times on FOLDER/inputs.pt.
+
+    End with the process PARENT, however that ends.
+    """
     if not end_with_parent(int(parent)):
         return
     torch.set_num_threads(int(threads))

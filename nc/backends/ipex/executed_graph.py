@@ -17,11 +17,16 @@ from nc.nn import KernelChoice
 
 GROUP = "ipex::LlgaFusionGroup"
 _LINE = re.compile(r'<string>"?[,:] ?(?:line )?(\d+)')
-#: Nodes of the JIT graph that compute one of our operators; a fused kernel has several operators' names in its own.
-_COMPUTE = re.compile(r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu|gelu|silu|sigmoid|hardswish|tanh|mean|mul|lstm|gru")
+#: Nodes of the JIT graph that compute one of our operators; a fused kernel has several operators' names in
+#: its own.
+_COMPUTE = re.compile(
+    r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu|gelu|silu|sigmoid|hardswish|tanh|mean|mul|lstm|gru"
+)
 
 
-def executed_graph(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]) -> torch._C.Graph:
+def executed_graph(
+    run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]
+) -> torch._C.Graph:
     """Return the optimized graph that `run` executes, in this thread."""
     run(inputs)
     graph: torch._C.Graph = torch.jit.last_executed_optimized_graph()  # type: ignore[attr-defined] # not in its __all__
@@ -180,7 +185,11 @@ def _is_quantized_kernel(node: torch._C.Node) -> bool:
     if node.kind().startswith(("quantized::", "aten::quantized_")):
         return True
     first = next(iter(node.inputs()), None)
-    return first is not None and first.node().kind() in ("aten::quantize_per_tensor", GROUP) and _yields_codes(first)
+    return (
+        first is not None
+        and first.node().kind() in ("aten::quantize_per_tensor", GROUP)
+        and _yields_codes(first)
+    )
 
 
 def _yields_codes(value: torch._C.Value) -> bool:

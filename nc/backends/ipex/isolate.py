@@ -1,4 +1,7 @@
-"""The first fused run in a child process: the fuser can hang or crash, and must not take the user's process with it."""
+"""The first fused run in a child process.
+
+The fuser can hang or crash, and must not take the user's process with it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def is_tested(module: fx.GraphModule) -> bool:
     return patterns(module) <= TESTED
 
 
-def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...], time_limit_s: float = TIME_LIMIT_S) -> None:
+def first_run_in_child(
+    frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...], time_limit_s: float = TIME_LIMIT_S
+) -> None:
     """Run the frozen module three times in a child process.
 
     Args:
@@ -45,7 +50,10 @@ def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tenso
         try:
             done = run_module(child.__name__, *arguments, folder=directory, time_limit_s=time_limit_s)
         except subprocess.TimeoutExpired as error:
-            msg = f"IPEX did not finish fusing this graph within {time_limit_s:.0f} s in a child process. {_ADVICE}"
+            msg = (
+                f"IPEX did not finish fusing this graph within {time_limit_s:.0f} s in a child process. "
+                f"{_ADVICE}"
+            )
             raise BackendError(msg) from error
     if done.returncode < 0:
         msg = f"IPEX crashed (signal {-done.returncode}) on this graph in a child process. {_ADVICE}"
@@ -58,7 +66,10 @@ def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tenso
 
 @contextlib.contextmanager
 def failures_named() -> Iterator[None]:
-    """Turn what IPEX's fuser and kernels raise into a BackendError that says what to do; nc's own errors stay as they are."""
+    """Turn what IPEX's fuser and kernels raise into a BackendError that says what to do.
+
+    Nc's own errors stay as they are.
+    """
     try:
         yield
     except NCError:

@@ -1,8 +1,11 @@
-"""Row-major memory wherever an operator computes: the strides of the first run decide how IPEX compiles, for good and for all shapes.
+"""Row-major memory wherever an operator computes.
 
-For the shapes that a fused kernel saw first, IPEX gives its outputs the strides of the profiled run; for any other shape they are
-row-major. Which input an output may overwrite depends on that, but is kept once for the kernel, not for each shape. So where profiled
-outputs are not row-major, every call with another shape, in any thread, changes what the calls of known shapes return: garbage.
+The strides of the first run decide how IPEX compiles, for good and for all shapes.
+
+For the shapes that a fused kernel saw first, IPEX gives its outputs the strides of the profiled run; for any
+other shape they are row-major. Which input an output may overwrite depends on that, but is kept once for the
+kernel, not for each shape. So where profiled outputs are not row-major, every call with another shape, in any
+thread, changes what the calls of known shapes return: garbage.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ def make_row_major(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> li
 
     Args:
         module: QDQ graph; changed in place.
-        inputs: flat inputs; run once, since only that shows what strides operators give their results. A free dimension of size 1
-            hides them.
+        inputs: flat inputs; run once, since only that shows what strides operators give their results. A free
+            dimension of size 1 hides them.
 
     Returns:
         Names of the operators that were changed.
@@ -48,8 +51,8 @@ def make_row_major(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> li
 def put_batches_outermost(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
     """Let `bmm(a, b)` read b in an order of memory that a kernel exists for.
 
-    oneDNN turns uint8 codes of the second side to int8 with a reorder, and has none for three dimensions of which the first is not
-    the outermost one in memory. Keys of `nn.MultiheadAttention` are such.
+    oneDNN turns uint8 codes of the second side to int8 with a reorder, and has none for three dimensions of
+    which the first is not the outermost one in memory. Keys of `nn.MultiheadAttention` are such.
 
     Args:
         module: QDQ graph; changed in place.
@@ -76,8 +79,8 @@ def put_batches_outermost(module: fx.GraphModule, inputs: Sequence[torch.Tensor]
 def pack_operands_of_products(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
     """Let `a @ b / 8 + mask` read a mask without gaps.
 
-    The kernel of a product that takes in what is computed with it reads the elements of an expanded or sliced operand one behind the
-    other. The operator gets a copy.
+    The kernel of a product that takes in what is computed with it reads the elements of an expanded or sliced
+    operand one behind the other. The operator gets a copy.
 
     Args:
         module: QDQ graph; changed in place.
@@ -126,7 +129,10 @@ def _is_batch_within(value: torch.Tensor) -> bool:
 
 
 def _permuted(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, list[fx.Node]]:
-    """Operators whose results are not row-major → those of their inputs that are not. The graph is run as it will be: with the copies."""
+    """Operators whose results are not row-major → those of their inputs that are not.
+
+    The graph is run as it will be: with the copies.
+    """
     found: dict[fx.Node, list[fx.Node]] = {}
 
     def row_major(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
@@ -156,7 +162,10 @@ def _is_permuted(value: object) -> bool:
 
 
 def _read_copy(module: fx.GraphModule, reader: fx.Node, source: fx.Node) -> None:
-    """Let one reader read a contiguous copy of `source`; of what is quantized, where `source` is a dequantize."""
+    """Let one reader read a contiguous copy of `source`.
+
+    Of what is quantized, where `source` is a dequantize.
+    """
     if source.target is dequantize_per_tensor and input_node(source).target is quantize_per_tensor:
         reader = input_node(source)
         source = input_node(reader)

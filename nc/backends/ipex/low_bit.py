@@ -9,5 +9,7 @@ IPEX_WOQ = LowBitKernel(
     what="IPEX's WeightOnlyQuantizedLinear",
     bits=(4, 8),
     floats=("nf4",),
-    refused="without AVX512-FP16 it dequantizes the whole weight in each call; with it, nc has no row for it yet",
+    refused=(
+        "without AVX512-FP16 it dequantizes the whole weight in each call; with it, nc has no row for it yet"
+    ),
 )

@@ -33,15 +33,17 @@ from nc.graph.signature import at_least_two
 _WARM_UP = 3
 
 
-def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, isolate: str = "auto") -> EngineModel:
+def lower(
+    graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, isolate: str = "auto"
+) -> EngineModel:
     """Return an engine model of `graph`.
 
     Args:
         graph: the quantized model.
         verify: see `nc.backends.verify`.
         verify_sizes: compare the outputs for new sizes too, in their first call; not with verify="off".
-        isolate: "always" makes the first fused run in a child process with a time limit, "auto" does so for graphs with patterns that
-            the test suite does not run, "never" trusts the fuser.
+        isolate: "always" makes the first fused run in a child process with a time limit, "auto" does so for
+            graphs with patterns that the test suite does not run, "never" trusts the fuser.
 
     Raises:
         VerificationError: the engine disagrees with the reference; names the first operator that does.
@@ -61,16 +63,26 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, 
         first_run_in_child(frozen, inputs)
     with failures_named():
         outputs = _warm_up(frozen, inputs)
-    sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs, _run_part))
+    sqnr = verify_outputs(
+        graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs, _run_part)
+    )
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
-    new_sizes = NewSizes(run, graph, "IPEX", one_place(graph.module)) if verify_sizes and verify != "off" else None
+    new_sizes = (
+        NewSizes(run, graph, "IPEX", one_place(graph.module)) if verify_sizes and verify != "off" else None
+    )
     low_bit = kernel_choices(engine)
 
     def report() -> EngineReport:
         executed = executed_graph(run, inputs)
-        found = build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes, low_bit)
-        return found if new_sizes is None else dataclasses.replace(found, details={**found.details, **new_sizes.details()})
+        found = build_report(
+            graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes, low_bit
+        )
+        return (
+            found
+            if new_sizes is None
+            else dataclasses.replace(found, details={**found.details, **new_sizes.details()})
+        )
 
     # layouts of kernels are for this CPU only, so a program that is written has the operators instead
     program = _freeze(module)[1] if low_bit else frozen
@@ -79,14 +91,21 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, 
 
 
 class _Runner:
-    """Calls the frozen module, on inputs of one fixed layout: the fuser's kernel cache takes no notice of strides."""
+    """Calls the frozen module, on inputs of one fixed layout.
+
+    The fuser's kernel cache takes no notice of strides.
+    """
 
     def __init__(self, frozen: torch.jit.ScriptModule) -> None:
         self._frozen = frozen
         self._gate = Gate()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        with failures_named(), torch.no_grad(), self._gate.enter((torch.get_num_threads(), *(t.shape for t in inputs))):
+        with (
+            failures_named(),
+            torch.no_grad(),
+            self._gate.enter((torch.get_num_threads(), *(t.shape for t in inputs))),
+        ):
             outputs: Sequence[Any] = self._frozen(*[t.contiguous() for t in inputs])
             return outputs
 

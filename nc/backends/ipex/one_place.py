@@ -1,7 +1,7 @@
 """Calls in which an AMX convolution with a stride has a result of one place: its sums are wrong there.
 
-The outputs of a whole model need not show it: RegNet had 19 to 40 dB. The rewrite of `wrong_window` for all free sizes would let ResNet-50
-take four times as long, so the sizes are looked at instead.
+The outputs of a whole model need not show it: RegNet had 19 to 40 dB. The rewrite of `wrong_window` for all
+free sizes would let ResNet-50 take four times as long, so the sizes are looked at instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from nc.ops import dequantize_per_tensor
 
 
 def one_place(module: fx.GraphModule) -> Callable[[Sequence[torch.Tensor]], str] | None:
-    """Return what tells of flat inputs why kernels are wrong for their sizes, "" for others; None where no kernel can be.
+    """Return what tells of flat inputs why kernels are wrong for their sizes, "" for others.
+
+    None where no kernel can be.
 
     Args:
         module: QDQ graph; it must stay as it is.
     """
-    suspects = frozenset(node for node in module.graph.nodes if _is_suspect(node)) if "amx_int8" in cpu.features() else frozenset()
+    suspects = (
+        frozenset(node for node in module.graph.nodes if _is_suspect(node))
+        if "amx_int8" in cpu.features()
+        else frozenset()
+    )
     if not suspects:
         return None
 
@@ -32,7 +38,11 @@ def one_place(module: fx.GraphModule) -> Callable[[Sequence[torch.Tensor]], str]
         places = _Places(module, suspects)
         with torch.no_grad():
             places.run(*inputs)
-        return f"{places.narrow[0]!r} has a result of one place, which AMX kernels with a stride compute wrongly" if places.narrow else ""
+        return (
+            f"{places.narrow[0]!r} has a result of one place, which AMX kernels with a stride compute wrongly"
+            if places.narrow
+            else ""
+        )
 
     return why_wrong
 

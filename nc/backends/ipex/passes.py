@@ -22,7 +22,9 @@ def passes(inputs: Sequence[torch.Tensor]) -> tuple[Pass, ...]:
     packed = functools.partial(pack_operands_of_products, inputs=inputs)
     outermost = functools.partial(put_batches_outermost, inputs=inputs)
     return (
-        Pass("memory_layout", layout, avoids="compiles for the strides of its first run, for all later shapes"),
+        Pass(
+            "memory_layout", layout, avoids="compiles for the strides of its first run, for all later shapes"
+        ),
         Pass("batch_within", outermost, avoids="fails on its first run"),
         Pass("operand_with_gaps", packed, avoids="returns garbage"),
         *WORKAROUNDS,

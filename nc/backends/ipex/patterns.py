@@ -10,7 +10,10 @@ from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 
 def patterns(module: fx.GraphModule) -> frozenset[str]:
-    """For each int8 operator: what made its inputs, its kind, and what reads its result up to the next quantize."""
+    """For each int8 operator.
+
+    What made its inputs, its kind, and what reads its result up to the next quantize.
+    """
     found = set()
     for node in module.graph.nodes:
         read = _read(node)

@@ -15,7 +15,9 @@ from nc.process.lock import LOCK
 
 @contextlib.contextmanager
 def quiet(*, drop: bool = False) -> Iterator[None]:
-    """Hold back what reaches the console inside: IPEX and the JIT print from C++, past Python's warnings and logging.
+    """Hold back what reaches the console inside.
+
+    IPEX and the JIT print from C++, past Python's warnings and logging.
 
     One thread at a time; another thread's output of that moment is held back too, and shown afterwards.
 

@@ -1,4 +1,7 @@
-"""Patterns of int8 operators that the test suite runs through IPEX's fuser; written by test/tested_patterns.py."""
+"""Patterns of int8 operators that the test suite runs through IPEX's fuser.
+
+Written by test/tested_patterns.py.
+"""
 
 TESTED: frozenset[str] = frozenset(
     {

@@ -1,4 +1,7 @@
-"""Profile of a fused script: the times of what the JIT interpreter runs, and the kernels of each fusion group."""
+"""Profile of a fused script.
+
+The times of what the JIT interpreter runs, and the kernels of each fusion group.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ _CONVERTERS = frozenset({"aten::quantize_per_tensor", "aten::quantize_per_channe
 
 
 def profile_script(
-    run: Callable[[Sequence[torch.Tensor]], object], operator_at: Mapping[int, str], inputs: Sequence[torch.Tensor]
+    run: Callable[[Sequence[torch.Tensor]], object],
+    operator_at: Mapping[int, str],
+    inputs: Sequence[torch.Tensor],
 ) -> Profile:
     """Time and kernels of every node that the JIT executes; takes the process's standard output over.
 
-    Nodes, what the profiler recorded, and the partitions in oneDNN's stream are three lists in one order. A convolution or linear outside
-    of all groups has its time, but no kernel: nothing ties the primitives between two partitions to a node.
+    Nodes, what the profiler recorded, and the partitions in oneDNN's stream are three lists in one order. A
+    convolution or linear outside of all groups has its time, but no kernel: nothing ties the primitives
+    between two partitions to a node.
 
     Args:
         run: calls the frozen module.
@@ -41,8 +47,13 @@ def profile_script(
     with onednn_verbose.captured() as lines:
         run(inputs)
     names = [name for name, _ in records[-1]]
-    times = [min(column) for column in zip(*([ms for _, ms in r] for r in records if [n for n, _ in r] == names), strict=True)]
-    partitions = [entry for entry in onednn_verbose.parse(lines) if isinstance(entry, onednn_verbose.Partition)]
+    times = [
+        min(column)
+        for column in zip(*([ms for _, ms in r] for r in records if [n for n, _ in r] == names), strict=True)
+    ]
+    partitions = [
+        entry for entry in onednn_verbose.parse(lines) if isinstance(entry, onednn_verbose.Partition)
+    ]
     return Profile(
         steps=tuple(_steps(names, times, nodes, partitions, operator_at)),
         call_ms=min(calls),
@@ -61,7 +72,11 @@ def _steps(
     """Yield what was recorded, with the operators of the nodes that it goes back to."""
     matcher = difflib.SequenceMatcher(None, names, [node.kind() for node in nodes], autojunk=False)
     node_of = {a + i: nodes[b + i] for a, b, size in matcher.get_matching_blocks() for i in range(size)}
-    kernels = iter(partitions if len(partitions) == names.count(GROUP) else [onednn_verbose.Partition(())] * names.count(GROUP))
+    kernels = iter(
+        partitions
+        if len(partitions) == names.count(GROUP)
+        else [onednn_verbose.Partition(())] * names.count(GROUP)
+    )
     for i, (name, ms) in enumerate(zip(names, times, strict=True)):
         yield Step(
             name=name,
@@ -72,8 +87,13 @@ def _steps(
         )
 
 
-def _record(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]) -> list[tuple[str, float]]:
-    """Name and milliseconds of each node that one call executes. The profiler calls a group by its members: "dequantize+linear"."""
+def _record(
+    run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]
+) -> list[tuple[str, float]]:
+    """Name and milliseconds of each node that one call executes.
+
+    The profiler calls a group by its members: "dequantize+linear".
+    """
     with torch.autograd.profiler.profile() as profiler:
         run(inputs)
     events = sorted(profiler.function_events, key=lambda event: event.time_range.start)

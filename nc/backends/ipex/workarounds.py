@@ -1,6 +1,8 @@
-"""Patterns for which IPEX 2.8's fuser returns wrong results or does not return, and the rewrite that avoids each.
+"""Patterns for which IPEX 2.8's fuser returns wrong results or does not return, and the rewrite that avoids
+each.
 
-IPEX is archived: none of these will be fixed. Each pass has a name, which the report shows, and a test that runs the pattern.
+IPEX is archived: none of these will be fixed. Each pass has a name, which the report shows, and a test that
+runs the pattern.
 """
 
 from __future__ import annotations
@@ -13,16 +15,35 @@ from torch import fx
 
 from nc.backends import cpu
 from nc.backends.passes import Pass
-from nc.graph.catalogue import BINARY, MOVES, climb, first_input, input_node, is_float_tensor, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import (
+    BINARY,
+    MOVES,
+    climb,
+    first_input,
+    input_node,
+    is_float_tensor,
+    kind_of_node,
+    op_name,
+    schema_arguments,
+)
 from nc.graph.dataflow import producer
-from nc.graph.fx_utils import add_constant, call_function, call_operator, constant_of, fqn_of, retarget, take_over
+from nc.graph.fx_utils import (
+    add_constant,
+    call_function,
+    call_operator,
+    constant_of,
+    fqn_of,
+    retarget,
+    take_over,
+)
 from nc.graph.tensor_meta import Traced, hint_of, strided
 from nc.graph.views import Binary, Conv, Quantize, options, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: The end of a dimension, for slices.
 _END = 2**63 - 1
-#: Relative change of scale that makes two quantize nodes of one tensor different to the fuser: a twenty-thousandth of a code at most.
+#: Relative change of scale that makes two quantize nodes of one tensor different to the fuser: a
+#: twenty-thousandth of a code at most.
 _NUDGE = 1.0 + 2.0**-20
 _aten = torch.ops.aten
 #: Convolutions, and those that compute the same where their tensors have a last dimension of size 1 beside.
@@ -34,13 +55,20 @@ _ONE_MORE_DIMENSION = {
 }
 #: Channels of a group that fill half an AMX tile, and a whole one (64 codes).
 _HALF_TILE, _TILE = 32, 64
-#: Values of a row of a window (its channels times its width) and a stride, from which on the AMX kernels are wrong.
+#: Values of a row of a window (its channels times its width) and a stride, from which on the AMX kernels are
+#: wrong.
 _LONG_ROW, _LONG_STRIDE = 128, 4
-_EXTREMES = {_aten.max.dim: (_aten.amax.default, _aten.argmax.default), _aten.min.dim: (_aten.amin.default, _aten.argmin.default)}
+_EXTREMES = {
+    _aten.max.dim: (_aten.amax.default, _aten.argmax.default),
+    _aten.min.dim: (_aten.amin.default, _aten.argmin.default),
+}
 
 
 def same_tensor_twice(module: fx.GraphModule) -> list[str]:
-    """`matmul(y, y)`, `r + r`: the pass that splits shared dequantize nodes never ends. The second side gets codes of its own."""
+    """`matmul(y, y)`, `r + r`: the pass that splits shared dequantize nodes never ends.
+
+    The second side gets codes of its own.
+    """
     changed = []
     for node in list(module.graph.nodes):
         if kind_of_node(node) in BINARY:
@@ -52,7 +80,10 @@ def same_tensor_twice(module: fx.GraphModule) -> list[str]:
 
 
 def operand_is_source(module: fx.GraphModule) -> list[str]:
-    """`conv(y) + y` with one int8 y: the fused kernel reads the wrong buffer. The added side gets codes of its own."""
+    """`conv(y) + y` with one int8 y: the fused kernel reads the wrong buffer.
+
+    The added side gets codes of its own.
+    """
     changed = []
     for node in list(module.graph.nodes):
         if kind_of_node(node) != "add":
@@ -66,14 +97,20 @@ def operand_is_source(module: fx.GraphModule) -> list[str]:
 
 
 def operand_overwritten(module: fx.GraphModule) -> list[str]:
-    """`linear(x) + s`: the sum is written into the memory of s, which may be the caller's, or be read again through a view.
+    """`linear(x) + s`.
+
+    The sum is written into the memory of s, which may be the caller's, or be read again through a view.
 
     The pass counts the readers of a value only, not those of its views. The addition gets a copy of s.
     """
     changed = []
     for add in [n for n in module.graph.nodes if op_name(n) in ("add", "add_")]:
         for name, side, other in _sides(add):
-            if not is_float_tensor(side) or side.target is dequantize_per_tensor or not is_float_tensor(other):
+            if (
+                not is_float_tensor(side)
+                or side.target is dequantize_per_tensor
+                or not is_float_tensor(other)
+            ):
                 continue
             if kind_of_node(producer(other)) and _is_read_elsewhere(side, add):
                 with module.graph.inserting_before(add):
@@ -85,7 +122,9 @@ def operand_overwritten(module: fx.GraphModule) -> list[str]:
 
 
 def softmax_to_codes(module: fx.GraphModule) -> list[str]:
-    """`softmax` quantized with a zero point, or without AVX-512 to int8: oneDNN has no such kernel, and the first run fails.
+    """`softmax` quantized with a zero point, or without AVX-512 to int8.
+
+    oneDNN has no such kernel, and the first run fails.
 
     A copy in between keeps softmax out of the group.
     """
@@ -93,7 +132,11 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
     changed = []
     for node in [n for n in module.graph.nodes if op_name(n) == "softmax"]:
         readers = [r for _, r in _reads(node) if r.target is quantize_per_tensor]
-        for reader in [r for r in readers if Quantize.of(r).zero_point != 0 or (Quantize.of(r).quant_min < 0 and not signed)]:
+        for reader in [
+            r
+            for r in readers
+            if Quantize.of(r).zero_point != 0 or (Quantize.of(r).quant_min < 0 and not signed)
+        ]:
             with module.graph.inserting_before(reader):
                 copy = call_function(module.graph, torch.ops.aten.clone.default, (Quantize.of(reader).input,))
             copy.meta["val"] = Quantize.of(reader).input.meta.get("val")
@@ -103,7 +146,9 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
 
 
 def strided_pointwise(module: fx.GraphModule) -> list[str]:
-    """Rewrite 1x1 convolutions with a stride, of 8, 24, 40... channels: oneDNN gathers rows in steps of 16, over those of another thread.
+    """Rewrite 1x1 convolutions with a stride, of 8, 24, 40...
+
+    Channels: oneDNN gathers rows in steps of 16, over those of another thread.
 
     Slices gather them in front of it instead, in fp32, whose values go back to the same codes.
     """
@@ -122,7 +167,9 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
             value = dequantize
             for i, stride in enumerate(conv.sizes(dims)[0]):
                 val = strided(val, val.dim() - dims + i, stride)
-                value = call_function(module.graph, torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
+                value = call_function(
+                    module.graph, torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride)
+                )
             value = call_function(module.graph, torch.ops.aten.contiguous.default, (value,))
             again = call_operator(module.graph, quantize_per_tensor, value, *options(codes))
             back = call_operator(module.graph, dequantize_per_tensor, again, *options(dequantize))
@@ -134,10 +181,13 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
 
 
 def wrong_window(module: fx.GraphModule) -> list[str]:
-    """Rewrite windows over few channels, groups or places, see `_is_wrong_window`: oneDNN's AMX kernels sum other values.
+    """Rewrite windows over few channels, groups or places, see `_is_wrong_window`.
 
-    With one more dimension, in which the window is 1 wide, they sum the right ones. Those kernels do not step over values of other
-    dimensions, but end the process or leave their result as it was. There a copy keeps the convolution out of the group, in fp32.
+    oneDNN's AMX kernels sum other values.
+
+    With one more dimension, in which the window is 1 wide, they sum the right ones. Those kernels do not step
+    over values of other dimensions, but end the process or leave their result as it was. There a copy keeps
+    the convolution out of the group, in fp32.
     """
     if "amx_int8" not in cpu.features():
         return []
@@ -145,19 +195,31 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
     for node in [n for n in module.graph.nodes if n.target in _ONE_MORE_DIMENSION]:
         conv = Conv.of(node)
         codes, weight = _codes(conv.input), conv.weight
-        if codes is None or weight.target not in (dequantize_per_channel, dequantize_per_tensor) or not _is_wrong_window(conv, node):
+        if (
+            codes is None
+            or weight.target not in (dequantize_per_channel, dequantize_per_tensor)
+            or not _is_wrong_window(conv, node)
+        ):
             continue
         changed.append(node.meta["operator"])
         if _steps_over_values(conv):
             with module.graph.inserting_before(node):
-                set_argument(node, "input", _like(call_function(module.graph, _aten.clone.default, (conv.input,)), conv.input))
+                set_argument(
+                    node,
+                    "input",
+                    _like(call_function(module.graph, _aten.clone.default, (conv.input,)), conv.input),
+                )
             continue
         stored = input_node(weight)
-        wider = add_constant(module, node, f"{node.name}_weight", constant_of(module, stored).unsqueeze(-1), fqn_of(stored))
+        wider = add_constant(
+            module, node, f"{node.name}_weight", constant_of(module, stored).unsqueeze(-1), fqn_of(stored)
+        )
         with module.graph.inserting_before(node):
             value = _unsqueezed(Quantize.of(codes).input)
             again = _like(call_operator(module.graph, quantize_per_tensor, value, *options(codes)), value)
-            back = _like(call_operator(module.graph, dequantize_per_tensor, again, *options(conv.input)), value)
+            back = _like(
+                call_operator(module.graph, dequantize_per_tensor, again, *options(conv.input)), value
+            )
             kernel = _like(call_operator(module.graph, weight.target, wider, *options(weight)), wider)
         with module.graph.inserting_after(node):
             result = call_function(module.graph, _aten.squeeze.dim, (node, -1))
@@ -174,7 +236,9 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
 
 
 def _is_wrong_window(conv: Conv, node: fx.Node) -> bool:
-    """Whether AMX kernels may sum other values: found with two thousand random convolutions, of which all others were right.
+    """Whether AMX kernels may sum other values.
+
+    Found with two thousand random convolutions, of which all others were right.
 
     A free size can be one place in a later call; `nc.backends.ipex.one_place` looks for that.
     """
@@ -198,7 +262,9 @@ def _unsqueezed(node: fx.Node) -> fx.Node:
     """Return a tensor with one more dimension at its end, of size 1; inserted where the graph inserts."""
     val = node.meta["val"]
     value = call_function(node.graph, _aten.unsqueeze.default, (node, -1))
-    value.meta["val"] = val.unsqueeze(-1) if isinstance(val, torch.Tensor) else Traced(val.dtype, (*val.shape, 1))
+    value.meta["val"] = (
+        val.unsqueeze(-1) if isinstance(val, torch.Tensor) else Traced(val.dtype, (*val.shape, 1))
+    )
     return value
 
 
@@ -219,7 +285,9 @@ def _is_read_elsewhere(side: fx.Node, add: fx.Node) -> bool:
     """Whether the memory of `side` belongs to the caller, or may be read after `add` through another value."""
     memory = climb(side, lambda n: op_name(n) in MOVES)
     before = _ancestors(add)
-    return memory.op == "placeholder" or any(value is not side and user not in before for value, user in _reads(memory))
+    return memory.op == "placeholder" or any(
+        value is not side and user not in before for value, user in _reads(memory)
+    )
 
 
 def _reads(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -242,14 +310,21 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def bare_layer_norm(module: fx.GraphModule) -> list[str]:
-    """Layer norm without weight or bias: the fuser asks for inputs that are not there. It gets ones and zeros."""
+    """Layer norm without weight or bias: the fuser asks for inputs that are not there.
+
+    It gets ones and zeros.
+    """
     changed = []
     for node in [n for n in module.graph.nodes if op_name(n) == "layer_norm"]:
         arguments = schema_arguments(node)
         size = arguments["normalized_shape"]
         if not all(isinstance(s, int) for s in size):
             continue
-        missing = {name: value for name, value in (("weight", torch.ones), ("bias", torch.zeros)) if arguments[name] is None}
+        missing = {
+            name: value
+            for name, value in (("weight", torch.ones), ("bias", torch.zeros))
+            if arguments[name] is None
+        }
         for name, value in missing.items():
             arguments[name] = add_constant(module, node, f"{node.name}_{name}", value(*size), "")
         if missing:
@@ -259,7 +334,10 @@ def bare_layer_norm(module: fx.GraphModule) -> list[str]:
 
 
 def maximum_with_indices(module: fx.GraphModule) -> list[str]:
-    """`x.max(dim)`: the fuser takes it for an operator with one result. `amax` and `argmax`, which it becomes, are."""
+    """`x.max(dim)`: the fuser takes it for an operator with one result.
+
+    `amax` and `argmax`, which it becomes, are.
+    """
     changed = []
     for node in [n for n in module.graph.nodes if n.target in _EXTREMES]:
         a = schema_arguments(node)
@@ -279,8 +357,16 @@ def maximum_with_indices(module: fx.GraphModule) -> list[str]:
 WORKAROUNDS = (
     Pass("same_tensor_twice", same_tensor_twice, avoids="hangs"),
     Pass("operand_is_source", operand_is_source, avoids="returns garbage"),
-    Pass("operand_overwritten", operand_overwritten, avoids="changes the caller's tensor, or one that is still in use"),
-    Pass("strided_pointwise", strided_pointwise, avoids="returns garbage here and there, not the same in each run"),
+    Pass(
+        "operand_overwritten",
+        operand_overwritten,
+        avoids="changes the caller's tensor, or one that is still in use",
+    ),
+    Pass(
+        "strided_pointwise",
+        strided_pointwise,
+        avoids="returns garbage here and there, not the same in each run",
+    ),
     Pass("wrong_window", wrong_window, avoids="returns garbage"),
     Pass("softmax_to_codes", softmax_to_codes, avoids="fails on its first run"),
     Pass("bare_layer_norm", bare_layer_norm, avoids="fails on its first run"),
@@ -308,7 +394,16 @@ def _own_codes(node: fx.Node, name: str) -> None:
     old, graph = Quantize.of(input_node(dequantize)), node.graph
     scale = old.numbers[0] * _NUDGE
     with graph.inserting_before(node):
-        codes = call_operator(graph, quantize_per_tensor, old.input, scale, old.zero_point, old.quant_min, old.quant_max, old.dtype)
+        codes = call_operator(
+            graph,
+            quantize_per_tensor,
+            old.input,
+            scale,
+            old.zero_point,
+            old.quant_min,
+            old.quant_max,
+            old.dtype,
+        )
         value = call_operator(graph, dequantize_per_tensor, codes, scale, old.zero_point, old.dtype)
     codes.meta["val"] = value.meta["val"] = dequantize.meta.get("val")
     set_argument(node, name, value)

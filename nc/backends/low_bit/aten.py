@@ -20,13 +20,15 @@ def _pack_int4(weight: PackedWeight) -> PackedLayout:
         middle = params.minimum + 8 * params.scale
     elif params.zero is not None:
         middle = (8 - params.zero) * params.scale
-    codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.unpacked().int(), 1)  # noqa: SLF001 - its name
+    codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.unpacked().int(), 1)  # its name
     return codes, torch.stack([params.scale.t(), middle.t()], -1).to(torch.bfloat16).contiguous()
 
 
 def _linear_int4(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight) -> torch.Tensor:
     codes, factors = layout
-    result: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, weight.form.group(weight.shape[1]), factors)  # noqa: SLF001
+    result: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x, codes, weight.form.group(weight.shape[1]), factors
+    )
     return result
 
 
@@ -37,7 +39,7 @@ def _pack_int8(weight: PackedWeight) -> PackedLayout:
 
 def _linear_int8(x: torch.Tensor, layout: PackedLayout, _: PackedWeight) -> torch.Tensor:
     codes, scale = layout
-    result: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, codes, scale)  # noqa: SLF001 - its name
+    result: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, codes, scale)  # its name
     return result
 
 

@@ -1,12 +1,12 @@
 """A few rows of activations in fp32, by FBGEMM's operators for weighted sums of embeddings.
 
-The transposed weight is a table with one row of codes per input channel. The sum of the rows of one group, weighted with the
-activations, is the group's share of all outputs before its scale:
+The transposed weight is a table with one row of codes per input channel. The sum of the rows of one group,
+weighted with the activations, is the group's share of all outputs before its scale:
 
     y[n] = sum_g scale[n, g] * sum_(k in g) x[k] * code[k, n]
 
-FBGEMM sums in fp32 with vector instructions. The scales stay outside and weights are never rounded, so the results differ from the
-reference as fp32 sums in another order do.
+FBGEMM sums in fp32 with vector instructions. The scales stay outside and weights are never rounded, so the
+results differ from the reference as fp32 sums in another order do.
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ def grid(name: str) -> tuple[float, float, tuple[int, ...]] | None:
     values = named(name).values
     if not all(map(math.isfinite, values)):
         return None
-    low, step = min(values), min(b - a for a, b in zip(sorted(set(values)), sorted(set(values))[1:], strict=False))
+    low, step = (
+        min(values),
+        min(b - a for a, b in zip(sorted(set(values)), sorted(set(values))[1:], strict=False)),
+    )
     steps = [(value - low) / step for value in values]
-    return (low, step, tuple(int(s) for s in steps)) if max(steps) < 256 and all(s == int(s) for s in steps) else None
+    return (
+        (low, step, tuple(int(s) for s in steps))
+        if max(steps) < 256 and all(s == int(s) for s in steps)
+        else None
+    )
 
 
 def _pack(weight: PackedWeight) -> PackedLayout:
@@ -57,7 +64,9 @@ def _pack(weight: PackedWeight) -> PackedLayout:
     size = _table_bits(form)
     padding = -codes.shape[0] % (8 // size)
     table = bits.pack(torch.nn.functional.pad(codes.t(), (0, padding)), size)
-    factors = torch.tensor([step, low], dtype=torch.float32 if size == 8 else torch.float16, device="cpu").view(torch.uint8)
+    factors = torch.tensor(
+        [step, low], dtype=torch.float32 if size == 8 else torch.float16, device="cpu"
+    ).view(torch.uint8)
     table = torch.cat([table, factors.expand(table.shape[0], -1)], 1)
     scale, offset = about_middle(weight.unpacked().view(torch.uint8), params, form)
     index = torch.arange(table.shape[0], dtype=torch.int32, device="cpu")
@@ -86,7 +95,9 @@ def _linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight) -> torc
     summed = _summed(size)
     reader = getattr(torch.ops.quantized, _READERS[_table_bits(weight.form)])
     starts = torch.arange(0, rows * inputs, summed, dtype=torch.int32, device="cpu")
-    sums = reader(table, index if rows == 1 else index.repeat(rows), starts, False, 0, False, x.view(-1), None, False)  # noqa: FBT003
+    sums = reader(
+        table, index if rows == 1 else index.repeat(rows), starts, False, 0, False, x.view(-1), None, False
+    )
     sums = sums.view(rows, groups, size // summed, -1)[..., :outputs]
     result: torch.Tensor = sums.mul_(scale.unsqueeze(1)).sum((1, 2))
     return result if offset is None else result.addmm_(x.view(rows, groups, size).sum(-1), offset)

@@ -1,7 +1,9 @@
-"""Any format and any number of rows: the weight is dequantized in blocks of output channels, each multiplied at once.
+"""Any format and any number of rows.
 
-Beside inputs and result this needs memory for one block only: at most three fp32 tensors of `BLOCK` elements, 6 MB. The weights are
-exactly those of the reference.
+The weight is dequantized in blocks of output channels, each multiplied at once.
+
+Beside inputs and result this needs memory for one block only: at most three fp32 tensors of `BLOCK` elements,
+6 MB. The weights are exactly those of the reference.
 """
 
 from __future__ import annotations
@@ -46,17 +48,28 @@ def _dequantized(weight: PackedWeight) -> torch.Tensor:
     stored = weight.form.dtype.storage
     if stored.is_floating_point:
         scale = weight.params.scale
-        return weight.unpacked().view(stored).float().view(*scale.shape, -1).mul_(scale.unsqueeze(-1)).view(rows, columns)
+        return (
+            weight.unpacked()
+            .view(stored)
+            .float()
+            .view(*scale.shape, -1)
+            .mul_(scale.unsqueeze(-1))
+            .view(rows, columns)
+        )
     reader = _ROW_READERS.get(weight.form.bits)
     if weight.form.dtype.kind == "float" or reader is None or columns * weight.form.bits % 8:
         return weight.dequantize()
     with_factors = torch.cat([weight.codes, _FACTORS.expand(rows, 4)], 1)
     each = torch.arange(rows, dtype=torch.int32, device="cpu")
-    codes = getattr(torch.ops.quantized, reader)(with_factors, each, each, False, 0, False, None, None, False)  # noqa: FBT003 - no names
+    codes = getattr(torch.ops.quantized, reader)(
+        with_factors, each, each, False, 0, False, None, None, False
+    )  # no names
     return decode(codes, weight.params, weight.form)
 
 
-def _linear(x: torch.Tensor, _: PackedLayout, weight: PackedWeight, compute: torch.dtype = torch.float32) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, _: PackedLayout, weight: PackedWeight, compute: torch.dtype = torch.float32
+) -> torch.Tensor:
     outputs, inputs = weight.shape
     rounded = x.dtype == torch.bfloat16
     x = x.to(compute)

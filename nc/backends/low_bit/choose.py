@@ -21,8 +21,12 @@ def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
     return "bf16" if act_dtype == "fp32" and dtype == torch.bfloat16 else act_dtype
 
 
-def able(kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str) -> tuple[LowBitKernel, ...]:
-    """Return the kernels that can compute a layer; for a number of rows the first whose `max_rows` is not less is used.
+def able(
+    kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str
+) -> tuple[LowBitKernel, ...]:
+    """Return the kernels that can compute a layer.
+
+    For a number of rows the first whose `max_rows` is not less is used.
 
     Args:
         kernels: in the order of preference.
@@ -34,14 +38,25 @@ def able(kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, 
 
 
 def used(found: Sequence[LowBitKernel], rows: int | None = None) -> tuple[LowBitKernel, ...]:
-    """Of the kernels that can compute a layer, those that are used for some number of rows; with `rows`, the one that is used for it."""
+    """Of the kernels that can compute a layer, those that are used for some number of rows.
+
+    With `rows`, the one that is used for it.
+    """
     if rows is not None:
         return tuple(kernel for kernel in found if rows <= kernel.max_rows)[:1]
-    return tuple(kernel for i, kernel in enumerate(found) if all(kernel.max_rows > other.max_rows for other in found[:i]))
+    return tuple(
+        kernel
+        for i, kernel in enumerate(found)
+        if all(kernel.max_rows > other.max_rows for other in found[:i])
+    )
 
 
 def choice(
-    kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str, rows: int | None = None
+    kernels: Sequence[LowBitKernel],
+    form: WeightFormat,
+    shape: tuple[int, int],
+    activations: str,
+    rows: int | None = None,
 ) -> KernelChoice:
     """Return the kernels of a layer for reports: those that are used, and why not those in front of them.
 
@@ -54,12 +69,21 @@ def choice(
     """
     found = able(kernels, form, shape, activations)
     before = kernels[: kernels.index(found[0])] if found else kernels
-    reasons = tuple((kernel.name, str(kernel.why_not(form, shape, activations))) for kernel in before if kernel.takes(form))
+    reasons = tuple(
+        (kernel.name, str(kernel.why_not(form, shape, activations)))
+        for kernel in before
+        if kernel.takes(form)
+    )
     return KernelChoice(tuple((kernel.name, kernel.rows) for kernel in used(found, rows)), reasons)
 
 
 def compute(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, act_dtype: str, kernel: LowBitKernel, layout: PackedLayout
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    act_dtype: str,
+    kernel: LowBitKernel,
+    layout: PackedLayout,
 ) -> torch.Tensor:
     """`x @ W.T + bias` by a kernel.
 

@@ -1,7 +1,10 @@
-"""Kernels of our own in C (`nc/kernels/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
+"""Kernels of our own in C (`nc/kernels/c_code/low_bit.c`).
 
-`C_FP32` and those for bf16 have exact products and sums in fp32. `C_INT8` and `C_INT8_BLOCK32` are for `act_dtype="int8"` and
-"int8_block32": they round activations as the reference does, and sum the products with codes in int32, exactly.
+A weight is read once per call and dequantized in registers.
+
+`C_FP32` and those for bf16 have exact products and sums in fp32. `C_INT8` and `C_INT8_BLOCK32` are for
+`act_dtype="int8"` and "int8_block32": they round activations as the reference does, and sum the products with
+codes in int32, exactly.
 """
 
 from __future__ import annotations
@@ -59,13 +62,24 @@ def of_this_cpu(compiled: Collection[str]) -> tuple[str, ...]:
 
 def why_none(compiled: Sequence[str], usable: Sequence[str]) -> str:
     """Why C code that was compiled for some instruction sets can't be used; "" when it can."""
-    return "" if usable else f"its C code was compiled for {', '.join(compiled) or 'no instruction set'}, of which this CPU has none"
+    return (
+        ""
+        if usable
+        else (
+            f"its C code was compiled for {', '.join(compiled) or 'no instruction set'}, of which this CPU "
+            "has none"
+        )
+    )
 
 
 def _why_no_bf16() -> str:
     """Why the code for AVX512-BF16 can't be used here; "" when it can."""
     why = why_unavailable()
-    return why or ("" if "avx512_bf16" in usable() else "its C code was compiled without AVX512-BF16, which takes GCC 10 or clang 9")
+    return why or (
+        ""
+        if "avx512_bf16" in usable()
+        else "its C code was compiled without AVX512-BF16, which takes GCC 10 or clang 9"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +126,8 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
 
     Args:
         weight: of a format that the kernels take.
-        best: the instruction set to compute with, a number of `ISAS`; None: see `isa`. The layout is the same for all.
+        best: the instruction set to compute with, a number of `ISAS`; None: see `isa`. The layout is the same
+            for all.
     """
     form, params, (outputs, inputs) = weight.form, weight.params, weight.shape
     size = 4 if form.bits <= 4 else 8
@@ -162,7 +177,13 @@ def panels_of(factors: torch.Tensor) -> torch.Tensor:
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None = None, block: int = 0) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    layout: PackedLayout,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    block: int = 0,
+) -> torch.Tensor:
     """`x @ W.T + bias`, fp32.
 
     Args:
@@ -215,11 +236,15 @@ def _packed(function: Function, rows: int, stride: int, block: int, threads: int
     return function.packed({"rows": rows, "stride": stride, "block": block, "threads": threads})
 
 
-# `max_rows` of those for bf16: above, it is faster to dequantize blocks for a GEMM in bf16, on a CPU that has instructions for that. In
-# int8 and fp32 the kernels are the faster ones for any number of rows: `benchmarks/lowbit_kernels.py --crossover`.
+# `max_rows` of those for bf16: above, it is faster to dequantize blocks for a GEMM in bf16, on a CPU that has
+# instructions for that. In int8 and fp32 the kernels are the faster ones for any number of rows:
+# `benchmarks/lowbit_kernels.py --crossover`.
 C_INT8 = LowBitKernel(
     name="c int8",
-    what="C of nc: each token in int8, products with codes summed in int32 for each group (AMX, VNNI, or AVX2 without saturation)",
+    what=(
+        "C of nc: each token in int8, products with codes summed in int32 for each group (AMX, VNNI, or "
+        "AVX2 without saturation)"
+    ),
     bits=(1, 2, 3, 4, 5, 6, 7, 8),
     activations=("int8",),
     group_step=STEP,
@@ -238,7 +263,10 @@ C_INT8_BLOCK32 = dataclasses.replace(
 )
 C_FP32 = LowBitKernel(
     name="c fp32",
-    what="C of nc: codes become fp32 in registers, or activations three digits of 8 bits; sums in fp32 (AMX, VNNI, AVX-512 or AVX2)",
+    what=(
+        "C of nc: codes become fp32 in registers, or activations three digits of 8 bits; sums in fp32 (AMX, "
+        "VNNI, AVX-512 or AVX2)"
+    ),
     bits=C_INT8.bits,
     activations=("fp32",),
     group_step=STEP,
@@ -251,7 +279,10 @@ C_FP32 = LowBitKernel(
 C_BF16 = dataclasses.replace(
     C_FP32,
     name="c bf16",
-    what="C of nc: codes become bf16 exactly, multiplied with activations in bf16, sums in fp32 (AMX or AVX512-BF16)",
+    what=(
+        "C of nc: codes become bf16 exactly, multiplied with activations in bf16, sums in fp32 (AMX or "
+        "AVX512-BF16)"
+    ),
     bits=(1, 2, 3, 4),
     activations=("bf16",),
     isa=("avx2", "avx512f", "avx512_vnni", "avx512_bf16"),
@@ -259,12 +290,21 @@ C_BF16 = dataclasses.replace(
     max_rows=2048,
 )
 C_BF16_FEW_ROWS = dataclasses.replace(
-    C_FP32, name="c bf16 few rows", activations=("bf16",), isa=C_BF16.isa, unavailable=_why_no_bf16, max_rows=8
+    C_FP32,
+    name="c bf16 few rows",
+    activations=("bf16",),
+    isa=C_BF16.isa,
+    unavailable=_why_no_bf16,
+    max_rows=8,
 )
 C_BF16_IN_FP32 = dataclasses.replace(
     C_FP32,
     name="c bf16 in fp32",
     activations=("bf16",),
-    unavailable=lambda: "this CPU has instructions for bf16" if not (cpu.missing(C_BF16.isa) or _why_no_bf16()) else why_unavailable(),
+    unavailable=lambda: (
+        "this CPU has instructions for bf16"
+        if not (cpu.missing(C_BF16.isa) or _why_no_bf16())
+        else why_unavailable()
+    ),
 )
 KERNELS = (C_INT8, C_INT8_BLOCK32, C_FP32, C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32)

@@ -1,7 +1,7 @@
 """Kernels of our own in C for every format and every group (`nc/kernels/c_code/low_bit_blocks.c`).
 
-Weights are decoded by blocks that stay in a cache; products and sums are those of fp32. `nc.backends.low_bit.compiled` has kernels for
-integers in groups of multiples of 32.
+Weights are decoded by blocks that stay in a cache; products and sums are those of fp32.
+`nc.backends.low_bit.compiled` has kernels for integers in groups of multiples of 32.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def function() -> Function:
 
 
 def isa() -> int:
-    """Return the best instruction set that the code has and may use here, a number of `c_code.isas`; only where it is available."""
+    """Return the best instruction set that the code has and may use here, a number of `c_code.isas`.
+
+    Only where it is available.
+    """
     return isas.NUMBERS[usable()[0]]
 
 
@@ -108,7 +111,9 @@ def coding(dtype: DType) -> Coding:
         BackendError: its values fit none of the kinds.
     """
     values = torch.tensor(
-        dtype.values or [float(code - 2 ** (dtype.bits - 1)) for code in range(2**dtype.bits)], dtype=torch.float32, device="cpu"
+        dtype.values or [float(code - 2 ** (dtype.bits - 1)) for code in range(2**dtype.bits)],
+        dtype=torch.float32,
+        device="cpu",
     )
     codes = torch.arange(len(values), dtype=torch.uint8, device="cpu")
     if len(values) <= PANEL:
@@ -120,9 +125,13 @@ def coding(dtype: DType) -> Coding:
         return Coding(INTEGER, steps.to(torch.int8).view(torch.uint8), steps, unit)
     for kind, storage, unit in ((E5M2, torch.float8_e5m2, 1.0), (E4M3, torch.float8_e4m3fn, _E4M3_UNIT)):
         held = values.to(storage)
-        if torch.equal(held.float()[values.isfinite()], finite) and torch.equal(held.float().isfinite(), values.isfinite()):
+        if torch.equal(held.float()[values.isfinite()], finite) and torch.equal(
+            held.float().isfinite(), values.isfinite()
+        ):
             return Coding(kind, held.view(torch.uint8), values / unit, unit)
-    msg = f"The values of {dtype} are neither 16, nor multiples of one number, nor those of a format of 8 bits."
+    msg = (
+        f"The values of {dtype} are neither 16, nor multiples of one number, nor those of a format of 8 bits."
+    )
     raise BackendError(msg)
 
 
@@ -133,7 +142,8 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
 
     Args:
         weight: of any format that has a `coding`.
-        best: the instruction set to compute with, a number of `nc.kernels.c_code.isas`; None: the best one. The layout is the same for all.
+        best: the instruction set to compute with, a number of `nc.kernels.c_code.isas`; None: the best one.
+            The layout is the same for all.
     """
     form, (outputs, inputs) = weight.form, weight.shape
     code = coding(form.dtype)
@@ -169,10 +179,18 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         scale_dtype=compiled.SCALES[scale.dtype],
     )
     sizes = compiled.as_tensor(packed)
-    return _MEMORY.copied(laid), _MEMORY.copied(scale), None if offset is None else compiled.panels_of(offset), values, sizes
+    return (
+        _MEMORY.copied(laid),
+        _MEMORY.copied(scale),
+        None if offset is None else compiled.panels_of(offset),
+        values,
+        sizes,
+    )
 
 
-def _scales(weight: PackedWeight, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def _scales(
+    weight: PackedWeight, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Scales [N, G], offsets [N, G] or None, and what each output is multiplied by in the end, [N] or [1]."""
     scale, offset = about_middle(codes, weight.params, weight.form)
     outer = weight.outer_scale
@@ -203,7 +221,10 @@ def _of_groups(read: torch.Tensor, codes: torch.Tensor, groups: int) -> torch.Te
 
 
 def _parts(code: Coding, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> int:
-    """Return the numbers of bf16 whose sum a decoded weight is, `value * scale + offset`; 0 where AMX would lose some of them."""
+    """Return the numbers of bf16 whose sum a decoded weight is, `value * scale + offset`.
+
+    0 where AMX would lose some of them.
+    """
     largest = _of_groups(code.read, codes, scale.shape[1]) * scale.abs()
     if offset is not None:
         largest += offset.abs()
@@ -226,7 +247,13 @@ def _smallest(scale: torch.Tensor) -> torch.Tensor:
     return next((narrow for narrow in found if torch.equal(narrow.float(), scale)), scale)
 
 
-def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None = None, block: int = 0) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    layout: PackedLayout,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    block: int = 0,
+) -> torch.Tensor:
     """`x @ W.T + bias`, fp32.
 
     Args:
@@ -248,7 +275,10 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
 FLOATS = ("nf4", "af4", "af4_32", "fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2", "mxint8")
 C_BLOCKS = LowBitKernel(
     name="c blocks",
-    what="C of nc: codes become fp32 by blocks in a cache, sums in fp32 (AMX by parts in bf16, AVX-512 or AVX2)",
+    what=(
+        "C of nc: codes become fp32 by blocks in a cache, sums in fp32 (AMX by parts in bf16, AVX-512 or "
+        "AVX2)"
+    ),
     bits=(1, 2, 3, 4, 5, 6, 7, 8),
     floats=FLOATS,
     activations=("fp32",),
@@ -275,8 +305,11 @@ C_BLOCKS_INT8_BLOCK32 = dataclasses.replace(
 C_BLOCKS_BF16 = dataclasses.replace(
     C_BLOCKS,
     name="c blocks bf16",
-    what="the same with activations in bf16; AMX multiplies weights that are rounded to bf16, others those in fp32",
+    what=(
+        "the same with activations in bf16; AMX multiplies weights that are rounded to bf16, others those "
+        "in fp32"
+    ),
     activations=("bf16",),
-    max_rows=1024,  # above, blocks that are dequantized for a GEMM in bf16 take less time with AVX2; with AMX from 4096 on
+    max_rows=1024,  # above it, blocks dequantized for a GEMM in bf16 are faster (AVX2; AMX: from 4096 on)
 )
 KERNELS = (C_BLOCKS_INT8, C_BLOCKS_INT8_BLOCK32, C_BLOCKS, C_BLOCKS_BF16)

@@ -1,4 +1,7 @@
-"""Which kernel computes which low-bit linear: chosen from the rows of a backend by format, shape, activations and their number."""
+"""Which kernel computes which low-bit linear.
+
+Chosen from the rows of a backend by format, shape, activations and their number.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ class LowBitEngine:
         return engine, (self.name,)
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
-        """See `nc.nn.LinearEngine`. The operator computes what needs gradients, is traced, is empty or is not on the CPU.
+        """See `nc.nn.LinearEngine`.
+
+        The operator computes what needs gradients, is traced, is empty or is not on the CPU.
 
         Inputs of another size are its to refuse: a kernel would read behind their end.
         """
@@ -68,7 +73,7 @@ class LowBitEngine:
             return None
         if x.is_neg():  # `z.conj().imag`: kernels read the memory, which has the other sign
             x = x.resolve_neg()
-        own = layer._parameters  # noqa: SLF001 - `layer.bias` takes longer: only where a parametrization gives it
+        own = layer._parameters  # `layer.bias` takes longer: only where a parametrization gives it
         bias = own["bias"] if "bias" in own else layer.bias  # noqa: SIM401 - `get` would read both
         trained = x.requires_grad or (bias is not None and bias.requires_grad)
         if (trained and torch.is_grad_enabled()) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
@@ -79,7 +84,9 @@ class LowBitEngine:
         activations = computed_as(layer.act_dtype, x.dtype)
         kernels = ready.chosen.get(activations)
         if kernels is None:
-            kernels = ready.chosen[activations] = able(self.kernels, layer.form, (layer.out_features, layer.in_features), activations)
+            kernels = ready.chosen[activations] = able(
+                self.kernels, layer.form, (layer.out_features, layer.in_features), activations
+            )
         rows = x.numel() // x.shape[-1]
         for kernel in kernels:  # `next` of a generator takes longer
             if rows <= kernel.max_rows:
@@ -88,7 +95,12 @@ class LowBitEngine:
 
     def kernels_of(self, layer: QuantLinear, dtype: torch.dtype) -> KernelChoice:
         """See `nc.nn.LinearEngine`."""
-        return choice(self.kernels, layer.form, (layer.out_features, layer.in_features), computed_as(layer.act_dtype, dtype))
+        return choice(
+            self.kernels,
+            layer.form,
+            (layer.out_features, layer.in_features),
+            computed_as(layer.act_dtype, dtype),
+        )
 
     def packed(self, layer: QuantLinear, kernel: LowBitKernel) -> PackedLayout:
         """Return what a kernel packed of a layer's weight, packed now if need be; the layer keeps it."""
@@ -112,7 +124,8 @@ def engine(name: str = "auto") -> LowBitEngine | None:
     """Return the low-bit engine of a backend; None for the reference.
 
     Args:
-        name: of a backend; "auto": for each layer the first kernel of all backends that can run here, registered ones first.
+        name: of a backend; "auto": for each layer the first kernel of all backends that can run here,
+            registered ones first.
 
     Raises:
         UnknownBackendError: no backend has that name.
@@ -123,7 +136,12 @@ def engine(name: str = "auto") -> LowBitEngine | None:
         return None
     if name == "auto":
         names = (*registered_backends(), *AUTO)
-        found = [kernel for each in names if not get_backend(each).why_unavailable() for kernel in get_backend(each).low_bit_kernels()]
+        found = [
+            kernel
+            for each in names
+            if not get_backend(each).why_unavailable()
+            for kernel in get_backend(each).low_bit_kernels()
+        ]
         return LowBitEngine(name, tuple(found)) if any(not kernel.refused for kernel in found) else None
     backend = get_backend(name)
     kernels = backend.low_bit_kernels()
@@ -136,14 +154,23 @@ def engine(name: str = "auto") -> LowBitEngine | None:
 
 
 def _named_for_users() -> str:
-    """Return what users can ask for, as text: "auto", the backends with kernels for low-bit weights, and the reference."""
-    computing = [name for name in backend_names() if any(not kernel.refused for kernel in get_backend(name).low_bit_kernels())]
+    """Return what users can ask for, as text.
+
+    "auto", the backends with kernels for low-bit weights, and the reference.
+    """
+    computing = [
+        name
+        for name in backend_names()
+        if any(not kernel.refused for kernel in get_backend(name).low_bit_kernels())
+    ]
     *names, last = (f'"{name}"' for name in ("auto", *computing, "reference"))
     return f"{', '.join(names)} or {last}"
 
 
 def set_backend(model: torch.nn.Module, name: str = "auto") -> torch.nn.Module:
-    """Let a backend compute the low-bit linears of a model; layouts of another one are freed. Weights are packed in the first call.
+    """Let a backend compute the low-bit linears of a model; layouts of another one are freed.
+
+    Weights are packed in the first call.
 
     Args:
         model: changed in place, and returned.
@@ -174,19 +201,22 @@ def _layout(kernel: LowBitKernel, ready: _Ready) -> PackedLayout:
 
 
 def _stored(layer: QuantLinear) -> list[torch.Tensor]:
-    return [t for t in layer._buffers.values() if t is not None]  # noqa: SLF001 - `buffers()` takes longer than some kernels
+    return [t for t in layer._buffers.values() if t is not None]  # `buffers()` takes longer than some kernels
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's only counter of changes in place
+    return -1 if tensor.is_inference() else tensor._version  # torch's only counter of changes in place
 
 
 def _is_of(ready: _Ready, layer: QuantLinear) -> bool:
-    """Whether nothing has changed. It is asked in each call: a loop takes half as long as `all` of a generator."""
+    """Whether nothing has changed.
+
+    It is asked in each call: a loop takes half as long as `all` of a generator.
+    """
     now = _stored(layer)
     if len(now) != len(ready.stored):
         return False
     for tensor, (before, version) in zip(now, ready.stored, strict=True):
-        if tensor is not before or (version >= 0 and tensor._version != version):  # noqa: SLF001 - as above
+        if tensor is not before or (version >= 0 and tensor._version != version):  # as above
             return False
     return True

@@ -1,6 +1,7 @@
 """Low-bit linears of a captured graph → calls of an operator that computes them by kernels.
 
-What kernels pack become constants of the lowered graph. That is never stored: artefacts and programs are made of the graph in front of it.
+What kernels pack become constants of the lowered graph. That is never stored: artefacts and programs are made
+of the graph in front of it.
 """
 
 from __future__ import annotations
@@ -35,15 +36,21 @@ _PART_TYPES = ", ".join(f"Tensor{'' if part in ('codes', 'scale') else '?'} {par
 def library() -> torch.library.Library:
     """Namespace `nc_low_bit` with `linear`; registered when it is needed first.
 
-    The arguments are those of `nc::quant_linear`, then the backend whose rows `kernels` names, in the order of preference, what they packed
-    one behind the other, and how many tensors each of them packed. The operator packs nothing and keeps nothing.
+    The arguments are those of `nc::quant_linear`, then the backend whose rows `kernels` names, in the order
+    of preference, what they packed one behind the other, and how many tensors each of them packed. The
+    operator packs nothing and keeps nothing.
     """
     own = torch.library.Library("nc_low_bit", "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
-    how = "str dtype, int in_features, str act_dtype, str backend, str[] kernels, Tensor?[] layouts, int[] counts"
+    how = (
+        "str dtype, int in_features, str act_dtype, str backend, str[] kernels, Tensor?[] layouts, int[] "
+        "counts"
+    )
     schema = f"linear(Tensor x, {_PART_TYPES}, Tensor? bias, {how}) -> Tensor"
     own.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call] # as above
     own.impl("linear", _linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
-    torch.library.register_fake(NAME, lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0])), lib=own)
+    torch.library.register_fake(
+        NAME, lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0])), lib=own
+    )
     return own
 
 
@@ -64,7 +71,9 @@ def replace_low_bit(
     refused: tuple[LowBitKernel, ...] = (),
     pack: Pack = lambda kernel, weight: kernel.pack(weight),
 ) -> None:
-    """Let kernels compute the linears with constant low-bit weights. What no kernel can compute stays as it is.
+    """Let kernels compute the linears with constant low-bit weights.
+
+    What no kernel can compute stays as it is.
 
     Args:
         module: flat graph.
@@ -86,7 +95,10 @@ def replace_low_bit(
             continue
         with module.graph.inserting_before(node):
             packed = [layouts.of(kernel, weight, arguments["codes"]) for kernel in found]
-            flat, counts = [tensor for layout in packed for tensor in layout], [len(layout) for layout in packed]
+            flat, counts = (
+                [tensor for layout in packed for tensor in layout],
+                [len(layout) for layout in packed],
+            )
             names = [kernel.name for kernel in found]
             new = call_function(module.graph, operator(), (*arguments.values(), backend, names, flat, counts))
         take_over(new, node)
@@ -96,7 +108,11 @@ def replace_low_bit(
 
 def kernel_choices(module: fx.GraphModule) -> dict[str, KernelChoice]:
     """Return what computes each low-bit linear of a lowered graph, by the name of the operator."""
-    nodes = [node for node in module.graph.nodes if op_name(node) in ("quant_linear", NAME) and "operator" in node.meta]
+    nodes = [
+        node
+        for node in module.graph.nodes
+        if op_name(node) in ("quant_linear", NAME) and "operator" in node.meta
+    ]
     return {node.meta["operator"]: node.meta.get(_CHOICE, KernelChoice(())) for node in nodes}
 
 
@@ -127,7 +143,9 @@ def _constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> Packe
     parts = {name: arguments[name] for name in PARTS}
     if any(part is not None and part.op != "get_attr" for part in parts.values()):
         return None
-    tensors: dict[str, Any] = {name: None if part is None else constant_of(module, part) for name, part in parts.items()}
+    tensors: dict[str, Any] = {
+        name: None if part is None else constant_of(module, part) for name, part in parts.items()
+    }
     return stored_weight(**tensors, dtype=arguments["dtype"], features=arguments["in_features"])
 
 

@@ -27,9 +27,9 @@ class LowBitKernel:
         what: what it computes, one line for documents.
         bits: sizes of integer codes that it takes.
         floats: names of floating-point formats that it takes; None: any.
-        activations: what it multiplies: of "fp32", "bf16", "int8" and "int8_block32". With the last two it gets activations that are not
-            rounded yet, and rounds them itself; where it only has "fp32", it computes layers with int8 activations too, and gets rounded
-            ones.
+        activations: what it multiplies: of "fp32", "bf16", "int8" and "int8_block32". With the last two it
+            gets activations that are not rounded yet, and rounds them itself; where it only has "fp32", it
+            computes layers with int8 activations too, and gets rounded ones.
         groups: group sizes that it takes; None: any. A group of a whole row counts with its size K.
         group_step: groups must be multiples of this, or whole rows.
         whole_row: it needs one group per row.
@@ -40,10 +40,11 @@ class LowBitKernel:
         max_rows: it is not used for more rows M of activations.
         needs: what torch must have: names of operators, "namespace::name".
         refused: why it is never used; "" for kernels that are.
-        unavailable: why it can't run on this machine, found out when nothing else is in the way; "" when it can.
+        unavailable: why it can't run on this machine, found out when nothing else is in the way; "" when it
+            can.
         pack: weight → what `linear` reads.
-        linear: (x of shape [M, K], what `pack` made, the weight) → [M, N], in fp32 or the dtype of x. x is bf16 where bf16 is multiplied,
-            else fp32. None only where `refused` says why.
+        linear: (x of shape [M, K], what `pack` made, the weight) → [M, N], in fp32 or the dtype of x. x is
+            bf16 where bf16 is multiplied, else fp32. None only where `refused` says why.
         adds_bias: `linear` takes the bias, [N] or None, as a fourth argument.
     """
 
@@ -70,10 +71,19 @@ class LowBitKernel:
     def __post_init__(self) -> None:
         """Raise ConfigError for a row that neither computes nor is refused."""
         if (self.linear is None) != bool(self.refused):
-            msg = f"Low-bit kernel {self.name!r}: give either `linear`, which computes it, or `refused`, which says why it is never used."
+            msg = (
+                f"Low-bit kernel {self.name!r}: give either `linear`, which computes it, or `refused`, which "
+                "says why it is never used."
+            )
             raise ConfigError(msg)
 
-    def why_not(self, form: WeightFormat, shape: tuple[int, int], activations: str, available: Collection[str] | None = None) -> str | None:
+    def why_not(
+        self,
+        form: WeightFormat,
+        shape: tuple[int, int],
+        activations: str,
+        available: Collection[str] | None = None,
+    ) -> str | None:
         """Why it cannot compute a layer; None if it can.
 
         Args:
@@ -84,18 +94,32 @@ class LowBitKernel:
         """
         outputs, inputs = shape
         group = inputs if form.group_size == -1 else form.group_size
-        missing = [feature for feature in self.isa if feature not in (features() if available is None else available)]
+        missing = [
+            feature for feature in self.isa if feature not in (features() if available is None else available)
+        ]
         absent = [name for name in self.needs if not _exists(name)]
         checks = (
             (self.refused, self.refused),
             (absent, f"torch {torch.__version__} has no {', '.join(absent)}"),
             (missing, f"this CPU has no {', '.join(missing)}{cpu.why_narrow()}"),
             (not self.takes(form), f"it does not take {form.dtype}"),
-            (not self._multiplies(activations), f"it multiplies {' and '.join(self.activations)} only{self._way_out(activations)}"),
-            (not self.zero_points and not (form.symmetric and not form.float_zero), "it takes symmetric weights only"),
+            (
+                not self._multiplies(activations),
+                f"it multiplies {' and '.join(self.activations)} only{self._way_out(activations)}",
+            ),
+            (
+                not self.zero_points and not (form.symmetric and not form.float_zero),
+                "it takes symmetric weights only",
+            ),
             (self.whole_row and group != inputs, f"it takes one scale per row only, not groups of {group}"),
-            (self.groups is not None and group not in self.groups, f"it takes groups of {self.groups}, not {group}"),
-            (group % self.group_step and group != inputs, f"it takes groups of multiples of {self.group_step}, not {group}"),
+            (
+                self.groups is not None and group not in self.groups,
+                f"it takes groups of {self.groups}, not {group}",
+            ),
+            (
+                group % self.group_step and group != inputs,
+                f"it takes groups of multiples of {self.group_step}, not {group}",
+            ),
             (outputs % self.outputs, f"{outputs} outputs are no multiple of {self.outputs}"),
             (inputs % self.inputs, f"{inputs} inputs are no multiple of {self.inputs}"),
         )
@@ -107,7 +131,11 @@ class LowBitKernel:
     def _way_out(self, activations: str) -> str:
         """Return what the user can change."""
         asked = self.activations[0]
-        return f'; ask for act_dtype="{asked}" if that precision is enough' if activations == "fp32" and asked != "fp32" else ""
+        return (
+            f'; ask for act_dtype="{asked}" if that precision is enough'
+            if activations == "fp32" and asked != "fp32"
+            else ""
+        )
 
     def takes(self, form: WeightFormat) -> bool:
         """Whether it is for weights of that number format at all."""
@@ -122,8 +150,14 @@ class LowBitKernel:
 
 
 def features() -> tuple[str, ...]:
-    """Features of this CPU that kernels may need: those of `nc.backends.cpu`, and "aten_avx2" where ATen runs vector code."""
-    return (*cpu.features(), *(("aten_avx2",) if torch.backends.cpu.get_cpu_capability().startswith("AVX") else ()))
+    """Features of this CPU that kernels may need.
+
+    Those of `nc.backends.cpu`, and "aten_avx2" where ATen runs vector code.
+    """
+    return (
+        *cpu.features(),
+        *(("aten_avx2",) if torch.backends.cpu.get_cpu_capability().startswith("AVX") else ()),
+    )
 
 
 def _exists(operator: str) -> bool:

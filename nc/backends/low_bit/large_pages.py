@@ -1,8 +1,10 @@
-"""Memory in pages of 2 MB, where Linux gives them: reading what is larger than the caches is faster than from pages of 4 KB.
+"""Memory in pages of 2 MB, where Linux gives them.
 
-A CPU prefetches no further than to the end of a page, and looks up each page in a table. Measured on AMD Zen 4, one thread: 28 GB/s
-instead of 20. New pages can take long, 3 ms each on a virtual machine that gives free ones back to its host: they are for what is read
-again and again.
+Reading what is larger than the caches is faster than from pages of 4 KB.
+
+A CPU prefetches no further than to the end of a page, and looks up each page in a table. Measured on AMD Zen
+4, one thread: 28 GB/s instead of 20. New pages can take long, 3 ms each on a virtual machine that gives free
+ones back to its host: they are for what is read again and again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ _ALIGNMENT = 64
 
 
 class LargePages:
-    """Gives memory to one tensor after the other. A piece of 16 MB goes back to the system with the last tensor in it."""
+    """Gives memory to one tensor after the other.
+
+    A piece of 16 MB goes back to the system with the last tensor in it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +57,10 @@ class LargePages:
 
 
 def _new(size: int) -> tuple[mmap.mmap, int]:
-    """Return a piece of memory, and the begin of its first large page. What nobody touches takes no memory."""
+    """Return a piece of memory, and the begin of its first large page.
+
+    What nobody touches takes no memory.
+    """
     piece = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel that was built without large pages
         piece.madvise(mmap.MADV_HUGEPAGE)

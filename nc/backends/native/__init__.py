@@ -32,7 +32,9 @@ _PLANS = "in plans of oneDNN primitives"
 _TRANSPOSED = f"groups=1 per channel, else per tensor; {_PLANS}"
 
 OPS = (
-    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")),
+    OpSupport(
+        kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")
+    ),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
@@ -40,9 +42,18 @@ OPS = (
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="matmul", activations=_ACTIVATIONS, note=_PLANS),
-    *(OpSupport(kind=kind, weights=("int8",), dynamic=_ROWS, projections=("per_token",), affine_only=True) for kind in ("lstm", "gru")),
-    *(OpSupport(kind=kind, weights=("int8",), dynamic=_ROWS, affine_only=True) for kind in ("lstm_cell", "gru_cell")),
-    *(OpSupport(kind=kind, weights=("int8",), dynamic=("per_token",), affine_only=True) for kind in ("rnn", "rnn_cell")),
+    *(
+        OpSupport(kind=kind, weights=("int8",), dynamic=_ROWS, projections=("per_token",), affine_only=True)
+        for kind in ("lstm", "gru")
+    ),
+    *(
+        OpSupport(kind=kind, weights=("int8",), dynamic=_ROWS, affine_only=True)
+        for kind in ("lstm_cell", "gru_cell")
+    ),
+    *(
+        OpSupport(kind=kind, weights=("int8",), dynamic=("per_token",), affine_only=True)
+        for kind in ("rnn", "rnn_cell")
+    ),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 
@@ -58,7 +69,9 @@ class NativeBackend(Backend):
         "verify_kernels": Option((lower.ALWAYS, lower.IN_DOUBT), protects=True),
     }
     exports: Mapping[str, Exporter] = {
-        "pt2": Exporter(package.write, options={"free_sizes": Option((False, True)), "verify": VERIFY}, from_graph=True)
+        "pt2": Exporter(
+            package.write, options={"free_sizes": Option((False, True)), "verify": VERIFY}, from_graph=True
+        )
     }
 
     def why_unavailable(self) -> str:
@@ -71,22 +84,30 @@ class NativeBackend(Backend):
         return ""
 
     def capabilities(self) -> Capabilities:
-        """Return what the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike.
+        """Return what the kernels take.
+
+        Codes of int8 activations are shifted to uint8, so without VNNI they saturate alike.
 
         Recurrent layers with ranges per row run in nc's C code, which sums exactly on every CPU.
         """
-        return cpu.capabilities(NAME, OPS, exact=frozenset((kind, "per_token") for kind in RECURRENT), bf16=True)
+        return cpu.capabilities(
+            NAME, OPS, exact=frozenset((kind, "per_token") for kind in RECURRENT), bf16=True
+        )
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
         """Kernels for low-bit weights, the preferred ones first."""
         return (*IN_C, *IN_C_BY_BLOCKS, INT4PACK, INT8PACK, DYN_QUANT_4BIT, BAG, BLOCKS_BF16, BLOCKS)
 
-    def plan_token(self, module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Callable[..., Sequence[torch.Tensor]]:
+    def plan_token(
+        self, module: fx.GraphModule, layers: Sequence[QuantLinear]
+    ) -> Callable[..., Sequence[torch.Tensor]]:
         """See `decode.planned_step`; raises BackendUnavailableError where this machine can have no plans."""
         return decode.planned_step(module, layers)
 
     def start(self) -> None:
-        """Nothing to import. Hides torch 2.13's warning that quantized tensors are deprecated, because users cannot act on it.
+        """Nothing to import.
+
+        Hides torch 2.13's warning that quantized tensors are deprecated, because users cannot act on it.
 
         Raises:
             BackendUnavailableError: it can't run here.

@@ -21,7 +21,9 @@ from nc.process import env
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-    """Return a callable that compiles at its first call; sizes stay free, but for 1, which gets code of its own.
+    """Return a callable that compiles at its first call.
+
+    Sizes stay free, but for 1, which gets code of its own.
 
     Args:
         module: lowered graph; changed so that the compiler can read it.
@@ -48,7 +50,10 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
                 outputs: Sequence[Any] = call(*inputs)
                 return outputs
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            msg = f"torch.compile failed on the lowered graph: {str(error).strip().splitlines()[0]} Leave compile=True out."
+            msg = (
+                f"torch.compile failed on the lowered graph: {str(error).strip().splitlines()[0]} Leave "
+                "compile=True out."
+            )
             raise BackendError(msg) from error
 
     return run
@@ -58,12 +63,17 @@ def check_compiler(what: str) -> None:
     """Raise BackendUnavailableError when there is no C++ compiler for what needs one."""
     compiler = env.CXX.get("g++")
     if shutil.which(compiler) is None:
-        msg = f"{what} needs a C++ compiler, and {compiler!r} is not found: install g++, or name one by the variable CXX."
+        msg = (
+            f"{what} needs a C++ compiler, and {compiler!r} is not found: install g++, or name one by the "
+            "variable CXX."
+        )
         raise BackendUnavailableError(msg)
 
 
 class _Freezing:
-    """Constants stay constants for the compiler, while any call is under way: each may compile for other sizes.
+    """Constants stay constants for the compiler, while any call is under way.
+
+    Each may compile for other sizes.
 
     The switch is the process's, and `torch.compile` has no option that does the same.
     """
@@ -88,9 +98,14 @@ _FREEZING = _Freezing()
 
 
 def functional(module: fx.GraphModule) -> None:
-    """Let sums return a new tensor: compilers can't follow an operator with packed weights that changes its arguments."""
+    """Let sums return a new tensor.
+
+    Compilers can't follow an operator with packed weights that changes its arguments.
+    """
     for node in [n for n in module.graph.nodes if n.target is SUM]:
         accumulator = schema_arguments(node)[ACCUMULATOR]
-        set_argument(node, ACCUMULATOR, input_node(accumulator))  # not the copy, or the layout, that was made for this node alone
+        set_argument(
+            node, ACCUMULATOR, input_node(accumulator)
+        )  # not the copy, or the layout, that was made for this node alone
         retarget(node, functional_sum())
         module.graph.erase_node(accumulator)

@@ -1,4 +1,7 @@
-"""A graph that computes one token of a language model → plans: low-bit kernels, functions in C between them, no Python."""
+"""A graph that computes one token of a language model → plans.
+
+Low-bit kernels, functions in C between them, no Python.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Plann
         layers: of the model that it was captured from; what their kernels packed is shared.
 
     Raises:
-        BackendUnavailableError: this machine has no compiler, and the package no compiled code for it; or oneDNN is missing.
+        BackendUnavailableError: this machine has no compiler, and the package no compiled code for it; or
+            oneDNN is missing.
     """
     why = c_functions.why_unavailable()
     if why:
@@ -49,5 +53,12 @@ def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Plann
     def otherwise() -> NoReturn:
         raise BackendError("; ".join(planned.unplanned()))
 
-    planned = PlannedModel(module, source, runner(source.maker.library)[0], otherwise, operators.table(one_token=True), follow=True)
+    planned = PlannedModel(
+        module,
+        source,
+        runner(source.maker.library)[0],
+        otherwise,
+        operators.table(one_token=True),
+        follow=True,
+    )
     return planned

@@ -1,4 +1,6 @@
-"""Executors that run the lowered graph, in the order in which they are tried. TorchScript needs no Python between the calls.
+"""Executors that run the lowered graph, in the order in which they are tried.
+
+TorchScript needs no Python between the calls.
 
 The kernels of small models take less time than Python needs to call them.
 """
@@ -49,7 +51,8 @@ def _codes(self, q: Tensor) -> Tensor:
 
 #: Flat tensors in, outputs back; safe to call from several threads.
 Call = Callable[..., Sequence[Any]]
-#: The lowered graph with or without kernels for products of two activations; it packs the weights of torch's operators itself.
+#: The lowered graph with or without kernels for products of two activations; it packs the weights of torch's
+#: operators itself.
 Lowered = Callable[[bool], fx.GraphModule]
 
 
@@ -64,13 +67,16 @@ class Running:
         steps: see `EngineModel.steps`.
         kernels: names of the kernels of operators, where it knows them without running.
         details: what the report says of it, beside its name.
-        refused: names of the operators that the graph computes in int8 and it in fp32, for the example, and why.
+        refused: names of the operators that the graph computes in int8 and it in fp32, for the example, and
+            why.
         products: whether it runs the graph with kernels for products of two activations.
         multiplied: names of the products that such kernels compute.
-        forget: gives back memory of weights that it needs for new sizes of inputs only, and gets what makes the lowered graph again.
-        values: flat tensors → its outputs and the values inside of one call, by the nodes of the QDQ graph that they stand for; None where
-            it compares itself.
-        checked: what the comparison of its kernels with the QDQ graph found for the example; None where there was none.
+        forget: gives back memory of weights that it needs for new sizes of inputs only, and gets what makes
+            the lowered graph again.
+        values: flat tensors → its outputs and the values inside of one call, by the nodes of the QDQ graph
+            that they stand for; None where it compares itself.
+        checked: what the comparison of its kernels with the QDQ graph found for the example; None where there
+            was none.
     """
 
     call: Call
@@ -83,7 +89,10 @@ class Running:
     products: bool = False
     multiplied: Callable[[], Collection[str]] = tuple
     forget: Callable[[Callable[[], fx.GraphModule]], None] = lambda _: None
-    values: Callable[[Sequence[torch.Tensor], Collection[str]], tuple[Sequence[Any], Mapping[str, torch.Tensor]]] | None = None
+    values: (
+        Callable[[Sequence[torch.Tensor], Collection[str]], tuple[Sequence[Any], Mapping[str, torch.Tensor]]]
+        | None
+    ) = None
     checked: KernelCheck | None = None
 
 
@@ -103,7 +112,8 @@ class Executor(Protocol):
         Args:
             lowered: gives the graph, which stays as it is.
             example: flat inputs.
-            judge: for executors that compare what they make themselves; the others are compared by `executable`.
+            judge: for executors that compare what they make themselves; the others are compared by
+                `executable`.
 
         Raises:
             BackendError: it can't run this graph.
@@ -111,7 +121,10 @@ class Executor(Protocol):
 
 
 class PlanExecutor:
-    """Kept oneDNN primitives, made once for each set of input sizes: no torch and no set-up between the kernels."""
+    """Kept oneDNN primitives, made once for each set of input sizes.
+
+    No torch and no set-up between the kernels.
+    """
 
     name = "oneDNN primitives"
     products = True
@@ -123,7 +136,9 @@ class PlanExecutor:
     def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
         """See `Executor.build`."""
         rest = [each for each in EXECUTORS if each is not self]
-        model = planned(lowered(self.products), lambda: executable(lowered, example, executors=rest)[0], judge)
+        model = planned(
+            lowered(self.products), lambda: executable(lowered, example, executors=rest)[0], judge
+        )
         model.check(example)
 
         def details() -> Mapping[str, str]:
@@ -162,12 +177,16 @@ class TorchScriptExecutor:
     def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
         """See `Executor.build`."""
         module = packed(lowered(self.products), example)
-        with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
+        with (
+            LOCK,
+            warnings.catch_warnings(),
+        ):  # torch 2.13 deprecates TorchScript, which users can do nothing about
             warnings.simplefilter("ignore")
             scripted = script(module, _SPELLING, _CODES + HELPERS).module
 
         def run(*inputs: torch.Tensor) -> Sequence[Any]:
-            # nothing is left to fuse; optimized, the first calls would be slow, and IPEX, where it is imported, would rewrite the graph
+            # nothing is left to fuse; optimized, the first calls would be slow, and IPEX, where it is
+            # imported, would rewrite the graph
             with torch.jit.optimized_execution(False):  # type: ignore[attr-defined] # not in its __all__
                 outputs: Sequence[Any] = scripted(*inputs)
                 return outputs
@@ -201,7 +220,10 @@ EXECUTORS: tuple[Executor, ...] = (PlanExecutor(), TorchScriptExecutor())
 
 
 def executable(
-    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None, executors: Sequence[Executor] | None = None
+    lowered: Lowered,
+    example: Sequence[torch.Tensor],
+    judge: Judge | None = None,
+    executors: Sequence[Executor] | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
     """Return what runs the graph: the first executor whose outputs for the example are right.
 
@@ -212,7 +234,8 @@ def executable(
         executors: those to try; None: all.
 
     Returns:
-        What runs it; its outputs for the example; and, unless the first executor runs it, who does and why not those before it, else "".
+        What runs it; its outputs for the example; and, unless the first executor runs it, who does and why
+        not those before it, else "".
     """
     passed_over: list[str] = []
     for executor in EXECUTORS if executors is None else executors:
@@ -227,14 +250,20 @@ def executable(
                 why = f"{executor.name} fails: {str(error).strip().splitlines()[-1]}"
             else:
                 if not found:
-                    return running, outputs, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
+                    return (
+                        running,
+                        outputs,
+                        f"{executor.name}: {'; '.join(passed_over)}" if passed_over else "",
+                    )
                 why = f"{executor.name} {found}"
         passed_over.append(why)
     running, outputs = _judged(PYTHON.build(lowered, example), example, judge)
     return running, outputs, f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
 
 
-def _judged(running: Running, example: Sequence[torch.Tensor], judge: Judge | None) -> tuple[Running, Sequence[Any]]:
+def _judged(
+    running: Running, example: Sequence[torch.Tensor], judge: Judge | None
+) -> tuple[Running, Sequence[Any]]:
     """Return what runs a graph, with a comparison of its kernels for the example; and its outputs for it."""
     outputs = called(running, example)
     if judge is None or running.values is None:
@@ -251,7 +280,10 @@ def _why_wrong(running: Running, outputs: Sequence[Any], judge: Judge | None) ->
 
 
 def sizes_compared(checks: PlanChecks) -> dict[str, str]:
-    """Return what a report says of comparisons for other sizes than the example's; nothing where there were none."""
+    """Return what a report says of comparisons for other sizes than the example's.
+
+    Nothing where there were none.
+    """
     if not checks.others and not checks.why_stopped:
         return {}
     found = f"{checks.wrong} of them wrong: torch's operators compute those" if checks.wrong else "none wrong"
@@ -268,11 +300,14 @@ def called(running: Running, example: Sequence[torch.Tensor]) -> Sequence[Any]:
 def _why_unlike_python(call: Call, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
     """Return what is wrong with a call that should compute what Python computes.
 
-    TorchScript may read a graph otherwise than Python does: to it `True` as an argument for a number is 1, and `2 ** 2` is 4.0.
+    TorchScript may read a graph otherwise than Python does: to it `True` as an argument for a number is 1,
+    and `2 ** 2` is 4.0.
     """
     with torch.no_grad():
         expected, got = module(*(t.clone() for t in example)), call(*(t.clone() for t in example))
-    same = [_kind(v) for v in got] == [_kind(v) for v in expected] and worst_sqnr_db(expected, got) >= _SAME_DB
+    same = [_kind(v) for v in got] == [_kind(v) for v in expected] and worst_sqnr_db(
+        expected, got
+    ) >= _SAME_DB
     return "" if same else "computes something else"
 
 

@@ -1,6 +1,9 @@
-"""What stands between a product and the sum behind it: a constant factor goes into the scales, a permutation behind the sum.
+"""What stands between a product and the sum behind it.
 
-Then the kernel of the product adds too. The blocks of ConvNeXt have both: `input + permute(layer_scale * linear(x))`.
+A constant factor goes into the scales, a permutation behind the sum.
+
+Then the kernel of the product adds too. The blocks of ConvNeXt have both: `input + permute(layer_scale *
+linear(x))`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ _BEHIND = {"linear": 0, "conv1d": 1, "conv2d": 2, "conv3d": 3}
 
 
 def fold_factors(module: fx.GraphModule) -> None:
-    """Multiply the scales and the bias of a product by the constant that its result is multiplied by: one number, or one per channel.
+    """Multiply the scales and the bias of a product by the constant that its result is multiplied by.
+
+    One number, or one per channel.
 
     Codes stay as they are. Results differ by rounding to fp32 only.
     """
@@ -56,7 +61,9 @@ def sum_first(module: fx.GraphModule) -> None:
         left, right = Binary.of(add).sides
         other = right if left is move else left
         with module.graph.inserting_before(add):
-            moved = call_function(module.graph, _aten.permute.default, (other, [dims.index(dim) for dim in range(len(dims))]))
+            moved = call_function(
+                module.graph, _aten.permute.default, (other, [dims.index(dim) for dim in range(len(dims))])
+            )
             total = call_function(module.graph, _aten.add.Tensor, (node, moved))
             result = call_function(module.graph, _aten.permute.default, (total, dims))
         take_over(total, add)
@@ -70,7 +77,10 @@ def sum_first(module: fx.GraphModule) -> None:
 
 
 def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Tensor | None:
-    """Return what `user` multiplies a product by, in fp64, of shape [] or [channels]; None where it is no such factor."""
+    """Return what `user` multiplies a product by, in fp64, of shape [] or [channels].
+
+    None where it is no such factor.
+    """
     if op_name(user) not in ("mul", "div"):
         return None
     view = Binary.of(user)
@@ -96,11 +106,16 @@ def _fits_channels(value: torch.Tensor, node: fx.Node, result: object, channels:
     behind, dims = _BEHIND[str(kind_of_node(node))], result.dim()
     if node.meta["val"].dim() != dims or value.dim() > dims or (behind and dims != behind + 2):
         return False
-    return value.numel() == 1 or (value.numel() == channels and value.dim() > behind and value.shape[-1 - behind] == channels)
+    return value.numel() == 1 or (
+        value.numel() == channels and value.dim() > behind and value.shape[-1 - behind] == channels
+    )
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, factor: torch.Tensor) -> bool:
-    """Change the scales and bias of a product; False where fp32 can't hold the new ones, or the bias is no constant."""
+    """Change the scales and bias of a product.
+
+    False where fp32 can't hold the new ones, or the bias is no constant.
+    """
     view = Weighted.of(node)
     bias = None if view.bias is None else constant_value(module, view.bias)
     if view.bias is not None and bias is None:
@@ -112,7 +127,13 @@ def _fold(module: fx.GraphModule, node: fx.Node, factor: torch.Tensor) -> bool:
     with module.graph.inserting_before(node):
         codes = Dequantize.of(view.weight).codes
         weight = call_operator(
-            module.graph, dequantize_per_channel, codes, constant(module, f"{node.name}_times", scales), None, 0, torch.int8
+            module.graph,
+            dequantize_per_channel,
+            codes,
+            constant(module, f"{node.name}_times", scales),
+            None,
+            0,
+            torch.int8,
         )
         weight.meta["val"] = view.weight.meta.get("val")
         set_argument(node, "weight", weight)

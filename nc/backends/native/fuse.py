@@ -28,7 +28,8 @@ _SHAPE = "reads"
 
 
 def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
-    """Run a graph once for the shapes that its convolutions read, if it has any, for programs that pack weights when they are compiled.
+    """Run a graph once for the shapes that its convolutions read, if it has any, for programs that pack
+    weights when they are compiled.
 
     Sizes from tracing won't do: a batch of 1 was traced as 2. See also `packing.packed`.
     """
@@ -44,7 +45,9 @@ def _note_shape(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def fuse(module: fx.GraphModule) -> None:
-    """Replace every linear and convolution that reads codes; the graph packs their weights itself, see `packing.packed`.
+    """Replace every linear and convolution that reads codes.
+
+    The graph packs their weights itself, see `packing.packed`.
 
     Args:
         module: QDQ graph with unsigned codes.
@@ -52,12 +55,19 @@ def fuse(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if kind_of_node(node) in ACTIVATIONS and not why_not_int8(node):
             _replace(module, region_of(node))
-    for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
+    for node in [
+        n
+        for n in reversed(module.graph.nodes)
+        if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)
+    ]:
         module.graph.erase_node(node)
 
 
 def why_not_int8(node: fx.Node) -> str:
-    """Why no oneDNN kernel computes an operator in int8; "" where `fuse` finds one, and for operators that have no int8 form anywhere."""
+    """Why no oneDNN kernel computes an operator in int8.
+
+    "" where `fuse` finds one, and for operators that have no int8 form anywhere.
+    """
     kind = kind_of_node(node)
     if kind is None or kind in RECURRENT:
         return ""
@@ -73,7 +83,11 @@ def why_not_int8(node: fx.Node) -> str:
         return "its input has no batch dimension, which kernels need"
     if why := why_no_codes(node):
         return why
-    return "" if joined(node) else "oneDNN has no fast int8 kernel for it on this CPU, and in plain C++ int8 takes longer than fp32"
+    return (
+        ""
+        if joined(node)
+        else "oneDNN has no fast int8 kernel for it on this CPU, and in plain C++ int8 takes longer than fp32"
+    )
 
 
 def why_no_codes(node: fx.Node) -> str:
@@ -84,7 +98,10 @@ def why_no_codes(node: fx.Node) -> str:
     if Dequantize.of(weight).codes.op != "get_attr":
         return "its weight is not a constant"
     if x.target is not dequantize_per_tensor:
-        return f"its input is not quantized: it reads the result of {x.meta.get('operator', op_name(x) or x.name)} as it is"
+        return (
+            "its input is not quantized: it reads the result of "
+            f"{x.meta.get('operator', op_name(x) or x.name)} as it is"
+        )
     return "its input is a constant" if Dequantize.of(x).codes.op == "get_attr" else ""
 
 
@@ -92,7 +109,10 @@ def _why_not_added(add: fx.Node) -> str:
     """Why no kernel computed an addition as its post-operation, once all kernels have been put in."""
     sides = [side for side in Binary.of(add).sides if isinstance(side, fx.Node) and is_kernel(side)]
     if not sides:
-        return "no int8 kernel of a linear or conv2d stands directly in front of it, to do it as a post-operation"
+        return (
+            "no int8 kernel of a linear or conv2d stands directly in front of it, to do it as a "
+            "post-operation"
+        )
     for side in sides:
         names = ", ".join(side.meta["operators"])
         if not is_sum(add, side):
@@ -119,7 +139,9 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
 def put(module: fx.GraphModule, call: fx.Node, nodes: Sequence[fx.Node], *, converted: bool) -> None:
     """Let a call take the place of nodes, and of the conversions behind the last one if it gives what those give."""
     last = nodes[-1]
-    call.meta.update(val=last.meta.get("val"), operators=[name for node in nodes for name in operators_of(node)])
+    call.meta.update(
+        val=last.meta.get("val"), operators=[name for node in nodes for name in operators_of(node)]
+    )
     replaced = list(last.users) if converted else [last]
     give_values_of(call, *replaced)
     for old in replaced:
@@ -160,7 +182,19 @@ def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
         return call_function(module.graph, onednn.qlinear_pointwise.default, arguments)
     other, scale, zero_point = _added(module, region, region.other)
     binary = "add" if region.codes is None else "sum"
-    arguments = (x.codes, *x.qparams, *w, other, linear.bias, *_output(region), scale, zero_point, binary, 1.0, *post)
+    arguments = (
+        x.codes,
+        *x.qparams,
+        *w,
+        other,
+        linear.bias,
+        *_output(region),
+        scale,
+        zero_point,
+        binary,
+        1.0,
+        *post,
+    )
     return call_function(module.graph, onednn.qlinear_pointwise.binary, arguments)
 
 
@@ -169,7 +203,11 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
     codes, scales = weight_of(module, conv.weight)
     sizes = conv.sizes(codes.dim() - 2)
     together = joined(region.anchor)
-    codes, groups = (codes, conv.groups) if together == 1 else (join(codes, conv.groups, together), conv.groups // together)
+    codes, groups = (
+        (codes, conv.groups)
+        if together == 1
+        else (join(codes, conv.groups, together), conv.groups // together)
+    )
     x = Dequantize.of(conv.input)
     how = codes, scales, *x.qparams, *sizes, groups, region.anchor.meta.get(_SHAPE)
     w = _weight(module, region, how), *_scales(module, region, scales)
@@ -213,7 +251,10 @@ def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.No
 
 
 def _is_free(codes: fx.Node, region: Region, side: fx.Node) -> bool:
-    """Whether nothing needs the codes that a region adds once it has run: a kernel made them, and only kernels in front of it read them."""
+    """Whether nothing needs the codes that a region adds once it has run.
+
+    A kernel made them, and only kernels in front of it read them.
+    """
     before = [user for user in codes.users if user is not side and user.users]
     own = is_kernel(codes) and len(side.users) == 1
     return own and all(is_kernel(user) and user < region.nodes[-1] for user in before)
@@ -234,9 +275,15 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
 
 
 def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.Node:
-    """Return a weight as torch's kernel reads it: a call of the operator that packs it, with these arguments."""
+    """Return a weight as torch's kernel reads it.
+
+    A call of the operator that packs it, with these arguments.
+    """
     name, operator = region.anchor.name, prepack(_kind(region))
-    nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]
+    nodes = [
+        constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value
+        for value in how
+    ]
     return call_function(module.graph, operator, tuple(nodes))
 
 

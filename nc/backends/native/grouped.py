@@ -1,6 +1,8 @@
-"""Grouped convolutions for which oneDNN has nothing in int8 but plain C++, which takes longer than the convolution in fp32.
+"""Grouped convolutions for which oneDNN has nothing in int8 but plain C++, which takes longer than the
+convolution in fp32.
 
-Some groups together, with weights of 0 between them, are one group that gives the same sums and may have a fast kernel.
+Some groups together, with weights of 0 between them, are one group that gives the same sums and may have a
+fast kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from nc.graph.fx_utils import constant_of
 from nc.graph.tensor_meta import hint_of
 from nc.graph.views import Conv, Dequantize
 from nc.kernels.onednn.api import Unimplemented
-from nc.kernels.onednn.descriptions import DST, SRC, WEIGHTS, Attributes, Desc, Geometry, channels_last_strides
+from nc.kernels.onednn.descriptions import (
+    DST,
+    SRC,
+    WEIGHTS,
+    Attributes,
+    Desc,
+    Geometry,
+    channels_last_strides,
+)
 from nc.kernels.onednn.providers import provider
 from nc.numerics.int16_pairs import PAIR_LIMIT, fit
 
@@ -27,7 +37,10 @@ _MOST_JOINED = 64
 
 
 def joined(node: fx.Node) -> int:
-    """How many groups of a convolution become one, so that there is a fast kernel on this CPU: 1 where it has one; 0 where none helps."""
+    """How many groups of a convolution become one, so that there is a fast kernel on this CPU.
+
+    1 where it has one; 0 where none helps.
+    """
     view = Conv.of(node)
     inputs = tuple(hint_of(size) for size in view.input.meta["val"].shape)
     weight = tuple(int(size) for size in view.weight.meta["val"].shape)
@@ -42,7 +55,11 @@ def joined(node: fx.Node) -> int:
 
     def is_fast(count: int) -> bool:
         name = kernel(count)
-        return bool(name) and not name.startswith(_PLAIN) and (each % 2 == 0 or accumulates_wide() or _fits(node, count))
+        return (
+            bool(name)
+            and not name.startswith(_PLAIN)
+            and (each % 2 == 0 or accumulates_wide() or _fits(node, count))
+        )
 
     counts = (count for count in range(2, min(groups, _MOST_JOINED // each) + 1) if groups % count == 0)
     return next(filter(is_fast, counts), 0)
@@ -84,13 +101,19 @@ def _kernel(
     dilations: tuple[int, ...],
     count: int,
 ) -> str:
-    """Return the name of oneDNN's kernel where `count` groups are one; "" where there is none, or nobody can be asked."""
+    """Return the name of oneDNN's kernel where `count` groups are one.
+
+    "" where there is none, or nobody can be asked.
+    """
     try:
         maker = provider().maker
     except BackendUnavailableError:
         return ""
     how = zip(inputs[2:], weight[2:], strides, pads, dilations, strict=True)
-    outputs = [(size + 2 * pad - dilation * (window - 1) - 1) // stride + 1 for size, window, stride, pad, dilation in how]
+    outputs = [
+        (size + 2 * pad - dilation * (window - 1) - 1) // stride + 1
+        for size, window, stride, pad, dilation in how
+    ]
     shapes = inputs, (inputs[0], weight[0], *outputs)
     source, target = (Desc(sizes, channels_last_strides(sizes), torch.uint8) for sizes in shapes)
     left = groups // count
@@ -98,7 +121,9 @@ def _kernel(
     by_groups = Desc.dense((left, *sizes) if left > 1 else sizes, torch.int8)
     geometry = Geometry(strides, pads, pads, dilations, window=weight[2:])
     try:
-        attributes = Attributes(scales={SRC: 0, WEIGHTS: 3 if left > 1 else 1, DST: 0}, zero_points={SRC: 0, DST: 0})
+        attributes = Attributes(
+            scales={SRC: 0, WEIGHTS: 3 if left > 1 else 1, DST: 0}, zero_points={SRC: 0, DST: 0}
+        )
         return maker.convolution(source, by_groups, None, target, geometry, attributes).kernel
     except Unimplemented:
         return ""

@@ -16,10 +16,15 @@ _SYNONYMS = ("onednn::qconv1d_pointwise", "onednn::qconv2d_pointwise", _CONV3D)
 def name_convolutions(module: fx.GraphModule) -> None:
     """Let all convolution kernels be calls of that one.
 
-    Inductor makes a relu behind it a post-operation. The kernel of conv3d has none, so there the relu becomes a clamp_min, which it leaves.
+    Inductor makes a relu behind it a post-operation. The kernel of conv3d has none, so there the relu becomes
+    a clamp_min, which it leaves.
     """
     for node in module.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "_overloadname", "") == "default" and node.target._schema.name in _SYNONYMS:
+        if (
+            node.op == "call_function"
+            and getattr(node.target, "_overloadname", "") == "default"
+            and node.target._schema.name in _SYNONYMS
+        ):
             if node.target._schema.name == _CONV3D:
                 for user in [u for u in node.users if u.target is torch.ops.aten.relu.default]:
                     user.target, user.args = torch.ops.aten.clamp_min.default, (node, 0.0)

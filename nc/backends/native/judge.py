@@ -1,4 +1,7 @@
-"""What a lowered graph is compared with: the QDQ graph, kernel by kernel and at its outputs, on any inputs."""
+"""What a lowered graph is compared with.
+
+The QDQ graph, kernel by kernel and at its outputs, on any inputs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ class Judge:
     Args:
         graph: the quantized model; it must stay as it is.
         new_sizes: also plans for other sizes than the example's are compared, when they are made.
-        always: compare the kernels for the example even if its outputs are those that the graph knows of itself, to `LEAST_DB`.
+        always: compare the kernels for the example even if its outputs are those that the graph knows of
+            itself, to `LEAST_DB`.
     """
 
     def __init__(self, graph: QDQGraph, *, new_sizes: bool = True, always: bool = True) -> None:
@@ -33,7 +37,12 @@ class Judge:
         self.expected = functools.cache(functools.partial(reference_outputs, graph))
 
     def kernels(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any], values: Mapping[str, torch.Tensor], *, example: bool
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[Any],
+        values: Mapping[str, torch.Tensor],
+        *,
+        example: bool,
     ) -> KernelCheck:
         """Compare values that an engine had inside of one call; see `nc.proof.kernels`.
 
@@ -71,4 +80,8 @@ class Judge:
         required = required_db(self._graph)
         if found is None:
             return "gives outputs of other shapes"
-        return f"computes something else: {found:.1f} dB, expected at least {required:.0f}" if found < required else ""
+        return (
+            f"computes something else: {found:.1f} dB, expected at least {required:.0f}"
+            if found < required
+            else ""
+        )

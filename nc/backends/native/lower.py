@@ -40,7 +40,7 @@ def lower(
     verify: str = "raise",
     verify_sizes: bool = True,
     verify_kernels: str = ALWAYS,
-    compile: bool = False,  # noqa: A002
+    compile: bool = False,
 ) -> EngineModel:
     """Return an engine model of `graph`.
 
@@ -48,11 +48,13 @@ def lower(
         graph: the quantized model.
         verify: see `nc.backends.verify`.
         verify_sizes: compare plans for new sizes too, when they are made; not with verify="off".
-        verify_kernels: compare the kernels for the example "always", or "in doubt" only: where its outputs alone do not tell.
+        verify_kernels: compare the kernels for the example "always", or "in doubt" only: where its outputs
+            alone do not tell.
         compile: let `torch.compile` fuse what is fp32 between the kernels.
 
     Raises:
-        VerificationError: the kernels compute something else than the graph; names the first operator that differs.
+        VerificationError: the kernels compute something else than the graph; names the first operator that
+            differs.
         BackendError, BackendUnavailableError: the graph can't be compiled here.
     """
     check_option("verify", verify, ("raise", "warn", "off"))
@@ -81,7 +83,9 @@ def lower(
         return _running(lambda products: _lowered(part, inputs, products)[0], inputs, compile)[1]
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
-    sqnr = verify_outputs(graph, outputs, verify, "The native backend", first, None if judge is None else judge.expected)
+    sqnr = verify_outputs(
+        graph, outputs, verify, "The native backend", first, None if judge is None else judge.expected
+    )
     judge_kernels(running.checked, verify, "The native backend")
     kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
     dynamic = packed_bytes(graph.module)
@@ -91,18 +95,29 @@ def lower(
     def report() -> EngineReport:
         module, outcome = lowered(running.products)
         wrong = running.refused()
-        found = {name: how for name, how in executed(module).items() if name not in wrong} | dict.fromkeys(running.multiplied(), "int8")
-        outcome = dataclasses.replace(outcome, refused={(name, "int8"): why for name, why in wrong.items()} | dict(outcome.refused))
+        found = {name: how for name, how in executed(module).items() if name not in wrong} | dict.fromkeys(
+            running.multiplied(), "int8"
+        )
+        outcome = dataclasses.replace(
+            outcome, refused={(name, "int8"): why for name, why in wrong.items()} | dict(outcome.refused)
+        )
         low_bit = kernel_choices(module)
         targets = [node.target for node in module.graph.nodes]
         joined = beside(module, {d.operator for d in graph.plan.quantized})
         for decision in graph.plan.decisions:
-            if decision.operator in wrong or decision.stays_for(Cause.ASKED):  # as the user wants it, it reads and gives fp32
+            if decision.operator in wrong or decision.stays_for(
+                Cause.ASKED
+            ):  # as the user wants it, it reads and gives fp32
                 joined.pop(decision.operator, None)
-        ran = functools.partial(_op_run, found=found, outcome=outcome, primitives=running.kernels(), joined=joined)
+        ran = functools.partial(
+            _op_run, found=found, outcome=outcome, primitives=running.kernels(), joined=joined
+        )
         return EngineReport(
             backend="native",
-            ops=tuple(dataclasses.replace(ran(decision), kernels=low_bit.get(decision.operator)) for decision in graph.plan.decisions),
+            ops=tuple(
+                dataclasses.replace(ran(decision), kernels=low_bit.get(decision.operator))
+                for decision in graph.plan.decisions
+            ),
             quantize_outside=targets.count(quantize) + targets.count(quantize_per_tensor),
             dequantize_outside=targets.count(dequantize),
             weight_bytes=dynamic + running.weight_bytes(),
@@ -115,7 +130,9 @@ def lower(
     return EngineModel(run=run, report=report, profile=profile, steps=steps, verified=verify != "off")
 
 
-def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool) -> tuple[fx.GraphModule, Outcome]:
+def _lowered(
+    part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool
+) -> tuple[fx.GraphModule, Outcome]:
     """Return the graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
     module, _ = copy_module(part, lazy=True)
     note_values(module)
@@ -125,7 +142,7 @@ def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor], products: bo
 def _running(
     lowered: Lowered,
     example: Sequence[torch.Tensor],
-    compile: bool,  # noqa: A002
+    compile: bool,
     judge: Judge | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
     """Return what runs a lowered graph, its outputs for the example, and what the report says of who runs it."""
@@ -134,20 +151,36 @@ def _running(
     running = PYTHON.build(lowered, example)
     call = compiled(copy_module(packed(lowered(PYTHON.products), example))[0])
     of_python = running.details
-    running = dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile", **of_python()})
+    running = dataclasses.replace(
+        running,
+        call=call,
+        details=lambda: {"between the kernels": "compiled by torch.compile", **of_python()},
+    )
     return running, called(running, example), ""
 
 
 def _op_run(
-    decision: Decision, found: Mapping[str, str], outcome: Outcome, primitives: Mapping[str, str], joined: Mapping[str, str]
+    decision: Decision,
+    found: Mapping[str, str],
+    outcome: Outcome,
+    primitives: Mapping[str, str],
+    joined: Mapping[str, str],
 ) -> OpRun:
     asked = decision.spec.precision
     if asked == "fp32" and decision.operator in joined:
         return OpRun(
-            operator=decision.operator, ran="int8", reason=joined[decision.operator], primitive=primitives.get(decision.operator, "")
+            operator=decision.operator,
+            ran="int8",
+            reason=joined[decision.operator],
+            primitive=primitives.get(decision.operator, ""),
         )
     if asked in ("fp32", found.get(decision.operator)):
-        return OpRun(operator=decision.operator, ran=asked, reason=decision.reason, primitive=primitives.get(decision.operator, ""))
+        return OpRun(
+            operator=decision.operator,
+            ran=asked,
+            reason=decision.reason,
+            primitive=primitives.get(decision.operator, ""),
+        )
     why = outcome.refused.get((decision.operator, asked), "it became part of a fp32 call")
     how = "rounded to bf16 before and after" if asked == "bf16" else "between dequantize and quantize"
     return OpRun(operator=decision.operator, ran="fp32", reason=f"{why}; it runs in fp32, {how}")
@@ -179,7 +212,10 @@ def beside(module: fx.GraphModule, asked: Container[str]) -> dict[str, str]:
         kernel = next((name for name in names if name in asked), None)
         if kernel is not None:
             found |= {name: f"fused into {kernel}" for name in names if name not in asked}
-        elif getattr(node.target, "namespace", "") == "quantized" and node.meta.get("operator", "") not in ("", *found):
+        elif getattr(node.target, "namespace", "") == "quantized" and node.meta.get("operator", "") not in (
+            "",
+            *found,
+        ):
             found[node.meta["operator"]] = "computed on codes"
     return {name: how for name, how in found.items() if name not in asked}
 
@@ -187,4 +223,6 @@ def beside(module: fx.GraphModule, asked: Container[str]) -> dict[str, str]:
 def _is_dynamic_kernel(node: fx.Node) -> bool:
     """Whether a node is what `replace_dynamic` makes of a dynamic operator."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.startswith(("quantized::linear", "aten::quantized_", "nc_recurrent::"))
+    return schema is not None and schema.name.startswith(
+        ("quantized::linear", "aten::quantized_", "nc_recurrent::")
+    )

@@ -20,10 +20,12 @@ _aten = torch.ops.aten
 
 
 def merge(module: fx.GraphModule) -> None:
-    """Replace linears that a kernel would compute without anything behind them but a conversion to codes or bf16.
+    """Replace linears that a kernel would compute without anything behind them but a conversion to codes or
+    bf16.
 
-    Each keeps the scale and zero point of its own codes: a product's scales and bias can hold those of each output channel.
-    Not where operators work in place, and not what is returned: a part of a larger tensor is not laid out as the caller expects.
+    Each keeps the scale and zero point of its own codes: a product's scales and bias can hold those of each
+    output channel. Not where operators work in place, and not what is returned: a part of a larger tensor is
+    not laid out as the caller expects.
     """
     if works_in_place(module):
         return
@@ -33,18 +35,28 @@ def merge(module: fx.GraphModule) -> None:
             region = region_of(node)
             if region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
                 dtype = region.codes[2] if region.codes else torch.bfloat16 if region.bf16 else torch.float32
-                groups.setdefault((Dequantize.of(Linear.of(node).input), dtype, region.limits), []).append((node, region))
+                groups.setdefault((Dequantize.of(Linear.of(node).input), dtype, region.limits), []).append(
+                    (node, region)
+                )
     for (_, dtype, limits), members in groups.items():
         if len(members) > 1:
             _merge(module, members, dtype, limits)
 
 
-def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dtype: torch.dtype, limits: tuple[int, int] | None) -> None:
+def _merge(
+    module: fx.GraphModule,
+    members: Sequence[tuple[fx.Node, Region]],
+    dtype: torch.dtype,
+    limits: tuple[int, int] | None,
+) -> None:
     graph, first = module.graph, members[0][0]
     parts = [_in_units_of_codes(module, node, region) for node, region in members]
     codes, scales, biases = map(torch.cat, zip(*parts, strict=True))
     with graph.inserting_before(first):
-        weight = constant(module, f"{first.name}_merged", codes), constant(module, f"{first.name}_merged_scales", scales)
+        weight = (
+            constant(module, f"{first.name}_merged", codes),
+            constant(module, f"{first.name}_merged_scales", scales),
+        )
         bias = constant(module, f"{first.name}_merged_bias", biases)
         dequantized = call_operator(graph, dequantize_per_channel, *weight, None, 0, torch.int8)
         value = call_function(graph, _aten.linear.default, (Linear.of(first).input, dequantized, bias))
@@ -55,7 +67,10 @@ def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dt
             low, high = limits or (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
             value = call_operator(graph, quantize_per_tensor, value, 1.0, 0, low, high, dtype)
         ends = list(itertools.accumulate((len(s) for _, s, _ in parts), initial=0))
-        slices = [call_function(graph, _aten.slice.Tensor, (value, -1, *between)) for between in itertools.pairwise(ends)]
+        slices = [
+            call_function(graph, _aten.slice.Tensor, (value, -1, *between))
+            for between in itertools.pairwise(ends)
+        ]
     for (node, _), part in zip(members, slices, strict=True):
         part.meta["val"] = node.meta.get("val")
         replaced = [node] if dtype is torch.float32 else list(node.users)
@@ -70,7 +85,9 @@ def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dt
                 retarget(user, _aten.reshape.default)
 
 
-def _in_units_of_codes(module: fx.GraphModule, node: fx.Node, region: Region) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _in_units_of_codes(
+    module: fx.GraphModule, node: fx.Node, region: Region
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and bias of a linear whose result, rounded, is codes where its readers want codes."""
     codes, scales = weight_of(module, Linear.of(node).weight)
     bias = _bias(module, node, len(scales))

@@ -59,7 +59,12 @@ def write(
     example, free = tuple(graph.example), None
     if free_sizes:
         example = tuple(at_least_two(graph.example, used))
-        free = (tuple({i: torch.export.Dim.DYNAMIC for i, dim in enumerate(dims) if isinstance(dim, str)} for dims in used),)
+        free = (
+            tuple(
+                {i: torch.export.Dim.DYNAMIC for i, dim in enumerate(dims) if isinstance(dim, str)}
+                for dims in used
+            ),
+        )
     module, _ = copy_module(graph.module)
     run_passes(module, kernels(graph.example, program=True))
     _check_int8(graph, module)
@@ -77,17 +82,27 @@ def write(
     file.write_bytes(data)
 
 
-def _compile(module: fx.GraphModule, example: tuple[torch.Tensor, ...], free: Any = None) -> tuple[bytes, Callable[..., Sequence[Any]]]:
-    """Return the program that AOTInductor makes of a graph of kernels, which it changes: its file, and a callable."""
+def _compile(
+    module: fx.GraphModule, example: tuple[torch.Tensor, ...], free: Any = None
+) -> tuple[bytes, Callable[..., Sequence[Any]]]:
+    """Return the program that AOTInductor makes of a graph of kernels, which it changes.
+
+    Its file, and a callable.
+    """
     run_passes(module, finish(program=True))
     with tempfile.TemporaryDirectory(prefix="nc-") as directory, torch.no_grad():
         target = Path(directory) / "model.pt2"
         try:
             program = torch.export.export(_Tensors(module).eval(), example, dynamic_shapes=free)
-            torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=_OPTIONS)
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(target), inductor_configs=_OPTIONS
+            )
             run = torch._inductor.aoti_load_package(str(target))
         except Exception as error:  # whatever a compiler may raise
-            msg = f"AOTInductor failed on the quantized graph: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+            msg = (
+                "AOTInductor failed on the quantized graph: "
+                f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+            )
             raise BackendError(msg) from error
         return target.read_bytes(), run
 
@@ -107,16 +122,23 @@ def _as_before(graph: QDQGraph, tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return a program's outputs where the graph has them."""
     left = iter(tensors)
     with torch.no_grad():
-        return [next(left) if isinstance(value, torch.Tensor) else value for value in graph.module(*graph.example)]
+        return [
+            next(left) if isinstance(value, torch.Tensor) else value for value in graph.module(*graph.example)
+        ]
 
 
 def _tell_low_bit(module: fx.GraphModule) -> None:
-    """Warn of what has low-bit weights: the kernels for it need Python, and the compiler folds what is constant."""
-    names = [node.meta.get("operator", node.name) for node in module.graph.nodes if node.target is quant_linear]
+    """Warn of what has low-bit weights.
+
+    The kernels for it need Python, and the compiler folds what is constant.
+    """
+    names = [
+        node.meta.get("operator", node.name) for node in module.graph.nodes if node.target is quant_linear
+    ]
     if names:
         msg = (
-            f"The program holds {len(names)} linears with low-bit weights dequantized, in fp32, and computes them so: {_some(names)}. "
-            "With their kernels they run in Python: nc.save and nc.load."
+            f"The program holds {len(names)} linears with low-bit weights dequantized, in fp32, and computes "
+            f"them so: {_some(names)}. With their kernels they run in Python: nc.save and nc.load."
         )
         warn(msg)
 
@@ -124,12 +146,17 @@ def _tell_low_bit(module: fx.GraphModule) -> None:
 def _check_static(graph: QDQGraph) -> None:
     names = [d.operator for d in graph.plan.quantized if d.spec.mode == "dynamic"]
     if names:
-        msg = f"export_pt2() takes static quantization; AOTInductor has no int8 kernels for ranges of each call, as of {_some(names)}."
+        msg = (
+            "export_pt2() takes static quantization; AOTInductor has no int8 kernels for ranges of each "
+            f"call, as of {_some(names)}."
+        )
         raise UnsupportedError(msg)
 
 
 def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
-    """Warn of what only plans have int8 kernels for; raise UnsupportedError when another operator that was asked to run in int8 has none.
+    """Warn of what only plans have int8 kernels for.
+
+    Raise UnsupportedError when another operator that was asked to run in int8 has none.
 
     The program would compute them in fp32.
     """
@@ -138,16 +165,18 @@ def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
     planned = [d.operator for d in without if _only_planned(d)]
     if planned:
         msg = (
-            f"The program computes {len(planned)} of {len(graph.plan.quantized)} quantized operators in fp32, between codes: "
-            f"{_some(planned)}. AOTInductor has no int8 kernels for products of two activations and transposed convolutions. Without codes "
+            f"The program computes {len(planned)} of {len(graph.plan.quantized)} quantized operators in "
+            f"fp32, between codes: {_some(planned)}. AOTInductor has no int8 kernels for products of two "
+            "activations and transposed convolutions. Without codes "
             'they are faster: set_local("matmul", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")).'
         )
         warn(msg)
     names = [d.operator for d in without if not _only_planned(d)]
     if names:
         msg = (
-            f"export_pt2() has no int8 kernel for {len(names)} of {len(graph.plan.quantized)} quantized operators: {', '.join(names)}. "
-            "The program would compute them in fp32. Exclude them from quantization: config.exclude(name) for each."
+            f"export_pt2() has no int8 kernel for {len(names)} of {len(graph.plan.quantized)} quantized "
+            f"operators: {', '.join(names)}. The program would compute them in fp32. Exclude them from "
+            "quantization: config.exclude(name) for each."
         )
         raise UnsupportedError(msg)
 

@@ -1,4 +1,7 @@
-"""Lowered graphs as torch's own operators run them: weights are packed constants, and what torch computes wrong is avoided."""
+"""Lowered graphs as torch's own operators run them.
+
+Weights are packed constants, and what torch computes wrong is avoided.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _READS = "reads_in_example"
 
 
 def qlinear(*arguments: Any) -> torch.Tensor:
-    """`onednn::qlinear_pointwise`, with the dimensions of its input also where that is empty: torch's gives two."""
+    """`onednn::qlinear_pointwise`, with the dimensions of its input also where that is empty.
+
+    Torch's gives two.
+    """
     return _with_rows_of(arguments[0], _LINEAR.default(*arguments))
 
 
@@ -41,7 +47,10 @@ def _spelled(kernel: torch._ops.OpOverload) -> str:
 
 
 #: How TorchScript writes the functions above, and the method that it needs for them.
-SPELLING: Mapping[Callable[..., object], str] = {qlinear: _spelled(_LINEAR.default), qlinear_sum: _spelled(_LINEAR.binary)}
+SPELLING: Mapping[Callable[..., object], str] = {
+    qlinear: _spelled(_LINEAR.default),
+    qlinear_sum: _spelled(_LINEAR.binary),
+}
 _LINEARS = {_LINEAR.default: qlinear, _LINEAR.binary: qlinear_sum}
 HELPERS = """
 def _with_rows_of(self, x: Tensor, result: Tensor) -> Tensor:
@@ -54,8 +63,9 @@ def _with_rows_of(self, x: Tensor, result: Tensor) -> Tensor:
 def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Return a copy of a lowered graph whose weights are packed constants, for torch's operators.
 
-    A convolution takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block
-    size, which can take a hundred times as long as it computes (AMX). So they are packed for the shapes that it reads in the example.
+    A convolution takes weights that were packed for another shape too, but lays them out anew at every call
+    where it wants another block size, which can take a hundred times as long as it computes (AMX). So they
+    are packed for the shapes that it reads in the example.
     """
     module, _ = copy_module(module)
     guard(module)
@@ -87,21 +97,33 @@ def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphM
 
 def refused(module: fx.GraphModule) -> dict[str, str]:
     """Names of the operators of a packed graph that are computed in fp32 for the example, and why."""
-    wrong = [node for node in module.graph.nodes if is_guarded(node) and is_wrong(module, node, node.meta[_READS])]
-    why = f"torch {torch.__version__} has an int8 kernel for it whose sums are wrong on this CPU, as a trial on noise shows"
+    wrong = [
+        node for node in module.graph.nodes if is_guarded(node) and is_wrong(module, node, node.meta[_READS])
+    ]
+    why = (
+        f"torch {torch.__version__} has an int8 kernel for it whose sums are wrong on this CPU, as a trial "
+        "on noise shows"
+    )
     return {name: why for node in wrong for name in operators_of(node)}
 
 
 def refused_sizes(module: fx.GraphModule) -> dict[str, str]:
-    """Return what a report says of sizes for which a packed graph computes convolutions in fp32; nothing where there are none."""
+    """Return what a report says of sizes for which a packed graph computes convolutions in fp32.
+
+    Nothing where there are none.
+    """
     found = {node: wrong_sizes(module, node) for node in module.graph.nodes if is_guarded(node)}
-    texts = [f"{operators_of(node)[0]} ({'; '.join(map(_shape, sizes))})" for node, sizes in found.items() if sizes]
+    texts = [
+        f"{operators_of(node)[0]} ({'; '.join(map(_shape, sizes))})" for node, sizes in found.items() if sizes
+    ]
     return {"wrong sums, so in fp32": ", ".join(texts)} if texts else {}
 
 
 def _packs_convolution(node: fx.Node) -> bool:
     """Whether a node is a convolution of torch's, which reads a packed weight."""
-    return is_guarded(node) or (isinstance(node.target, torch._ops.OpOverload) and str(node.target).startswith("onednn.qconv"))
+    return is_guarded(node) or (
+        isinstance(node.target, torch._ops.OpOverload) and str(node.target).startswith("onednn.qconv")
+    )
 
 
 def _shape(sizes: Sequence[int]) -> str:

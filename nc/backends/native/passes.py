@@ -28,18 +28,24 @@ from nc.backends.torchscript import explicit_clamps
 from nc.graph.fx_utils import drop_unused, inline
 
 
-def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products: bool = False) -> tuple[Pass, ...]:
+def kernels(
+    example: Sequence[torch.Tensor], *, program: bool = False, products: bool = False
+) -> tuple[Pass, ...]:
     """Operators become calls of kernels.
 
     Args:
         example: flat inputs, whose sizes a program's weights are laid out for.
         program: for AOTInductor, which compiles low-bit operators by itself.
-        products: also products of two activations, transposed convolutions and rotary embeddings, for which plans have kernels and torch
-            has not.
+        products: also products of two activations, transposed convolutions and rotary embeddings, for which
+            plans have kernels and torch has not.
     """
     right_sides = (Pass("signed_codes", signed, why_not_product, "int8"),) if products else ()
     own = (
-        (Pass("rotary", recompose_rotary), Pass("products", fuse_products), Pass("transposed", fuse_transposed, why_not_transposed, "int8"))
+        (
+            Pass("rotary", recompose_rotary),
+            Pass("products", fuse_products),
+            Pass("transposed", fuse_transposed, why_not_transposed, "int8"),
+        )
         if products
         else ()
     )
@@ -68,6 +74,14 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products:
 
 def finish(*, program: bool = False) -> tuple[Pass, ...]:
     """Return what is left around the kernels becomes what an executor can run, or a `program` that AOTInductor can compile."""
-    here = (Pass("pools_of_codes", pool_codes), Pass("explicit_clamps", explicit_clamps), Pass("converters", remaining))
-    compiled = (Pass("functional_sums", functional), Pass("inductor_names", name_convolutions), Pass("inlined_converters", inline))
+    here = (
+        Pass("pools_of_codes", pool_codes),
+        Pass("explicit_clamps", explicit_clamps),
+        Pass("converters", remaining),
+    )
+    compiled = (
+        Pass("functional_sums", functional),
+        Pass("inductor_names", name_convolutions),
+        Pass("inlined_converters", inline),
+    )
     return (*(compiled if program else here), Pass("unused_constants", drop_unused))

@@ -58,7 +58,10 @@ _MOST_PLANS = 64
 
 
 class _Memory(threading.local):
-    """What a thread keeps of a model: memory that all its plans share, and contexts, which hold addresses in it."""
+    """What a thread keeps of a model.
+
+    Memory that all its plans share, and contexts, which hold addresses in it.
+    """
 
     def __init__(self) -> None:
         self.arena = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -76,10 +79,12 @@ class PlannedModel:
         source: of oneDNN.
         run_by: what calls the primitives.
         otherwise: makes what runs the graph for sizes that can't be planned.
-        known: what is known of operators, by target; a node of none stays a call of torch's operator. None: those of int8 graphs.
+        known: what is known of operators, by target; a node of none stays a call of torch's operator. None:
+            those of int8 graphs.
         follow: changes of the module's constants are seen, also by what is computed from them alone.
-        judge: compares each plan with the quantized graph when it is made, the first one and, where it says so, those for new sizes.
-            A plan that computes something else is not used. None: nothing is compared.
+        judge: compares each plan with the quantized graph when it is made, the first one and, where it says
+            so, those for new sizes. A plan that computes something else is not used. None: nothing is
+            compared.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class PlannedModel:
         follow: bool = False,
         judge: PlanJudge | None = None,
     ) -> None:
-        self._recorder = functools.partial(Recorder, operators=operators.table() if known is None else known, follow=follow)
+        self._recorder = functools.partial(
+            Recorder, operators=operators.table() if known is None else known, follow=follow
+        )
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
         self.checks = PlanChecks(judge, lambda *inputs: self._otherwise().call(*inputs))
@@ -108,7 +115,11 @@ class PlannedModel:
         """Flat outputs."""
         inputs = tuple(map(_regular, inputs))
         plan = self._found(inputs)
-        return self._otherwise().call(*inputs) if isinstance(plan, Unavailable) else self._context(plan).run(inputs)
+        return (
+            self._otherwise().call(*inputs)
+            if isinstance(plan, Unavailable)
+            else self._context(plan).run(inputs)
+        )
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         """Make the plan for these inputs; raises BackendError where there can be none."""
@@ -128,7 +139,10 @@ class PlannedModel:
         return _timed_steps(plan, times)
 
     def profile(self, inputs: Sequence[torch.Tensor]) -> Profile:
-        """Time and kernel of every entry of the plan for these inputs; takes the process's standard output over."""
+        """Time and kernel of every entry of the plan for these inputs.
+
+        Takes the process's standard output over.
+        """
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
             plan = self._found(inputs)
@@ -141,7 +155,9 @@ class PlannedModel:
             repeat(lambda: rows.append((timed(lambda: self(*inputs)), separate.clocked(inputs))))
             with onednn_verbose.captured() as lines:
                 separate.clocked(inputs, onednn_verbose.mark)
-        of_torch = onednn_verbose.by_mark(onednn_verbose.parse(lines))  # a primitive's kernel is known without
+        of_torch = onednn_verbose.by_mark(
+            onednn_verbose.parse(lines)
+        )  # a primitive's kernel is known without
         times = list(map(min, zip(*(row[1] for row in rows), strict=True)))
         call_ms = min(row[0] for row in rows)
         steps = tuple(
@@ -161,9 +177,13 @@ class PlannedModel:
 
     def multiplied(self) -> frozenset[str]:
         """Operators that are primitives in all plans that there are, of those that torch has no kernel for."""
-        entries = [entry for plan in list(self._plans.values()) if isinstance(plan, Plan) for entry in plan.entries]
+        entries = [
+            entry for plan in list(self._plans.values()) if isinstance(plan, Plan) for entry in plan.entries
+        ]
         primitives = {name for e in entries if _multiplies(e) for name in e.step.operators}
-        return frozenset(primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators})
+        return frozenset(
+            primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators}
+        )
 
     def weight_bytes(self) -> int:
         """Bytes of the constants that it holds: packed weights, and what is no weight."""
@@ -186,7 +206,9 @@ class PlannedModel:
 
     def how(self) -> str:
         """Who calls what, in words."""
-        return "; ".join(filter(None, (f"{self._source}, called by {self._runner.name}", c_functions.remark())))
+        return "; ".join(
+            filter(None, (f"{self._source}, called by {self._runner.name}", c_functions.remark()))
+        )
 
     def wrong_kernels(self) -> tuple[str, ...]:
         """Kernels that plans passed over because their sums are wrong, each with the operators that it was meant for."""
@@ -207,7 +229,9 @@ class PlannedModel:
 
     def unplanned(self) -> tuple[str, ...]:
         """Why sizes that were seen can't be planned, one text for each reason."""
-        return tuple(dict.fromkeys(plan.reason for plan in list(self._plans.values()) if isinstance(plan, Unavailable)))
+        return tuple(
+            dict.fromkeys(plan.reason for plan in list(self._plans.values()) if isinstance(plan, Unavailable))
+        )
 
     def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | Unavailable:
         """Return the plan for inputs, made if need be, or why there is none."""
@@ -232,7 +256,8 @@ class PlannedModel:
         """Return a new plan, or why there is none.
 
         Raises:
-            VerificationError: neither the plan nor what takes its place computes what the quantized graph computes for these sizes.
+            VerificationError: neither the plan nor what takes its place computes what the quantized graph
+                computes for these sizes.
         """
         recorder = self._recorder(self._module, self._source.maker, self._weights)
         try:
@@ -253,7 +278,9 @@ class PlannedModel:
         self._plans[key] = plan
         while len(self._plans) > _MOST_PLANS:
             del self._plans[min(self._plans, key=lambda k: self._used.get(k, -1))]
-        for gone in [k for k in list(self._used) if k not in self._plans]:  # also one that another thread has used since it went
+        for gone in [
+            k for k in list(self._used) if k not in self._plans
+        ]:  # also one that another thread has used since it went
             del self._used[gone]
 
     def _context(self, plan: Plan) -> Context:
@@ -277,11 +304,15 @@ def _packed_only(module: fx.GraphModule) -> set[str]:
 
 
 def _timed_steps(plan: Plan, times: Sequence[float]) -> tuple[Step, ...]:
-    return tuple(dataclasses.replace(entry.step, ms=ms) for entry, ms in zip(plan.entries, times, strict=True))
+    return tuple(
+        dataclasses.replace(entry.step, ms=ms) for entry, ms in zip(plan.entries, times, strict=True)
+    )
 
 
 def _key(inputs: Sequence[torch.Tensor]) -> _Key:
-    """Return what a plan is made for. The number of threads, too: kernels divide their work when they are made.
+    """Return what a plan is made for.
+
+    The number of threads, too: kernels divide their work when they are made.
 
     torch gives a new thread its number of threads when it is asked for it first.
     """
@@ -289,7 +320,10 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
 
 
 def _multiplies(entry: Entry) -> bool:
-    """Whether an entry is a kernel for what torch has none for: a product of two activations, or a transposed convolution."""
+    """Whether an entry is a kernel for what torch has none for.
+
+    A product of two activations, or a transposed convolution.
+    """
     if isinstance(entry, FunctionCall):
         return entry.function.name == int8_attention.NAME
     return isinstance(entry, Call) and entry.primitive.kind in _OWN
@@ -310,7 +344,9 @@ def why_not(module: fx.GraphModule) -> str:
     return ""
 
 
-def planned(module: fx.GraphModule, otherwise: Callable[[], Otherwise], judge: PlanJudge | None = None) -> PlannedModel:
+def planned(
+    module: fx.GraphModule, otherwise: Callable[[], Otherwise], judge: PlanJudge | None = None
+) -> PlannedModel:
     """Return what runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()
     return PlannedModel(module, source, runner(source.maker.library)[0], otherwise, judge=judge)
@@ -318,6 +354,8 @@ def planned(module: fx.GraphModule, otherwise: Callable[[], Otherwise], judge: P
 
 def _regular(tensor: torch.Tensor) -> torch.Tensor:
     """Return an input that lies without gaps."""
-    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
+    if tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
         return tensor
     return tensor.contiguous()

@@ -34,11 +34,17 @@ def pool_codes(module: fx.GraphModule) -> None:
         if (
             source is None
             or source.target is not dequantize_per_tensor
-            or not all(u.target is quantize_per_tensor and Quantize.of(u).qparams == Dequantize.of(source).qparams for u in users)
+            or not all(
+                u.target is quantize_per_tensor and Quantize.of(u).qparams == Dequantize.of(source).qparams
+                for u in users
+            )
         ):
             continue
         a = schema_arguments(node)
-        sizes = [[*a[key]] * (2 if len(a[key]) == 1 else 1) for key in ("kernel_size", "stride", "padding", "dilation")]
+        sizes = [
+            [*a[key]] * (2 if len(a[key]) == 1 else 1)
+            for key in ("kernel_size", "stride", "padding", "dilation")
+        ]
         # ATen's own takes uint8 too, but counts the elements of a large image in 8 bits
         retarget(node, torch.ops.quantized.max_pool2d.default)
         node.args, node.kwargs = (Dequantize.of(source).codes, *sizes, a["ceil_mode"]), {}

@@ -1,6 +1,8 @@
-"""Recurrent layers with a range for each row of each step → calls of an operator that computes them in C (`nc/kernels/c_code/recurrent.c`).
+"""Recurrent layers with a range for each row of each step → calls of an operator that computes them in C
+(`nc/kernels/c_code/recurrent.c`).
 
-What the operator reads is packed when the graph is lowered. That graph is never stored: artefacts are made of the graph in front of it.
+What the operator reads is packed when the graph is lowered. That graph is never stored: artefacts are made of
+the graph in front of it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class _Code:
 
     def isa(self) -> str:
         """Return the best instruction set that this CPU has; "" for none."""
-        return next((name for name in ("avx512_vnni", "avx2") if name in self.isas and not cpu.lacks(ISAS[name])), "")
+        return next(
+            (name for name in ("avx512_vnni", "avx2") if name in self.isas and not cpu.lacks(ISAS[name])), ""
+        )
 
 
 @functools.cache
@@ -79,7 +83,11 @@ def replace_recurrent(module: fx.GraphModule) -> None:
             hx = [layer.hx] if isinstance(layer.hx, fx.Node) else list(layer.hx)
             features = weight_of(module, layer.params[0])[0].shape[1]
             options = (layer.num_layers, layer.bidirectional, layer.batch_first, features)
-            new = call_function(module.graph, _operator(), (layer.input, hx, packed, f"{name}_relu" if layer.relu else name, *options))
+            new = call_function(
+                module.graph,
+                _operator(),
+                (layer.input, hx, packed, f"{name}_relu" if layer.relu else name, *options),
+            )
         take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
@@ -110,7 +118,11 @@ class _Layouts:
         """For each layer and direction the parts of three matrices; None for those that it has not."""
         for w_ih, w_hh, b_ih, b_hh, w_hr in weights_of_layers(layer.params, layer.has_biases, layers):
             for weight, bias in ((w_ih, b_ih), (w_hh, b_hh), (w_hr, None)):
-                yield from (None, None, None) if weight is None else map(self._module.graph.get_attr, self._names_of(weight))
+                yield from (
+                    (None, None, None)
+                    if weight is None
+                    else map(self._module.graph.get_attr, self._names_of(weight))
+                )
                 yield None if bias is None else self._module.graph.get_attr(str(bias.target))
 
     def _names_of(self, weight: fx.Node) -> list[str]:
@@ -159,18 +171,21 @@ _LIBRARIES: list[torch.library.Library] = []
 def _results(
     x: torch.Tensor,
     hx: Sequence[torch.Tensor],
-    packed: Sequence[torch.Tensor | None],  # noqa: ARG001 - names and order of the schema
-    kind: str,  # noqa: ARG001
-    num_layers: int,  # noqa: ARG001
+    packed: Sequence[torch.Tensor | None],  # names and order of the schema
+    kind: str,
+    num_layers: int,
     bidirectional: bool,
     batch_first: bool,
-    features: int,  # noqa: ARG001
+    features: int,
 ) -> list[torch.Tensor]:
     """Return what `layers` gives, without values."""
     first, second = x.shape[:2]
     elements = (1 + bidirectional) * hx[0].shape[-1]
     output = x.new_empty((second, first, elements) if batch_first else (first, second, elements))
-    return [output.transpose(0, 1) if batch_first else output, *(torch.empty_like(h, memory_format=torch.contiguous_format) for h in hx)]
+    return [
+        output.transpose(0, 1) if batch_first else output,
+        *(torch.empty_like(h, memory_format=torch.contiguous_format) for h in hx),
+    ]
 
 
 def layers(
@@ -188,7 +203,8 @@ def layers(
     Args:
         x: fp32, shape [steps, rows, features], or with `batch_first` [rows, steps, features].
         hx: the first states, each of shape [layers and directions, rows, elements].
-        packed: for each layer and direction codes, scale, sums and bias of the matrices of input, state and projection.
+        packed: for each layer and direction codes, scale, sums and bias of the matrices of input, state and
+            projection.
         kind: "lstm", "gru", "rnn" or "rnn_relu".
         num_layers: one behind the other.
         bidirectional: a second direction reads the steps backwards.
@@ -204,7 +220,9 @@ def layers(
     matrices = [_matrices(packed[i : i + 12]) for i in range(0, len(packed), 12)]
     hidden = matrices[0][0][1].shape[0] // _GATES[kind.partition("_")[0]]
     state = matrices[0][2][1].shape[0] if len(matrices[0]) > 2 else hidden  # a projection gives it
-    expected = [(num_layers * directions, x.shape[0 if batch_first else 1], size) for size in (state, hidden)][: len(hx)]
+    expected = [
+        (num_layers * directions, x.shape[0 if batch_first else 1], size) for size in (state, hidden)
+    ][: len(hx)]
     fit = x.dim() == 3 and x.shape[-1] == features and [tuple(h.shape) for h in hx] == expected
     if not fit or any(t.dtype != torch.float32 for t in (x, *hx)):
         given = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, *hx))
@@ -219,7 +237,15 @@ def layers(
         for direction in range(directions):
             index = layer * directions + direction
             part = output[..., direction * state :]
-            _direction(steps, part, [h[index] for h in last], matrices[index], kind, reverse=direction == 1, hidden=hidden)
+            _direction(
+                steps,
+                part,
+                [h[index] for h in last],
+                matrices[index],
+                kind,
+                reverse=direction == 1,
+                hidden=hidden,
+            )
         steps = output
     return [steps.transpose(0, 1) if batch_first else steps, *last]
 
@@ -235,9 +261,19 @@ def _matrices(parts: Sequence[torch.Tensor | None]) -> list[_Matrix]:
 
 
 def _direction(
-    x: torch.Tensor, y: torch.Tensor, states: list[torch.Tensor], matrices: list[_Matrix], kind: str, *, reverse: bool, hidden: int
+    x: torch.Tensor,
+    y: torch.Tensor,
+    states: list[torch.Tensor],
+    matrices: list[_Matrix],
+    kind: str,
+    *,
+    reverse: bool,
+    hidden: int,
 ) -> None:
-    """All steps of one direction of one layer; writes outputs to `y` and the last states over the first ones."""
+    """All steps of one direction of one layer.
+
+    Writes outputs to `y` and the last states over the first ones.
+    """
     code = _code()
     assert not isinstance(code, Unavailable), "layers are replaced only where there is code"
     x = x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,7 @@
-"""What a kernel of oneDNN can compute at once: an int8 operator, the operators after it and the quantization of its result."""
+"""What a kernel of oneDNN can compute at once.
+
+An int8 operator, the operators after it and the quantization of its result.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,11 @@ class Region:
         other: what the addition behind it adds, or None.
         activation: applied last.
         nodes: everything from the anchor to the last node, in order.
-        codes: scale, zero point and dtype of the result where all that reads it reads these codes; None where it is fp32 or bf16.
+        codes: scale, zero point and dtype of the result where all that reads it reads these codes; None where
+            it is fp32 or bf16.
         bf16: all that reads the result reads it rounded to bf16.
-        limits: lowest and highest of the codes, where these are not all that the dtype has; the activation is the clamp for that.
+        limits: lowest and highest of the codes, where these are not all that the dtype has; the activation is
+            the clamp for that.
     """
 
     anchor: fx.Node
@@ -78,7 +83,9 @@ def region_of(anchor: fx.Node) -> Region:
     narrow = _quantized_behind(nodes[-1]) if activation.name == "none" and "hardtanh" in known else None
     if narrow is not None and not _has_all_codes(narrow):
         codes, limits = (*narrow.numbers, narrow.dtype), (narrow.quant_min, narrow.quant_max)
-        activation = Activation("hardtanh", tuple((limit - narrow.numbers[1]) * narrow.numbers[0] for limit in limits))
+        activation = Activation(
+            "hardtanh", tuple((limit - narrow.numbers[1]) * narrow.numbers[0] for limit in limits)
+        )
     if other is not None and codes is not None and not _adds_codes(other, codes[2]):
         codes = None
     bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
@@ -86,7 +93,10 @@ def region_of(anchor: fx.Node) -> Region:
 
 
 def _adds_codes(other: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether kernels add codes of another tensor to codes of this dtype: uint8 to uint8, and fp32 to fp32."""
+    """Whether kernels add codes of another tensor to codes of this dtype.
+
+    Uint8 to uint8, and fp32 to fp32.
+    """
     return other.target is dequantize_per_tensor and dtype is torch.uint8
 
 
@@ -109,7 +119,11 @@ def activation_of(node: fx.Node) -> Activation | None:
     if name == "clamp":
         a = schema_arguments(node)
         limits = a["min"], a["max"]
-        return Activation("hardtanh", tuple(map(float, limits))) if all(isinstance(v, (int, float)) for v in limits) else None
+        return (
+            Activation("hardtanh", tuple(map(float, limits)))
+            if all(isinstance(v, (int, float)) for v in limits)
+            else None
+        )
     return None
 
 
@@ -132,7 +146,10 @@ def is_sum(node: fx.Node, side: fx.Node) -> bool:
 
 
 def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:
-    """Scale, zero point and dtype of the codes that all users read; None when some read fp32, other codes, or a part of the dtype's."""
+    """Scale, zero point and dtype of the codes that all users read.
+
+    None when some read fp32, other codes, or a part of the dtype's.
+    """
     codes = _quantized_behind(node)
     return (*codes.numbers, codes.dtype) if codes is not None and _has_all_codes(codes) else None
 

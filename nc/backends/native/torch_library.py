@@ -1,8 +1,9 @@
 """Operators of our own in lowered graphs.
 
-Some are for compilers, which can follow neither packed weights nor a kernel that changes its arguments. They stand for oneDNN's own in
-what `torch.export` and `torch.compile` read, and never run in a `.pt2` program: weights are packed when it is compiled, and `in_place`
-puts oneDNN's operator back. The product of two activations is for plans, because torch has no int8 kernel for it.
+Some are for compilers, which can follow neither packed weights nor a kernel that changes its arguments. They
+stand for oneDNN's own in what `torch.export` and `torch.compile` read, and never run in a `.pt2` program:
+weights are packed when it is compiled, and `in_place` puts oneDNN's operator back. The product of two
+activations is for plans, because torch has no int8 kernel for it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def library() -> torch.library.Library:
     return own
 
 
-def define(schema: str, run: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
+def define(
+    schema: str, run: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]
+) -> torch._ops.OpOverload:
     """Return a new operator of the namespace; call it once for each.
 
     Args:
@@ -67,23 +70,35 @@ def prepack(kind: str) -> torch._ops.OpOverload:
 
 
 def in_place(graph: fx.Graph) -> None:
-    """Replace sums that return a new tensor by the kernel, which adds in place: to a copy, or to what only it reads."""
+    """Replace sums that return a new tensor by the kernel, which adds in place.
+
+    To a copy, or to what only it reads.
+    """
     target = functional_sum()
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target is target]:
         accumulator = schema_arguments(node)[ACCUMULATOR]
         if len(accumulator.users) > 1 or not _is_convolution(accumulator):
             with graph.inserting_before(node):
-                copy = call_function(graph, torch.ops.aten.clone.default, (accumulator,), {"memory_format": torch.channels_last})
+                copy = call_function(
+                    graph,
+                    torch.ops.aten.clone.default,
+                    (accumulator,),
+                    {"memory_format": torch.channels_last},
+                )
             take_over(copy, accumulator)
             set_argument(node, ACCUMULATOR, copy)
         retarget(node, SUM)
 
 
 def _is_convolution(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and str(node.target._schema.name).startswith("onednn::qconv")
+    return isinstance(node.target, torch._ops.OpOverload) and str(node.target._schema.name).startswith(
+        "onednn::qconv"
+    )
 
 
-def _define(own: torch.library.Library, name: str, kernel: torch._ops.OpOverload, run: Any, fake: Any) -> None:
+def _define(
+    own: torch.library.Library, name: str, kernel: torch._ops.OpOverload, run: Any, fake: Any
+) -> None:
     schema = str(kernel._schema)
     arguments = schema[schema.index("(") : schema.rindex("->")].replace("Tensor(a!)", "Tensor")
     own.define(f"{name}{arguments} -> Tensor")  # type: ignore[no-untyped-call] # as above
@@ -114,7 +129,8 @@ def stored(values: torch.Tensor, scale: float, zero_point: int, dtype: torch.dty
     return affine.quantize(values, scale, zero_point, limits.min, limits.max, dtype=dtype)
 
 
-#: Activations by the names that oneDNN's operators of torch have for them; arguments are values, numbers and the algorithm.
+#: Activations by the names that oneDNN's operators of torch have for them; arguments are values, numbers and
+#: the algorithm.
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, Sequence[float], str], torch.Tensor]] = {
     "none": lambda x, _, __: x,
     "relu": lambda x, _, __: functional.relu(x),

@@ -1,7 +1,10 @@
-"""torch's int8 convolutions, tried on noise before they are used: where their sums are wrong, they are computed in fp32.
+"""torch's int8 convolutions, tried on noise before they are used.
 
-torch's operators run the kernels of its own oneDNN, some of which give wrong sums (see `onednn.trials`). A plan takes another kernel
-instead; without one there is no choice, so the operators below ask once for each set of sizes, also for those that come later.
+Where their sums are wrong, they are computed in fp32.
+
+torch's operators run the kernels of its own oneDNN, some of which give wrong sums (see `onednn.trials`). A
+plan takes another kernel instead; without one there is no choice, so the operators below ask once for each
+set of sizes, also for those that come later.
 """
 
 from __future__ import annotations
@@ -46,8 +49,13 @@ _UNARY: Mapping[int, torch._ops.OpOverload] = {
 }
 #: Those that are tried, and what our operators are called.
 _TRIED = {**dict.fromkeys(_UNARY.values(), "qconv"), SUM: "qconv_sum"}
-_FP32: Mapping[int, Callable[..., torch.Tensor]] = {3: functional.conv1d, 4: functional.conv2d, 5: functional.conv3d}
-#: The argument that our operators have behind those of torch's: the weight as it is, codes [out, in / groups, ...].
+_FP32: Mapping[int, Callable[..., torch.Tensor]] = {
+    3: functional.conv1d,
+    4: functional.conv2d,
+    5: functional.conv3d,
+}
+#: The argument that our operators have behind those of torch's: the weight as it is, codes [out, in / groups,
+#: ...].
 _CODES = "codes"
 _Arguments = Mapping[str, Any]
 #: Names of torch's arguments, without and with a sum.
@@ -88,26 +96,44 @@ class _Asked:
     def of(cls, a: _Arguments, weight: torch.Size) -> _Asked:
         """Return what a call asks for; `a` may be of a node, whose tensors are nodes."""
         dims = len(weight) - 2
-        stride, padding, dilation = (tuple(a[key]) * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation"))
+        stride, padding, dilation = (
+            tuple(a[key]) * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")
+        )
         prefix = "unary_" if ACCUMULATOR in a else ""
         return cls(
             weight=tuple(weight),
-            geometry=Geometry(stride, padding, padding, dilation, window=tuple(weight[2:]), channels=weight[1]),
+            geometry=Geometry(
+                stride, padding, padding, dilation, window=tuple(weight[2:]), channels=weight[1]
+            ),
             groups=a["groups"],
             bias=a["bias"] is not None,
             scales=weight[0] > 1,
             zero_points=(bool(a["x_zero_point"]), bool(a["output_zero_point"])),
             dtype=a["output_dtype"] or torch.uint8,
             adds=ACCUMULATOR in a,
-            activation=(a[f"{prefix}attr"] or "none", tuple(a[f"{prefix}scalars"]), a[f"{prefix}algorithm"] or ""),
+            activation=(
+                a[f"{prefix}attr"] or "none",
+                tuple(a[f"{prefix}scalars"]),
+                a[f"{prefix}algorithm"] or "",
+            ),
         )
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Raise ValueError where an input of these sizes does not fit: torch computes values of a window that is larger than its input."""
+        """Raise ValueError where an input of these sizes does not fit.
+
+        Torch computes values of a window that is larger than its input.
+        """
         channels = self.groups * self.geometry.channels
-        spatial = output_sizes(sizes[2:], self.geometry.window, self.geometry) if len(sizes) == len(self.weight) else [0]
+        spatial = (
+            output_sizes(sizes[2:], self.geometry.window, self.geometry)
+            if len(sizes) == len(self.weight)
+            else [0]
+        )
         if sizes[1] != channels or min(spatial) < 1:
-            msg = f"a convolution's input {tuple(sizes)} and weight {self.weight}, {self.groups} groups, do not fit each other"
+            msg = (
+                f"a convolution's input {tuple(sizes)} and weight {self.weight}, {self.groups} groups, do "
+                "not fit each other"
+            )
             raise ValueError(msg)
 
     def for_sizes(self, sizes: Sequence[int]) -> trials.Convolution:
@@ -126,7 +152,10 @@ class _Asked:
             Desc(result, channels_last_strides(result), self.dtype),
             self.geometry,
             Attributes(
-                scales={WEIGHTS: (3 if self.groups > 1 else 1) if self.scales else 0, **dict.fromkeys(arguments, 0)},
+                scales={
+                    WEIGHTS: (3 if self.groups > 1 else 1) if self.scales else 0,
+                    **dict.fromkeys(arguments, 0),
+                },
                 zero_points={each: 0 for each, has in zip(arguments, self.zero_points, strict=False) if has},
                 post_ops=post,
             ),
@@ -137,7 +166,10 @@ class _Asked:
 def library() -> torch.library.Library:
     """Namespace `nc_tried` with the operators; registered when they are needed first."""
     own = torch.library.Library("nc_tried", "FRAGMENT")  # type: ignore[no-untyped-call] # torch does not annotate it
-    for name, kernel, run, names in (("qconv", _UNARY[4], _convolution, _NAMES), ("qconv_sum", SUM, _sum, _NAMES_OF_SUM)):
+    for name, kernel, run, names in (
+        ("qconv", _UNARY[4], _convolution, _NAMES),
+        ("qconv_sum", SUM, _sum, _NAMES_OF_SUM),
+    ):
         schema = str(kernel._schema)
         arguments = schema[schema.index("(") + 1 : schema.rindex(") ->")].replace("Tensor(a!)", "Tensor")
         own.define(f"{name}({arguments}, Tensor {_CODES}) -> Tensor")  # type: ignore[no-untyped-call] # as above
@@ -189,7 +221,9 @@ def _asked_by(module: fx.GraphModule, node: fx.Node) -> _Asked:
 
 
 def _is_right(asked: _Asked, sizes: Sequence[int]) -> bool:
-    """Whether torch's kernel adds up right for inputs of these sizes; tried once in a process for each number of threads.
+    """Whether torch's kernel adds up right for inputs of these sizes.
+
+    Tried once in a process for each number of threads.
 
     Raises:
         ValueError: they do not fit.
@@ -235,7 +269,9 @@ def _try(asked: _Asked, tensors: dict[int, torch.Tensor]) -> None:
         post = scale, 0, "sum", 1.0, name, list(numbers), algorithm
         found = SUM(*inputs, other, tensors.get(BIAS), *window, *result, *post)
     else:
-        found = _UNARY[codes.dim()](*inputs, tensors.get(BIAS), *window, *result, name, list(numbers), algorithm)
+        found = _UNARY[codes.dim()](
+            *inputs, tensors.get(BIAS), *window, *result, name, list(numbers), algorithm
+        )
     target.copy_(found)
 
 
@@ -273,7 +309,9 @@ def _in_fp32(a: _Arguments, codes: torch.Tensor) -> torch.Tensor:
     other, prefix = a.get(ACCUMULATOR), ""
     if other is not None:
         is_float, prefix = other.dtype.is_floating_point, "unary_"
-        values = values + (other if is_float else affine.dequantize(other, a["accum_scale"], a["accum_zero_point"]))
+        values = values + (
+            other if is_float else affine.dequantize(other, a["accum_scale"], a["accum_zero_point"])
+        )
     values = ACTIVATIONS[a[f"{prefix}attr"]](values, a[f"{prefix}scalars"], a[f"{prefix}algorithm"])
     result = stored(values, a["output_scale"], a["output_zero_point"], a["output_dtype"] or torch.uint8)
     return _channels_last(result.shape, result.dtype, result.device).copy_(result)

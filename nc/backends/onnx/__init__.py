@@ -1,4 +1,8 @@
-"""Export to ONNX: quantize and dequantize nodes (QDQ) around fp32 operators, int8 weights, checked by ONNX Runtime; extra `onnx`."""
+"""Export to ONNX.
+
+Quantize and dequantize nodes (QDQ) around fp32 operators, int8 weights, checked by ONNX Runtime; extra
+`onnx`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,22 @@ NAME = "onnx"
 
 
 class OnnxBackend(Backend):
-    """See the module text. It only writes files: which packages that needs depends on the options, so `write` asks for them."""
+    """See the module text.
+
+    It only writes files: which packages that needs depends on the options, so `write` asks for them.
+    """
 
     name = NAME
     runs_models = False
     exports: Mapping[str, Exporter] = {
-        "onnx": Exporter(write, SUFFIX, {"verify": VERIFY, "without_vnni": Option((False, True))}, from_graph=True)
+        "onnx": Exporter(
+            write, SUFFIX, {"verify": VERIFY, "without_vnni": Option((False, True))}, from_graph=True
+        )
     }
 
     def capabilities(self) -> Capabilities:
-        """Return that the graph is written as it is, with what it rounds to bf16; `without_vnni` changes weights, and no CPU here."""
+        """Return that the graph is written as it is, with what it rounds to bf16.
+
+        `without_vnni` changes weights, and no CPU here.
+        """
         return Capabilities(backend=NAME, ops=(), why_no_bf16="")

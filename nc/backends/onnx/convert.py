@@ -41,7 +41,10 @@ class Converted:
     nodes: dict[str, str]
 
     def save(self, path: str) -> None:
-        """Write the file; constants of more than 2 GB together go into a second file, of that name and `.data`."""
+        """Write the file.
+
+        Constants of more than 2 GB together go into a second file, of that name and `.data`.
+        """
         self.model.save(path)
 
 
@@ -57,7 +60,10 @@ def of_graph(graph: QDQGraph) -> Converted:
 
 
 def convert(
-    source: Program, example: tuple[torch.Tensor, ...], free: Sequence[dict[int, Any]] | None = None, names: Sequence[str] | None = None
+    source: Program,
+    example: tuple[torch.Tensor, ...],
+    free: Sequence[dict[int, Any]] | None = None,
+    names: Sequence[str] | None = None,
 ) -> Converted:
     """Return the model of a program.
 
@@ -98,9 +104,14 @@ def convert(
 
 
 def _name_axes(exported: torch.export.ExportedProgram) -> None:
-    """Give the smallest and largest value of a whole tensor all axes by number: `torch.onnx` does not know them without."""
+    """Give the smallest and largest value of a whole tensor all axes by number.
+
+    `torch.onnx` does not know them without.
+    """
     operators = (torch.ops.aten.amin.default, torch.ops.aten.amax.default)
-    for node in [n for n in exported.graph.nodes if n.target is torch.ops.aten.aminmax.default and not n.kwargs]:
+    for node in [
+        n for n in exported.graph.nodes if n.target is torch.ops.aten.aminmax.default and not n.kwargs
+    ]:
         (x,) = node.args
         for user in list(node.users):
             _, index = user.args
@@ -115,7 +126,10 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     from onnxscript import opset21 as op
 
     storage: dict[object, Any] = {torch.uint8: np.uint8, torch.int8: np.int8}
-    storage |= {onnx_ir.DataType.UINT8: np.uint8, onnx_ir.DataType.INT8: np.int8}  # as which torch hands dtypes over
+    storage |= {
+        onnx_ir.DataType.UINT8: np.uint8,
+        onnx_ir.DataType.INT8: np.int8,
+    }  # as which torch hands dtypes over
 
     def constant(value: Any) -> Any:
         return op.Constant(value=onnx_ir.tensor(value))
@@ -131,10 +145,14 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def dequantize(codes: Any, scale: float, zero_point: int, dtype: Any) -> Any:
         return op.DequantizeLinear(codes, constant(np.float32(scale)), constant(storage[dtype](zero_point)))
 
-    def dequantize_channels(codes: Any, scale: Any, zero_point: Any, axis: int, dtype: Any) -> Any:  # noqa: ARG001 - of the codes
+    def dequantize_channels(
+        codes: Any, scale: Any, zero_point: Any, axis: int, dtype: Any
+    ) -> Any:  # of the codes
         return op.DequantizeLinear(codes, scale, zero_point, axis=axis)
 
-    def dequantize_groups(codes: Any, scale: Any, zero_point: Any, axis: int, size: int, dtype: Any) -> Any:  # noqa: ARG001 - of the codes
+    def dequantize_groups(
+        codes: Any, scale: Any, zero_point: Any, axis: int, size: int, dtype: Any
+    ) -> Any:  # of the codes
         return op.DequantizeLinear(codes, scale, zero_point, axis=axis, block_size=size)
 
     return {
@@ -150,7 +168,10 @@ def _check_sizes(model: Any, free: Sequence[dict[int, Any]]) -> None:
     for value, dims in zip(model.graph.inputs, free, strict=False):
         fixed = [i for i in dims if isinstance(value.shape[i], int)]
         if fixed:
-            msg = f"The conversion of the quantized graph to ONNX fixed the size of dimension {fixed[0]} of input {value.name!r}."
+            msg = (
+                f"The conversion of the quantized graph to ONNX fixed the size of dimension {fixed[0]} of "
+                f"input {value.name!r}."
+            )
             raise BackendError(msg)
 
 
@@ -173,7 +194,11 @@ def _forget_origin(model: Any) -> None:
     """Remove what torch notes of the source, which has paths of this machine in it."""
     model.producer_name, model.producer_version, model.doc_string = "nc", __version__, None
     graph = model.graph
-    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    values = [
+        *graph.inputs,
+        *graph.initializers.values(),
+        *(value for node in graph for value in node.outputs),
+    ]
     for each in (model, graph, *graph, *values):
         each.metadata_props.clear()
         each.doc_string = None

@@ -1,4 +1,7 @@
-"""Constants of an ONNX model as narrower or wider integers: what torch has no dtype for, and biases as ONNX Runtime fuses them."""
+"""Constants of an ONNX model as narrower or wider integers.
+
+What torch has no dtype for, and biases as ONNX Runtime fuses them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def pack_4_bits(model: Any) -> None:
 def explicit_zero_points(model: Any) -> None:
     """Write the zero points of int8 weights with scales per channel, which are all 0, into the file.
 
-    ONNX lets them out. ONNX Runtime then fails on a weight that it leaves to fp32, where its session option turns int8 weights into uint8.
+    ONNX lets them out. ONNX Runtime then fails on a weight that it leaves to fp32, where its session option
+    turns int8 weights into uint8.
 
     Args:
         model: an `onnx_ir.Model`, changed in place.
@@ -40,7 +44,12 @@ def explicit_zero_points(model: Any) -> None:
 
     for node in [n for n in model.graph if n.op_type == "DequantizeLinear" and len(n.inputs) == 2]:
         codes, scale = (value.const_value for value in node.inputs)
-        if codes is None or scale is None or codes.dtype is not onnx_ir.DataType.INT8 or len(scale.shape) != 1:
+        if (
+            codes is None
+            or scale is None
+            or codes.dtype is not onnx_ir.DataType.INT8
+            or len(scale.shape) != 1
+        ):
             continue
         zeros = _constant(model, f"{node.name}_zero_point", np.zeros(tuple(scale.shape), np.int8))
         node.resize_inputs(3)
@@ -48,16 +57,21 @@ def explicit_zero_points(model: Any) -> None:
 
 
 def int32_biases(model: Any) -> None:
-    """Write biases of convolutions whose inputs and output are quantized as int32, with the scale of the sums: input · weight.
+    """Write biases of convolutions whose inputs and output are quantized as int32, with the scale of the
+    sums: input · weight.
 
     A bias that does not fit, as of a channel whose weights are all close to 0, stays fp32.
 
     Args:
         model: an `onnx_ir.Model`, changed in place.
     """
-    for node in [n for n in model.graph if n.op_type == "Conv" and len(n.inputs) > 2 and n.inputs[2] is not None]:
+    for node in [
+        n for n in model.graph if n.op_type == "Conv" and len(n.inputs) > 2 and n.inputs[2] is not None
+    ]:
         sources = [value.producer() for value in node.inputs[:2]]
-        if all(s is not None and s.op_type == "DequantizeLinear" for s in sources) and _is_quantized(node.outputs[0]):
+        if all(s is not None and s.op_type == "DequantizeLinear" for s in sources) and _is_quantized(
+            node.outputs[0]
+        ):
             _make_int32(model, node, *(source.inputs[1].const_value for source in sources))
 
 
@@ -67,7 +81,9 @@ def _is_quantized(value: Any) -> bool:
     if len(readers) != 1 or value.is_graph_output():
         return False
     reader = readers[0].node
-    return reader.op_type == "QuantizeLinear" or (reader.op_type in _CLIPPED and _is_quantized(reader.outputs[0]))
+    return reader.op_type == "QuantizeLinear" or (
+        reader.op_type in _CLIPPED and _is_quantized(reader.outputs[0])
+    )
 
 
 def _make_int32(model: Any, node: Any, input_scale: Any, weight_scale: Any) -> None:

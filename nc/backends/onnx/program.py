@@ -12,7 +12,15 @@ from nc.backends.passes import Pass, run_passes
 from nc.backends.program import Program, fold
 from nc.backends.program import program as built
 from nc.backends.rewrites.low_bit import replace_low_bit, zero_codes
-from nc.graph.fx_utils import add_constant, call_function, call_operator, constant_of, drop_unused, inline, take_over
+from nc.graph.fx_utils import (
+    add_constant,
+    call_function,
+    call_operator,
+    constant_of,
+    drop_unused,
+    inline,
+    take_over,
+)
 from nc.graph.views import Linear
 from nc.numerics.packed_weight import PackedWeight
 from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_per_tensor
@@ -31,8 +39,9 @@ def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
 def _spell_linears(module: fx.GraphModule) -> None:
     """Linears with codes as weights → a product with the transposed weight, and the bias.
 
-    ONNX Runtime has an int8 kernel for MatMul, but none that it takes for Gemm, and it makes Gemm of a MatMul with an Add behind it where
-    it knows all sizes but that of the batch. A subtraction of the negative bias is the same number and stays apart.
+    ONNX Runtime has an int8 kernel for MatMul, but none that it takes for Gemm, and it makes Gemm of a MatMul
+    with an Add behind it where it knows all sizes but that of the batch. A subtraction of the negative bias
+    is the same number and stays apart.
     """
     graph = module.graph
     for node in [n for n in graph.nodes if n.target is _aten.linear.default]:
@@ -57,7 +66,9 @@ def _plus_bias(module: fx.GraphModule, node: fx.Node, product: fx.Node, view: Li
     bias = view.bias
     assert bias is not None
     if _becomes_gemm(view.input) and bias.op == "get_attr":
-        bias = add_constant(module, node, f"{bias.target}_negative", -constant_of(module, bias), str(bias.meta.get("fqn", "")))
+        bias = add_constant(
+            module, node, f"{bias.target}_negative", -constant_of(module, bias), str(bias.meta.get("fqn", ""))
+        )
         operator = _aten.sub.Tensor
     else:
         operator = _aten.add.Tensor
@@ -66,19 +77,29 @@ def _plus_bias(module: fx.GraphModule, node: fx.Node, product: fx.Node, view: Li
 
 
 def _becomes_gemm(x: fx.Node) -> bool:
-    """Whether ONNX Runtime makes one Gemm of a product with these rows and an addition: of matrices, and where all sizes are fixed."""
+    """Whether ONNX Runtime makes one Gemm of a product with these rows and an addition.
+
+    Of matrices, and where all sizes are fixed.
+    """
     shape = x.meta["val"].shape
     return len(shape) == 2 or all(isinstance(size, int) for size in shape)
 
 
 def _transposed(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
-    """Return the dequantize node of the same weight with its last axis first; codes and scales are constants."""
+    """Return the dequantize node of the same weight with its last axis first.
+
+    Codes and scales are constants.
+    """
 
     def turned(node: object) -> object:
         if not isinstance(node, fx.Node):
             return node
         value = constant_of(module, node)
-        return add_constant(module, weight, f"{node.target}_t", value.t(), str(node.meta.get("fqn", ""))) if value.dim() == 2 else node
+        return (
+            add_constant(module, weight, f"{node.target}_t", value.t(), str(node.meta.get("fqn", "")))
+            if value.dim() == 2
+            else node
+        )
 
     codes, *rest = weight.args
     arguments: list[object] = [turned(codes), *map(turned, rest)]
@@ -96,7 +117,8 @@ def _in_groups(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> f
     parts = {"codes": weight.unpacked(), "scales": weight.params.scale, "zeros": zero_codes(weight)}
     bits = 4 if weight.form.bits <= 4 else 8
     codes, scales, zeros = (
-        add_constant(module, node, f"{node.name}_{name}_{bits}bit", value, f"{node.name}.{name}") for name, value in parts.items()
+        add_constant(module, node, f"{node.name}_{name}_{bits}bit", value, f"{node.name}.{name}")
+        for name, value in parts.items()
     )
     with module.graph.inserting_before(node):
         return call_operator(module.graph, dequantize_per_group, codes, scales, zeros, 1, size, torch.uint8)

@@ -12,7 +12,17 @@ from nc.graph.plan import INPUTS, OUTPUTS, Decision, Plan
 #: Kernels that multiply or add codes, beside those of names with "QLinear".
 _INT8 = frozenset({"MatMulIntegerToFloat", "MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul", "QGemm"})
 #: Where several kernels belong to an operator, the one that multiplies says how it runs.
-_PRODUCTS = ("Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits")
+_PRODUCTS = (
+    "Conv",
+    "FusedConv",
+    "NhwcFusedConv",
+    "ConvTranspose",
+    "MatMul",
+    "FusedMatMul",
+    "Gemm",
+    "FusedGemm",
+    "MatMulNBits",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,12 +51,12 @@ class OnnxReport:
     Attributes:
         runtime: "ONNX Runtime" and its version; "" where the file was not run.
         operators: how each quantized operator ran, in execution order; empty where the file was not run.
-        sqnr_db: the file's outputs against those of the quantized graph, on the example inputs, in dB (the worst output), by kernels that
-            can't saturate; None where they were not compared.
-        saturating: names of the operators in int8 whose 16-bit sums some input can make saturate on CPUs without VNNI; where the file was
-            not run, all quantized operators count as in int8.
-        saturated_db: what `sqnr_db` is on this CPU with the kernels that ONNX Runtime takes by itself, which may saturate; None where
-            nothing can saturate, or the file was not run.
+        sqnr_db: the file's outputs against those of the quantized graph, on the example inputs, in dB (the
+            worst output), by kernels that can't saturate; None where they were not compared.
+        saturating: names of the operators in int8 whose 16-bit sums some input can make saturate on CPUs
+            without VNNI; where the file was not run, all quantized operators count as in int8.
+        saturated_db: what `sqnr_db` is on this CPU with the kernels that ONNX Runtime takes by itself, which
+            may saturate; None where nothing can saturate, or the file was not run.
     """
 
     runtime: str = ""
@@ -65,7 +75,9 @@ class OnnxReport:
         lines = self._ran()
         if self.saturating:
             db = self.saturated_db
-            here = "" if db is None else f" ONNX Runtime's own choice of kernels gives {db:.1f} dB on this CPU."
+            here = (
+                "" if db is None else f" ONNX Runtime's own choice of kernels gives {db:.1f} dB on this CPU."
+            )
             lines.append(f"Can saturate on CPUs without VNNI: {', '.join(self.saturating)}.{here}")
         return "\n".join(lines)
 
@@ -74,7 +86,10 @@ class OnnxReport:
             return ["The file was not run."]
         kernels = Counter(op.kernel for op in self.operators if op.int8)
         listed = ", ".join(f"{count} {name}" for name, count in kernels.most_common())
-        head = f"{self.int8} of {len(self.operators)} quantized operators run in int8 on {self.runtime}{': ' * bool(listed)}{listed}."
+        head = (
+            f"{self.int8} of {len(self.operators)} quantized operators run in int8 on "
+            f"{self.runtime}{': ' * bool(listed)}{listed}."
+        )
         others: dict[str, list[str]] = {}
         for op in (op for op in self.operators if not op.int8):
             name = f"{op.operator} ({op.kernel or 'no kernel of its own'})"
@@ -99,7 +114,10 @@ def operators(plan: Plan, kernels: Sequence[Kernel], nodes: Mapping[str, str]) -
 
 
 def _operator_of(name: str, nodes: Mapping[str, str]) -> str:
-    """Return the operator of a kernel: ONNX Runtime puts `_token_5`, `_2` or `/…` behind the name of a node that it rewrote."""
+    """Return the operator of a kernel.
+
+    ONNX Runtime puts `_token_5`, `_2` or `/…` behind the name of a node that it rewrote.
+    """
     fits = [node for node in nodes if name.startswith(node) and not name[len(node) :][:1].isalnum()]
     return nodes[max(fits, key=len)] if fits else ""
 
@@ -123,7 +141,10 @@ def _why(decision: Decision, kernel: str, placement: str) -> str:
     if placement == INPUTS and (decision.kind.startswith("conv") or decision.kind == "add"):
         return f'as not all inputs and outputs are codes, which prepare(placement="{OUTPUTS}") makes them'
     if activation is not None and activation.dtype.signed:
-        return 'as ONNX Runtime on x86 fuses int8 activations only where one operator reads them, but act_dtype="uint8" everywhere'
+        return (
+            "as ONNX Runtime on x86 fuses int8 activations only where one operator reads them, but "
+            'act_dtype="uint8" everywhere'
+        )
     if not kernel:
         return "as it became a part of another kernel, or is computed once for several operators"
     return ""

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-#: The session option by which CPUs without VNNI run kernels that can't saturate; other CPUs take no notice of it.
+#: The session option by which CPUs without VNNI run kernels that can't saturate; other CPUs take no notice of
+#: it.
 EXACT = "session.x64quantprecision"
 _NODE, _END = "Node", "_kernel_time"
 
@@ -47,7 +48,8 @@ def run(
         path: the file.
         inputs: in its order.
         optimize: as it comes; False: each operator as the file has it.
-        exact: by kernels that can't saturate on CPUs without VNNI; False: by those that ONNX Runtime takes by itself.
+        exact: by kernels that can't saturate on CPUs without VNNI; False: by those that ONNX Runtime takes by
+            itself.
     """
     import onnxruntime
 
@@ -66,7 +68,9 @@ def run(
         given = zip(names, (tensor.detach().contiguous().numpy() for tensor in inputs), strict=True)
         outputs = session.run(None, dict(given))
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    return [torch.from_numpy(value) for value in outputs], tuple(_kernel(e) for e in events if e.get("cat") == _NODE and _END in e["name"])
+    return [torch.from_numpy(value) for value in outputs], tuple(
+        _kernel(e) for e in events if e.get("cat") == _NODE and _END in e["name"]
+    )
 
 
 def _kernel(event: dict[str, Any]) -> Kernel:

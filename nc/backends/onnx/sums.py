@@ -1,8 +1,9 @@
 """Which operators of an ONNX file can saturate on CPUs without VNNI.
 
-There ONNX Runtime's kernels for unsigned activations and signed weights add two products in 16 bits (`vpmaddubsw`, in MLAS, its library of
-kernels). Which weights make a pair differs from oneDNN for convolutions: they become products of matrices whose rows go through all
-positions of the kernel, at each through the input channels of a group, and two neighbours of a row are a pair.
+There ONNX Runtime's kernels for unsigned activations and signed weights add two products in 16 bits
+(`vpmaddubsw`, in MLAS, its library of kernels). Which weights make a pair differs from oneDNN for
+convolutions: they become products of matrices whose rows go through all positions of the kernel, at each
+through the input channels of a group, and two neighbours of a row are a pair.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from nc.numerics.weights import pairs_fit
 
 _KINDS = ("linear", "conv1d", "conv2d", "conv3d", "matmul")
 #: Kernels of CPUs without VNNI; ranges of each call are computed in fp32.
-WITHOUT_VNNI = Capabilities(backend="onnx", ops=(), narrow_sums=frozenset((kind, dtype) for kind in _KINDS for dtype in ("uint8", "int8")))
+WITHOUT_VNNI = Capabilities(
+    backend="onnx",
+    ops=(),
+    narrow_sums=frozenset((kind, dtype) for kind in _KINDS for dtype in ("uint8", "int8")),
+)
 
 
 def saturating(graph: QDQGraph) -> tuple[str, ...]:

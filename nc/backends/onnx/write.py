@@ -65,10 +65,14 @@ def write(
     converted.save(str(file))
     report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)
     fp32 = {op.operator for op in report.operators if not op.int8}
-    report = dataclasses.replace(report, saturating=tuple(name for name in saturating(graph) if name not in fp32))
+    report = dataclasses.replace(
+        report, saturating=tuple(name for name in saturating(graph) if name not in fp32)
+    )
     if report.saturating and verify != "off":  # once more, as ONNX Runtime runs it by itself
         outputs, _ = _run(file, graph.example, exact=False)
-        report = dataclasses.replace(report, saturated_db=agreement_db(graph, converted.program.together(outputs, graph.example)))
+        report = dataclasses.replace(
+            report, saturated_db=agreement_db(graph, converted.program.together(outputs, graph.example))
+        )
     if report.saturating:
         warn(_advice(report, required_db(graph), without_vnni))
     return report
@@ -78,10 +82,16 @@ def _advice(report: OnnxReport, required: float, without_vnni: bool) -> str:
     """Return what to do about operators that can saturate, and what they do on this CPU where that is seen."""
     db = report.saturated_db
     seen = db is not None and db < required
-    here = f" On this CPU they do: the outputs for the example agree with the quantized graph to {db:.1f} dB only." if seen else ""
+    here = (
+        f" On this CPU they do: the outputs for the example agree with the quantized graph to {db:.1f} dB "
+        "only."
+        if seen
+        else ""
+    )
     again = "" if without_vnni else " Or export with without_vnni=True: a few weights are reduced."
     return (
-        "ONNX Runtime adds products in 16 bits on CPUs without VNNI. Operators whose sums can saturate there, so that results are wrong: "
+        "ONNX Runtime adds products in 16 bits on CPUs without VNNI. Operators whose sums can saturate "
+        "there, so that results are wrong: "
         f'{named(report.saturating)}.{here} Set the session option "{EXACT}" to "1": '
         f"these CPUs then run slower kernels that can't saturate.{again}"
     )
@@ -101,14 +111,18 @@ def _check_inputs(graph: QDQGraph) -> None:
     """Raise UnsupportedError for inputs in bf16, which numpy does not have."""
     names = [leaf.path for leaf in graph.signature.leaves if leaf.used and leaf.dtype is torch.bfloat16]
     if names:
-        msg = f"export_onnx() takes no inputs in bf16, as {names[0]!r} is. Let the model take fp32 there, and call .bfloat16() in it."
+        msg = (
+            f"export_onnx() takes no inputs in bf16, as {names[0]!r} is. Let the model take fp32 there, and "
+            "call .bfloat16() in it."
+        )
         raise UnsupportedError(msg)
 
 
 def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> OnnxReport:
     """Run the file once, compare its outputs with those of the graph, and say what ran.
 
-    What is checked is the file, not the CPU: sums that saturate here, and not where the file will run, are in a warning.
+    What is checked is the file, not the CPU: sums that saturate here, and not where the file will run, are in
+    a warning.
     """
     outputs, kernels = _run(file, graph.example, exact=True)
     outputs = converted.program.together(outputs, graph.example)
@@ -127,7 +141,9 @@ def _run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequenc
         return source.together(_run(file, inputs, exact=True)[0], inputs)
 
 
-def _run(file: Path, inputs: Sequence[torch.Tensor], *, exact: bool) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
+def _run(
+    file: Path, inputs: Sequence[torch.Tensor], *, exact: bool
+) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
     try:
         try:
             return run(file, inputs, exact=exact)
@@ -136,5 +152,8 @@ def _run(file: Path, inputs: Sequence[torch.Tensor], *, exact: bool) -> tuple[li
                 raise
         return run(file, inputs, optimize=False)[0], run(file, inputs)[1]
     except Exception as error:  # whatever an engine may raise
-        msg = f"ONNX Runtime fails on the exported model: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        msg = (
+            "ONNX Runtime fails on the exported model: "
+            f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        )
         raise BackendError(msg) from error

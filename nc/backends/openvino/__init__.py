@@ -38,7 +38,9 @@ class OpenVINOBackend(Backend):
 
     name = NAME
     options: Mapping[str, Option] = {"verify_sizes": Option((True, False), protects=True)}
-    exports: Mapping[str, Exporter] = {"openvino": Exporter(write.write, ".xml", {"verify": VERIFY}, from_graph=True)}
+    exports: Mapping[str, Exporter] = {
+        "openvino": Exporter(write.write, ".xml", {"verify": VERIFY}, from_graph=True)
+    }
     packages = ("openvino",)
 
     def why_unavailable(self) -> str:
@@ -49,13 +51,16 @@ class OpenVINOBackend(Backend):
             return 'this CPU lacks AVX2, which int8 kernels need; use backend="reference".'
         if "avx512f" in cpu.features() and not cpu.accumulates_wide():
             return (
-                f"this CPU has AVX-512 without VNNI{cpu.why_narrow()}: the 16-bit sums of OpenVINO's kernels there overflow also with "
+                f"this CPU has AVX-512 without VNNI{cpu.why_narrow()}: the 16-bit sums of OpenVINO's kernels "
+                "there overflow also with "
                 'weights that nc has reduced; use backend="native".'
             )
         return ""
 
     def capabilities(self) -> Capabilities:
-        """Return what the CPU plugin computes in int8; without VNNI neither products of two activations nor transposed convolutions.
+        """Return what the CPU plugin computes in int8.
+
+        Without VNNI neither products of two activations nor transposed convolutions.
 
         It has no static kernel for ranges that are found in each call.
         """

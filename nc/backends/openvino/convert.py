@@ -34,7 +34,8 @@ class Converted:
 
 
 def of_graph(graph: QDQGraph) -> Converted:
-    """Return the model of a quantized graph, with its free sizes free and its inputs named after the arguments.
+    """Return the model of a quantized graph, with its free sizes free and its inputs named after the
+    arguments.
 
     Raises:
         BackendError: an operator has no translation.
@@ -48,7 +49,9 @@ def of_graph(graph: QDQGraph) -> Converted:
     return converted
 
 
-def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[dict[int, Any]] | None = None) -> Converted:
+def convert(
+    source: Program, example: tuple[torch.Tensor, ...], free: Sequence[dict[int, Any]] | None = None
+) -> Converted:
     """Return the model of a program.
 
     Args:
@@ -78,9 +81,16 @@ def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[d
         msg = f"OpenVINO's conversion of the quantized graph failed: {_reason(error)}{advice(error)}"
         raise BackendError(msg) from error
     if len(model.inputs) != len(example):
-        msg = f"OpenVINO's conversion of the quantized graph failed: it has {len(model.inputs)} inputs instead of {len(example)}."
+        msg = (
+            f"OpenVINO's conversion of the quantized graph failed: it has {len(model.inputs)} inputs instead "
+            f"of {len(example)}."
+        )
         raise BackendError(msg)
-    layers = {node.name: operator for node in decoder.pt_module.graph.nodes if (operator := _operator_of(node, source.operators))}
+    layers = {
+        node.name: operator
+        for node in decoder.pt_module.graph.nodes
+        if (operator := _operator_of(node, source.operators))
+    }
     return Converted(model, source, layers)
 
 
@@ -96,13 +106,22 @@ def _decompositions() -> Any:
 
 
 def _fix_squeezes(graph: torch.fx.Graph) -> None:
-    """Let each squeeze name sizes that are 1 only: OpenVINO also removes a free size, and then its result has too little memory."""
+    """Let each squeeze name sizes that are 1 only.
+
+    OpenVINO also removes a free size, and then its result has too little memory.
+    """
     aten = torch.ops.aten
-    for node in [n for n in graph.nodes if n.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)]:
+    for node in [
+        n for n in graph.nodes if n.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+    ]:
         x, *rest = node.args
         shape = x.meta["val"].shape
         named = rest[0] if rest else range(len(shape))
-        dims = [dim for dim in ([named] if isinstance(named, int) else named) if shape and isinstance(shape[dim], int) and shape[dim] == 1]
+        dims = [
+            dim
+            for dim in ([named] if isinstance(named, int) else named)
+            if shape and isinstance(shape[dim], int) and shape[dim] == 1
+        ]
         node.target, node.args = aten.squeeze.dims, (x, dims)
         if not dims:
             node.replace_all_uses_with(x)
@@ -110,10 +129,12 @@ def _fix_squeezes(graph: torch.fx.Graph) -> None:
 
 
 def _separate_outputs(graph: torch.fx.Graph) -> None:
-    """Give outputs that may be one value for the frontend an operation each: it fails where two outputs are the same.
+    """Give outputs that may be one value for the frontend an operation each.
 
-    A copy or a view of a value is that value for it. Equal outputs have the same type and number of dimensions. OpenVINO removes what is
-    not needed when it compiles.
+    It fails where two outputs are the same.
+
+    A copy or a view of a value is that value for it. Equal outputs have the same type and number of
+    dimensions. OpenVINO removes what is not needed when it compiles.
     """
     output, found = graph.output_node(), set()
     (results,) = output.args
@@ -142,5 +163,9 @@ def _operator_of(node: torch.fx.Node, operators: dict[str, str]) -> str:
 def _reason(error: Exception) -> str:
     """Return the line of an error that names what failed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "No conversion rule" in line or "rror message" in line or line.startswith("-- ")]
+    told = [
+        line
+        for line in lines
+        if "No conversion rule" in line or "rror message" in line or line.startswith("-- ")
+    ]
     return "; ".join(told[:3]) or (lines[0] if lines else type(error).__name__)

@@ -1,22 +1,28 @@
-"""Keeps OpenVINO from wrong kernels: what its CPU plugin fuses with the FakeQuantize behind it can give 0 to 20 dB.
+"""Keeps OpenVINO from wrong kernels.
 
-A ReduceMax or ReduceMin: the plugin also fuses what stands between them, but only operators of one value. The larger of a maximum and one
-of the elements is the maximum, and its operator has two values.
+What its CPU plugin fuses with the FakeQuantize behind it can give 0 to 20 dB.
 
-A factor or summand for each channel becomes a range for each channel: the kernel takes the wrong ones where the plugin does not know the
-number of channels, and behind a ReduceMean. The larger of a value and itself is the value.
+A ReduceMax or ReduceMin: the plugin also fuses what stands between them, but only operators of one value. The
+larger of a maximum and one of the elements is the maximum, and its operator has two values.
 
-Codes of a convolution with a bias that are cut into more dimensions, as a pixel shuffle and windows of attention cut them: the range for
-each channel that the bias became is lost. The larger of a value and itself is no bias.
+A factor or summand for each channel becomes a range for each channel: the kernel takes the wrong ones where
+the plugin does not know the number of channels, and behind a ReduceMean. The larger of a value and itself is
+the value.
 
-A sum of tiny codes, as untrained networks have them: the plugin loses the zero point. A maximum in front of the sum keeps it, but not that
-of sums of sums.
+Codes of a convolution with a bias that are cut into more dimensions, as a pixel shuffle and windows of
+attention cut them: the range for each channel that the bias became is lost. The larger of a value and itself
+is no bias.
 
-A convolution whose groups have an odd number of inputs: on CPUs without VNNI its kernel adds pairs of products from two positions of the
-window in 16 bits, and the weights of these were not made to fit. A maximum keeps it in fp32 there.
+A sum of tiny codes, as untrained networks have them: the plugin loses the zero point. A maximum in front of
+the sum keeps it, but not that of sums of sums.
 
-A product of two activations: where both happen to have symmetric codes, the plugin computes it in int8 also on CPUs without VNNI, whose
-sums of pairs of products overflow 16 bits. A maximum keeps it in fp32 there, as it is planned.
+A convolution whose groups have an odd number of inputs: on CPUs without VNNI its kernel adds pairs of
+products from two positions of the window in 16 bits, and the weights of these were not made to fit. A maximum
+keeps it in fp32 there.
+
+A product of two activations: where both happen to have symmetric codes, the plugin computes it in int8 also
+on CPUs without VNNI, whose sums of pairs of products overflow 16 bits. A maximum keeps it in fp32 there, as
+it is planned.
 """
 
 from __future__ import annotations
@@ -27,13 +33,21 @@ from typing import Any
 _WITH_CONSTANT = ("Multiply", "Divide", "Add", "Subtract", "Maximum", "Minimum")
 _PASSED = ("Relu", "Clamp")
 #: What follows these is fused with them, and rightly.
-_RIGHT = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MVN")
+_RIGHT = (
+    "MatMul",
+    "Convolution",
+    "GroupConvolution",
+    "ConvolutionBackpropData",
+    "GroupConvolutionBackpropData",
+    "MVN",
+)
 #: Below it the plugin takes the product of a scale and a zero point for 0.
 _TINY = 1e-5
 
 
 def keep_unfused(model: Any, *, narrow: bool) -> None:
-    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin), and a maximum in front of what is said above.
+    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin), and a maximum in front of what is
+    said above.
 
     Args:
         model: an `openvino.Model`, changed in place.
@@ -84,18 +98,27 @@ def _is_cut_up(quantize: Any) -> bool:
         return False
     dims = len(node.get_input_partial_shape(1)) - ("Group" in node.get_type_name())  # of its weight
     readers = [reader.get_node() for reader in quantize.output(0).get_target_inputs()]
-    ranks = [reader.get_output_partial_shape(0).rank for reader in readers if reader.get_type_name() == "Reshape"]
+    ranks = [
+        reader.get_output_partial_shape(0).rank for reader in readers if reader.get_type_name() == "Reshape"
+    ]
     return any(rank.is_static and rank.get_length() > dims for rank in ranks)
 
 
 def _is_tiny(quantize: Any) -> bool:
     """Whether a FakeQuantize gives tiny values only."""
-    ends = [_source(quantize, index) for index in (3, 4)] if quantize.get_type_name() == "FakeQuantize" else []
-    return bool(ends) and all(end.get_type_name() == "Constant" and abs(end.get_data()).max() < _TINY for end in ends)
+    ends = (
+        [_source(quantize, index) for index in (3, 4)] if quantize.get_type_name() == "FakeQuantize" else []
+    )
+    return bool(ends) and all(
+        end.get_type_name() == "Constant" and abs(end.get_data()).max() < _TINY for end in ends
+    )
 
 
 def _has_odd_groups(convolution: Any) -> bool:
-    """Whether pairs of products are not those of two inputs: the groups have an odd number of them, and are no single channels."""
+    """Whether pairs of products are not those of two inputs.
+
+    The groups have an odd number of them, and are no single channels.
+    """
     _, outputs, inputs, *_ = convolution.get_input_shape(1)
     return inputs % 2 == 1 and (outputs, inputs) != (1, 1)
 
@@ -114,7 +137,10 @@ def _of_activations(product: Any) -> bool:
 
 
 def _would_split(quantize: Any) -> bool:
-    """Whether a FakeQuantize would get a range for each channel: constants in front of it move into it, also past a relu or a clamp."""
+    """Whether a FakeQuantize would get a range for each channel.
+
+    Constants in front of it move into it, also past a relu or a clamp.
+    """
     node, vectors = _source(quantize, 0), False
     while (kind := node.get_type_name()) in (*_WITH_CONSTANT, *_PASSED, "BatchNormInference"):
         data = 0

@@ -14,9 +14,13 @@ from nc.nn import KernelChoice
 #: How the runtime model calls precisions → what a report says.
 _PRECISIONS = {"u8": "int8", "i8": "int8", "bf16": "bf16", "f32": "fp32"}
 #: Layers that compute nothing of their own.
-_PASSIVE = frozenset({"Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Broadcast", "Concatenation"})
+_PASSIVE = frozenset(
+    {"Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Broadcast", "Concatenation"}
+)
 #: Where several layers belong to an operator, the one that multiplies says how it runs.
-_PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention"})
+_PRODUCTS = frozenset(
+    {"Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention"}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +65,11 @@ def op_run(decision: Decision, layers: Sequence[Layer], operators: Mapping[str, 
         layers: that OpenVINO executes.
         operators: first part of a layer's name → operator.
     """
-    own = [layer for layer in layers if layer.kind not in _PASSIVE and decision.operator in map(operators.get, layer.parts)]
+    own = [
+        layer
+        for layer in layers
+        if layer.kind not in _PASSIVE and decision.operator in map(operators.get, layer.parts)
+    ]
     layer = next((each for each in own if each.kind in _PRODUCTS), own[0] if own else None)
     kernels = KernelChoice(()) if decision.kind == "quant_linear" else None
     ran = layer.precision if layer is not None and layer.precision in _PRECISIONS.values() else "fp32"
@@ -76,7 +84,11 @@ def _reason(decision: Decision, layer: Layer | None, ran: str, operators: Mappin
     """Why an operator ran in that precision; "" if it is the one that was asked for."""
     asked = decision.spec.precision
     if ran == "int8" and asked == "fp32" and layer is not None:
-        names = [operators[part] for part in layer.parts if part in operators and operators[part] != decision.operator]
+        names = [
+            operators[part]
+            for part in layer.parts
+            if part in operators and operators[part] != decision.operator
+        ]
         return f"fused into {names[0]}" if names else "computed on codes"
     if ran == asked or asked not in ("int8", "bf16"):
         return decision.reason

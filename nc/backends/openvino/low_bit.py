@@ -20,6 +20,10 @@ def compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> f
     zeros = constant(module, node, "zeros", zero_codes(weight).reshape(rows, groups, 1))
     scales = constant(module, node, "scales", params.scale.reshape(rows, groups, 1))
     with graph.inserting_before(node):
-        shifted = call_function(graph, _aten.sub.Tensor, (to_dtype(graph, codes, torch.float32), to_dtype(graph, zeros, torch.float32)))
+        shifted = call_function(
+            graph,
+            _aten.sub.Tensor,
+            (to_dtype(graph, codes, torch.float32), to_dtype(graph, zeros, torch.float32)),
+        )
         values = call_function(graph, _aten.mul.Tensor, (shifted, scales))
         return call_function(graph, _aten.reshape.default, (values, list(weight.shape)))

@@ -29,7 +29,8 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True) 
 
     Raises:
         BackendError: an operator has no translation.
-        VerificationError: OpenVINO computes something else than the graph; names the first operator that differs.
+        VerificationError: OpenVINO computes something else than the graph; names the first operator that
+            differs.
     """
     check_option("verify", verify, ("raise", "warn", "off"))
     threads, bf16 = torch.get_num_threads(), wants_bf16(graph)
@@ -40,7 +41,12 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True) 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         return converted.program.together(requests.infer(inputs), inputs)
 
-    first = functools.partial(first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16))
+    first = functools.partial(
+        first_disagreement,
+        graph.module,
+        graph.example,
+        functools.partial(run_part, threads=threads, bf16=bf16),
+    )
     sqnr = verify_outputs(graph, run(graph.example), verify, "OpenVINO", first)
     new_sizes = NewSizes(run, graph, "OpenVINO") if verify_sizes and verify != "off" else None
 
@@ -68,7 +74,9 @@ def wants_bf16(graph: QDQGraph) -> bool:
     return any(decision.spec.bf16 for decision in graph.plan.decisions)
 
 
-def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...], *, threads: int, bf16: bool) -> Sequence[Any]:
+def run_part(
+    part: fx.GraphModule, inputs: tuple[torch.Tensor, ...], *, threads: int, bf16: bool
+) -> Sequence[Any]:
     """Return what OpenVINO gives for a part of a graph."""
     source = program(part, inputs)
     converted = convert(source, inputs)

@@ -1,7 +1,7 @@
 """QDQ graph → graph of operators that `torch.export` and OpenVINO's PyTorch frontend know.
 
-OpenVINO makes one FakeQuantize of a quantize with the dequantize behind it, and an int8 weight stays int8 where it is written as a
-conversion to float and a product with its scales.
+OpenVINO makes one FakeQuantize of a quantize with the dequantize behind it, and an int8 weight stays int8
+where it is written as a conversion to float and a product with its scales.
 """
 
 from __future__ import annotations
@@ -48,16 +48,20 @@ def _refuse_wrong(module: fx.GraphModule) -> None:
             if a["ceil_mode"] and a["count_include_pad"] and any(a["padding"]):
                 name = node.meta.get("operator", node.name)
                 msg = (
-                    f"OpenVINO computes {name!r} otherwise: an average pool with ceil_mode, pads that count and a last window that may "
+                    f"OpenVINO computes {name!r} otherwise: an average pool with ceil_mode, pads that count "
+                    "and a last window that may "
                     'leave the padded input. Give the pool count_include_pad=False, or use backend="native".'
                 )
                 raise BackendError(msg)
 
 
 def _whole_windows(module: fx.GraphModule) -> None:
-    """Take the mean of its input for an average pool whose window is larger, as ceil_mode allows in 2-D; OpenVINO refuses such pools.
+    """Take the mean of its input for an average pool whose window is larger, as ceil_mode allows in 2-D.
 
-    Sizes are those of the example. Inputs that are larger than the window have more than one mean; the result is infinite then.
+    OpenVINO refuses such pools.
+
+    Sizes are those of the example. Inputs that are larger than the window have more than one mean; the result
+    is infinite then.
     """
     graph = module.graph
     for node in [n for n in graph.nodes if n.target is _aten.avg_pool2d.default]:
@@ -72,14 +76,21 @@ def _whole_windows(module: fx.GraphModule) -> None:
             for dim, size in zip(dims, window, strict=True):
                 beyond = call_function(graph, _aten.slice.Tensor, (x, dim, size, 2**63 - 1))
                 endless = call_function(graph, _aten.full_like.default, (beyond, math.inf))
-                mean = call_function(graph, _aten.add.Tensor, (mean, call_function(graph, _aten.sum.dim_IntList, (endless, dims, True))))
+                mean = call_function(
+                    graph,
+                    _aten.add.Tensor,
+                    (mean, call_function(graph, _aten.sum.dim_IntList, (endless, dims, True))),
+                )
         take_over(mean, node)
         node.replace_all_uses_with(mean)
         graph.erase_node(node)
 
 
 def _without_empty(module: fx.GraphModule) -> None:
-    """Join without vectors of no element, which torch takes beside tensors of any dimensions; caches of transformers begin as such."""
+    """Join without vectors of no element, which torch takes beside tensors of any dimensions.
+
+    Caches of transformers begin as such.
+    """
     for node in [n for n in module.graph.nodes if n.target is _aten.cat.default]:
         parts, *dim = node.args
         full = [part for part in parts if part.meta["val"].shape != (0,)]
@@ -87,14 +98,19 @@ def _without_empty(module: fx.GraphModule) -> None:
 
 
 def _without_bf16(module: fx.GraphModule) -> None:
-    """Values as they were before they were rounded to bf16: OpenVINO rounds where it computes in bf16; constants stay rounded."""
+    """Values as they were before they were rounded to bf16: OpenVINO rounds where it computes in bf16.
+
+    Constants stay rounded.
+    """
     for node in [n for n in module.graph.nodes if n.target is from_bf16]:
         low = input_node(node)
         if low.target is to_bf16:
             node.replace_all_uses_with(input_node(low))
         else:
             value = constant_of(module, low).float()
-            node.replace_all_uses_with(add_constant(module, node, node.name, value, low.meta.get("fqn", low.name)))
+            node.replace_all_uses_with(
+                add_constant(module, node, node.name, value, low.meta.get("fqn", low.name))
+            )
         module.graph.erase_node(node)
     for node in [n for n in module.graph.nodes if n.target is to_bf16 and not n.users]:
         module.graph.erase_node(node)
@@ -107,7 +123,11 @@ def _spell_activations(module: fx.GraphModule) -> None:
     """
     pair = _pair()
     graph = module.graph
-    for node in [n for n in graph.nodes if n.target is dequantize_per_tensor and Dequantize.of(n).codes.op != "get_attr"]:
+    for node in [
+        n
+        for n in graph.nodes
+        if n.target is dequantize_per_tensor and Dequantize.of(n).codes.op != "get_attr"
+    ]:
         node.replace_all_uses_with(Dequantize.of(node).codes)
         graph.erase_node(node)
     for node in [n for n in graph.nodes if n.target is quantize_per_tensor]:
@@ -128,7 +148,7 @@ def _spell_activations(module: fx.GraphModule) -> None:
 @functools.cache
 def _pair() -> tuple[Any, Any]:
     """Return the two operators that OpenVINO knows; this import registers them."""
-    import torch.ao.quantization.fx._decomposed  # noqa: F401
+    import torch.ao.quantization.fx._decomposed
 
     known = torch.ops.quantized_decomposed
     return known.quantize_per_tensor.default, known.dequantize_per_tensor.default
@@ -146,7 +166,13 @@ def _spell_weights(module: fx.GraphModule) -> None:
             scales = constant_of(module, view.scale).reshape(shape)
         else:
             scales = torch.full(shape, view.scale, dtype=torch.float32)
-        scale = add_constant(module, node, f"{node.name}_scales", scales.float().clone(), f"{view.codes.meta.get('fqn', '')}.scale")
+        scale = add_constant(
+            module,
+            node,
+            f"{node.name}_scales",
+            scales.float().clone(),
+            f"{view.codes.meta.get('fqn', '')}.scale",
+        )
         with graph.inserting_before(node):
             values = call_function(graph, _aten.to.dtype, (view.codes, torch.float32))
             product = call_function(graph, _aten.mul.Tensor, (values, scale))
@@ -156,7 +182,10 @@ def _spell_weights(module: fx.GraphModule) -> None:
 
 
 def _as_rows(module: fx.GraphModule) -> None:
-    """Make a linear of one vector a linear of one row: OpenVINO's int8 kernel adds a dimension to the result of a vector."""
+    """Make a linear of one vector a linear of one row.
+
+    OpenVINO's int8 kernel adds a dimension to the result of a vector.
+    """
     graph = module.graph
     for node in [n for n in graph.nodes if n.target is _aten.linear.default and n.meta["val"].dim() == 1]:
         x = input_node(node)

@@ -41,7 +41,8 @@ def core() -> Any:
     started = _started()
     if started.process != os.getpid():
         msg = (
-            "OpenVINO was started before this process was forked, and its threads do not exist here: a call would never end. Start "
+            "OpenVINO was started before this process was forked, and its threads do not exist here: a call "
+            "would never end. Start "
             'processes by "spawn", or load the model in the forked process and not before.'
         )
         raise BackendError(msg)

@@ -17,7 +17,9 @@ from nc.errors import BackendError
 from nc.graph.qdq import QDQGraph
 
 
-def write(graph: QDQGraph, engine: EngineModel | None, file: Path, *, verify: str = "raise") -> None:  # noqa: ARG001 - not needed
+def write(
+    graph: QDQGraph, engine: EngineModel | None, file: Path, *, verify: str = "raise"
+) -> None:  # not needed
     """Write the `.xml`, and the `.bin` beside it; read again, run once and compared with the graph.
 
     Args:
@@ -45,16 +47,24 @@ def write(graph: QDQGraph, engine: EngineModel | None, file: Path, *, verify: st
 
 
 def _fix_sizes(model: Any, graph: QDQGraph) -> None:
-    """Give the inputs the sizes that the captured model fixed: the conversion leaves all of them free, and nc's signature is not there."""
+    """Give the inputs the sizes that the captured model fixed.
+
+    The conversion leaves all of them free, and nc's signature is not there.
+    """
     import openvino
 
     leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
     shapes = {
-        port: openvino.PartialShape([dim if isinstance(dim, int) else openvino.Dimension.dynamic() for dim in leaf.dims])
+        port: openvino.PartialShape(
+            [dim if isinstance(dim, int) else openvino.Dimension.dynamic() for dim in leaf.dims]
+        )
         for port, leaf in zip(model.inputs, leaves, strict=True)
     }
     try:
         model.reshape(shapes)
     except RuntimeError as error:
-        msg = f"OpenVINO's conversion of the quantized graph failed: it can't have the sizes that the model fixed: {error}"
+        msg = (
+            "OpenVINO's conversion of the quantized graph failed: it can't have the sizes that the model "
+            f"fixed: {error}"
+        )
         raise BackendError(msg) from error

@@ -1,4 +1,7 @@
-"""The bandwidth with which this machine reads memory: the limit of layers whose weights do not fit into a cache."""
+"""The bandwidth with which this machine reads memory.
+
+The limit of layers whose weights do not fit into a cache.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def ratio(rounds: Sequence[Round], slow: str, fast: str) -> float:
 
 #: Upper over lower quartile of the rounds' ratios from which on they say nothing.
 MOST_SPREAD = 1.5
-#: A round takes at least so many seconds for each candidate, in at most so many calls: clocks and caches disturb shorter ones.
+#: A round takes at least so many seconds for each candidate, in at most so many calls: clocks and caches
+#: disturb shorter ones.
 _ROUND, _MOST_REPEATS = 2e-4, 50
 _MOST_ROUNDS = 60
 #: Fewer rounds have no spread.
@@ -77,7 +78,8 @@ class Comparison:
     Attributes:
         times: milliseconds of one call of each, the medians.
         ratio: of their times: the median of the rounds' own ratios, slow over fast.
-        interval: in which the median of more rounds would be, in 95 of 100 cases; None with fewer than three rounds.
+        interval: in which the median of more rounds would be, in 95 of 100 cases; None with fewer than three
+            rounds.
         quartiles: of the rounds' ratios; None likewise.
         rounds: how many were counted.
         repeats: calls of each in a round.
@@ -129,13 +131,17 @@ def timed_rounds(
         seconds: for all, except that each is called once in any case.
         clock: gives the time in seconds.
         watch: looks at the machine.
-        least: rounds behind the one that warms up, even if they take longer; none where that takes longer alone.
+        least: rounds behind the one that warms up, even if they take longer; none where that takes longer
+            alone.
 
     Returns:
-        The rounds without that one, or if there was no time that one; calls of each candidate in a round; the load.
+        The rounds without that one, or if there was no time that one; calls of each candidate in a round; the
+        load.
     """
     start, watch = clock(), watch or Watch()
-    (first,) = interleaved(candidates, 1, warm_up=0, clock=clock)  # warms up, and says how often calls fit in a round
+    (first,) = interleaved(
+        candidates, 1, warm_up=0, clock=clock
+    )  # warms up, and says how often calls fit in a round
     repeats = min(_MOST_REPEATS, max(1, math.ceil(1e3 * _ROUND / max(1e-6, *first.values()))))
     counted: list[Round] = []
     if clock() - start < seconds:
@@ -147,7 +153,9 @@ def timed_rounds(
     return counted or [first], repeats if counted else 1, watch.load()
 
 
-def compared(rounds: Sequence[Round], repeats: int, load: Load, slow: str = "slow", fast: str = "fast") -> Comparison:
+def compared(
+    rounds: Sequence[Round], repeats: int, load: Load, slow: str = "slow", fast: str = "fast"
+) -> Comparison:
     """Return what some rounds say of two of their candidates."""
     ratios = sorted(times[slow] / max(times[fast], 1e-9) for times in rounds)
     enough = len(rounds) >= LEAST_ROUNDS
@@ -167,15 +175,23 @@ def compared(rounds: Sequence[Round], repeats: int, load: Load, slow: str = "slo
 
 
 def doubt(interval: tuple[float, float] | None, quartiles: tuple[float, float] | None, load: Load) -> str:
-    """Why a measurement does not tell which one is faster; "" if it does. Arguments are those of `Comparison`."""
+    """Why a measurement does not tell which one is faster; "" if it does.
+
+    Arguments are those of `Comparison`.
+    """
     if interval is None or quartiles is None:
         return "there was no time for more calls, so that nobody knows how much they differ"
     if load.disturbed():
         return load.disturbed()
     if quartiles[1] > MOST_SPREAD * quartiles[0]:
-        return f"the ratios of single rounds differ too much, by a factor of {quartiles[1] / quartiles[0]:.1f} between the quartiles"
+        return (
+            f"the ratios of single rounds differ too much, by a factor of {quartiles[1] / quartiles[0]:.1f} "
+            "between the quartiles"
+        )
     if interval[0] <= 1 <= interval[1]:
-        return f"the difference is smaller than the spread, {interval[0]:.2f} to {interval[1]:.2f} times as fast"
+        return (
+            f"the difference is smaller than the spread, {interval[0]:.2f} to {interval[1]:.2f} times as fast"
+        )
     return ""
 
 

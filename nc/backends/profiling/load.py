@@ -23,8 +23,10 @@ class Load:
     Attributes:
         seconds: how long it took.
         share: seconds of CPU time of this process, per second.
-        switches: how often the system took a core away from this process, per second; 0 where it does not say.
-        runnable: threads that could run on this machine, the median over the rounds; 0 where the system does not say.
+        switches: how often the system took a core away from this process, per second; 0 where it does not
+            say.
+        runnable: threads that could run on this machine, the median over the rounds; 0 where the system does
+            not say.
         cores: of this machine.
     """
 
@@ -57,7 +59,9 @@ class Watch:
     def look(self) -> None:
         """Count the threads that can run; call it once in each round."""
         with contextlib.suppress(OSError, IndexError, ValueError):  # another system: nothing is counted
-            self._runnable.append(int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]))
+            self._runnable.append(
+                int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0])
+            )
 
     def load(self) -> Load:
         """Return what was seen so far."""

@@ -32,11 +32,17 @@ class _Clock(fx.Interpreter):
         return result
 
 
-def profile_nodes(module: fx.GraphModule, call: Callable[..., object], converters: Set[object], inputs: Sequence[torch.Tensor]) -> Profile:
+def profile_nodes(
+    module: fx.GraphModule,
+    call: Callable[..., object],
+    converters: Set[object],
+    inputs: Sequence[torch.Tensor],
+) -> Profile:
     """Time and kernel of every call of a graph; takes the process's standard output over.
 
     Args:
-        module: flat graph; nodes say in `meta` which operator, or operators, they compute. The steps are timed one by one, by Python.
+        module: flat graph; nodes say in `meta` which operator, or operators, they compute. The steps are
+            timed one by one, by Python.
         call: runs the graph the way that users do, for the time of the whole.
         converters: what quantize and dequantize nodes call.
         inputs: flat tensors.
@@ -50,17 +56,26 @@ def profile_nodes(module: fx.GraphModule, call: Callable[..., object], converter
             _clocked(module, inputs, onednn_verbose.mark)
     kernels = onednn_verbose.by_mark(onednn_verbose.parse(lines))
     times = list(map(min, zip(*(row[1] for row in rows), strict=True)))
-    steps = tuple(dataclasses.replace(s, kernels=kernels.get(i, ())) for i, s in enumerate(_steps(module, converters, times)))
-    return Profile(steps=steps, call_ms=min(row[0] for row in rows), calls=len(rows), threads=torch.get_num_threads())
+    steps = tuple(
+        dataclasses.replace(s, kernels=kernels.get(i, ()))
+        for i, s in enumerate(_steps(module, converters, times))
+    )
+    return Profile(
+        steps=steps, call_ms=min(row[0] for row in rows), calls=len(rows), threads=torch.get_num_threads()
+    )
 
 
-def node_steps(module: fx.GraphModule, converters: Set[object], inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
+def node_steps(
+    module: fx.GraphModule, converters: Set[object], inputs: Sequence[torch.Tensor]
+) -> tuple[Step, ...]:
     """Every call of a graph with the time that it took in one run; see `profile_nodes`."""
     with torch.no_grad():
         return _steps(module, converters, _clocked(module, inputs))
 
 
-def _clocked(module: fx.GraphModule, inputs: Sequence[torch.Tensor], announce: Callable[[int], None] = lambda _: None) -> list[float]:
+def _clocked(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], announce: Callable[[int], None] = lambda _: None
+) -> list[float]:
     """Milliseconds of each call of a graph."""
     clock = _Clock(module, announce)
     clock.run(*inputs)
@@ -69,13 +84,20 @@ def _clocked(module: fx.GraphModule, inputs: Sequence[torch.Tensor], announce: C
 
 def _steps(module: fx.GraphModule, converters: Set[object], times: Sequence[float]) -> tuple[Step, ...]:
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    return tuple(dataclasses.replace(describe(node, converters), ms=ms) for node, ms in zip(nodes, times, strict=True))
+    return tuple(
+        dataclasses.replace(describe(node, converters), ms=ms) for node, ms in zip(nodes, times, strict=True)
+    )
 
 
 def describe(node: fx.Node, converters: Set[object]) -> Step:
     """Return what is known of a node's step before it runs; `converters` as in `profile_nodes`."""
     converts = node.target in converters
-    return Step(name=_name(node), operators=_operators(node), converts=converts, serves=_served(node, converters) if converts else "")
+    return Step(
+        name=_name(node),
+        operators=_operators(node),
+        converts=converts,
+        serves=_served(node, converters) if converts else "",
+    )
 
 
 def _operators(node: fx.Node) -> tuple[str, ...]:
@@ -83,9 +105,17 @@ def _operators(node: fx.Node) -> tuple[str, ...]:
 
 
 def _served(node: fx.Node, converters: Set[object]) -> str:
-    """Return the operator whose kernel made what a conversion reads; failing that, whose kernel reads what it makes."""
+    """Return the operator whose kernel made what a conversion reads.
+
+    Failing that, whose kernel reads what it makes.
+    """
     source = first_input(node)
-    while source is not None and source.op == "call_function" and source.target not in converters and not _operators(source):
+    while (
+        source is not None
+        and source.op == "call_function"
+        and source.target not in converters
+        and not _operators(source)
+    ):
         source = first_input(source)  # of a move
     if source is not None and source.meta.get("operators"):
         return _operators(source)[0]

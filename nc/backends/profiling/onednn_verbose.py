@@ -1,7 +1,7 @@
 """oneDNN's verbose output about the kernels that it runs, captured and parsed.
 
-oneDNN prints from C++ to the standard output of the whole process, whichever thread a call comes from: whoever listens does so in a
-process of its own.
+oneDNN prints from C++ to the standard output of the whole process, whichever thread a call comes from:
+whoever listens does so in a process of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Partition:
 def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
     """Return the executions and marks of a stream, in order; other lines say nothing.
 
-    A partition's line follows those of its primitives, and of primitives that ran just before it: when they began tells them apart.
+    A partition's line follows those of its primitives, and of primitives that ran just before it: when they
+    began tells them apart.
     """
     found: list[Kernel | Partition | int] = []
     for line in lines:
@@ -88,7 +89,11 @@ def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
         else:
             tensors = dict(_TENSOR.findall(fields[at + 5]))
             writes = tensors.pop("dst", "?")
-            found.append(Kernel(fields[at + 2], fields[at + 3], tuple(tensors.values()), writes, float(fields[-1]), start))
+            found.append(
+                Kernel(
+                    fields[at + 2], fields[at + 3], tuple(tensors.values()), writes, float(fields[-1]), start
+                )
+            )
     return found
 
 
@@ -106,7 +111,10 @@ def by_mark(stream: Sequence[Kernel | Partition | int]) -> dict[int, tuple[Kerne
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[str]]:
-    """Collect the lines that oneDNN prints inside, complete once the block ends; takes the standard output of the process over."""
+    """Collect the lines that oneDNN prints inside, complete once the block ends.
+
+    Takes the standard output of the process over.
+    """
     lines: list[str] = []
     libc = ctypes.CDLL(None)
     with tempfile.TemporaryFile() as sink:
@@ -125,5 +133,8 @@ def captured() -> Iterator[list[str]]:
 
 
 def mark(number: int) -> None:
-    """Put a number into the stream, by the C library's buffer: that keeps it in order with what oneDNN prints."""
+    """Put a number into the stream, by the C library's buffer.
+
+    That keeps it in order with what oneDNN prints.
+    """
     ctypes.CDLL(None).printf(f"{_MARK}{number}\n".encode())

@@ -40,7 +40,10 @@ class OwnModel:
 
     @contextlib.contextmanager
     def called(self) -> Iterator[tuple[Callable[[], object] | None, str]]:
-        """Yield the call of the module in eval mode, with inputs of its own; else None, and why it can't be timed."""
+        """Yield the call of the module in eval mode, with inputs of its own.
+
+        Else None, and why it can't be timed.
+        """
         model = self._model()
         if model is None:
             yield None, "your model does not exist any more"
@@ -53,7 +56,7 @@ class OwnModel:
         with LOCK, eval_mode(model), torch.no_grad(), without_autocast():
             try:
                 model(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - any model, perhaps changed since; the verdict says it
+            except Exception as error:  # any model, perhaps changed since; the verdict says it
                 failed = f"your model fails on the example inputs: {type(error).__name__}"
             else:
                 failed = ""

@@ -1,6 +1,8 @@
-"""Profile of a quantized model, measured in a child process, because oneDNN's verbose output is for a whole process.
+"""Profile of a quantized model, measured in a child process, because oneDNN's verbose output is for a whole
+process.
 
-The parent hands over the model as an artefact and the name of the backend's class; the child lowers it again and measures.
+The parent hands over the model as an artefact and the name of the backend's class; the child lowers it again
+and measures.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from nc.storage import store
 TIME_LIMIT_S = 900.0
 
 
-def profile_in_child(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], time_limit_s: float = TIME_LIMIT_S) -> Profile:
-    """Lower a graph in a child process, as it was lowered here, and measure it there with as many threads as torch has here.
+def profile_in_child(
+    graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], time_limit_s: float = TIME_LIMIT_S
+) -> Profile:
+    """Lower a graph in a child process, as it was lowered here, and measure it there with as many threads as
+    torch has here.
 
     Args:
         graph: the quantized model.
@@ -44,8 +49,9 @@ def profile_in_child(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.T
     maker = type(backend)
     if maker.__module__ == "__main__" or "<locals>" in maker.__qualname__:
         msg = (
-            f"Backend {backend.name!r} can't be profiled: its class {maker.__qualname__} is defined in a script or function, and another "
-            "process, where it is measured, can't import it from there. Define the class at the top of a module."
+            f"Backend {backend.name!r} can't be profiled: its class {maker.__qualname__} is defined in a "
+            "script or function, and another process, where it is measured, can't import it from there. "
+            "Define the class at the top of a module."
         )
         raise UnsupportedError(msg)
     with tempfile.TemporaryDirectory(prefix="nc-") as directory:
@@ -62,16 +68,29 @@ def profile_in_child(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.T
                 str(os.getpid()),
                 folder=directory,
                 time_limit_s=time_limit_s,
-                environment={**dict([TIMESTAMPS]), "TMPDIR": directory},  # what torch writes there goes with it
+                environment={
+                    **dict([TIMESTAMPS]),
+                    "TMPDIR": directory,
+                },  # what torch writes there goes with it
             )
         except subprocess.TimeoutExpired as error:
-            msg = f"Profiling backend {backend.name!r} did not end within {time_limit_s:.0f} s. Profile smaller inputs."
+            msg = (
+                f"Profiling backend {backend.name!r} did not end within {time_limit_s:.0f} s. Profile "
+                "smaller inputs."
+            )
             raise BackendError(msg) from error
         result = folder / "profile.json"
         if done.returncode or not result.exists():
             last = (done.stderr.strip().splitlines() or [""])[-1]
-            why = f"crashed (signal {-done.returncode})" if done.returncode < 0 else f"failed: {last or 'it ended without a result'}"
-            msg = f"Profiling backend {backend.name!r} in a process of its own {why}. The model here is not affected."
+            why = (
+                f"crashed (signal {-done.returncode})"
+                if done.returncode < 0
+                else f"failed: {last or 'it ended without a result'}"
+            )
+            msg = (
+                f"Profiling backend {backend.name!r} in a process of its own {why}. The model here is not "
+                "affected."
+            )
             raise BackendError(msg)
         return Profile.from_dict(json.loads(result.read_text()))
 

@@ -39,8 +39,13 @@ class Step:
 
     @property
     def role(self) -> str:
-        """One of `ROLES`: arithmetic on codes, between precisions, an operator in fp32 or bf16, or what belongs to no operator."""
-        if self.name.startswith(("quantized::", "onednn::q")) or any(kernel.computes_on_codes for kernel in self.kernels):
+        """One of `ROLES`.
+
+        Arithmetic on codes, between precisions, an operator in fp32 or bf16, or what belongs to no operator.
+        """
+        if self.name.startswith(("quantized::", "onednn::q")) or any(
+            kernel.computes_on_codes for kernel in self.kernels
+        ):
             return "int8"
         return "conversion" if self.converts else "fp32" if self.operators else "other"
 
@@ -79,7 +84,8 @@ class Profile:
     def kernels(self) -> dict[str, tuple[str, float | None]]:
         """For every operator that a step names, its kernel and its share of the steps' time.
 
-        A kernel that computes several operators counts for the first of them; the others say where they are, and their share is None.
+        A kernel that computes several operators counts for the first of them; the others say where they are,
+        and their share is None.
         """
         total = self._total()
         own: dict[str, list[Step]] = {}
@@ -89,7 +95,9 @@ class Profile:
                 own.setdefault(operator, []).append(step)
             for operator in step.operators[1:]:
                 within.setdefault(operator, step.operators[0])
-        found: dict[str, tuple[str, float | None]] = {name: (f"in the kernel of {first}", None) for name, first in within.items()}
+        found: dict[str, tuple[str, float | None]] = {
+            name: (f"in the kernel of {first}", None) for name, first in within.items()
+        }
         for name, steps in own.items():
             texts = dict.fromkeys(step.kernel for step in sorted(steps, key=lambda step: -step.ms))
             found[name] = (" + ".join(texts), sum(step.ms for step in steps) / total)
@@ -97,7 +105,12 @@ class Profile:
 
     def summary(self) -> str:
         """One line."""
-        words = {"int8": "int8 kernels", "conversion": "conversions", "fp32": "float operators", "other": "other"}
+        words = {
+            "int8": "int8 kernels",
+            "conversion": "conversions",
+            "fp32": "float operators",
+            "other": "other",
+        }
         parts = ", ".join(f"{share:.0%} {words[role]}" for role, share in self.parts().items())
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"profile: {self.call_ms:.2f} ms per call, the fastest of {self.calls}, {threads}; {parts}"
@@ -113,7 +126,9 @@ class Profile:
                 **{
                     **step,
                     "operators": tuple(step["operators"]),
-                    "kernels": tuple(Kernel(**{**kernel, "reads": tuple(kernel["reads"])}) for kernel in step["kernels"]),
+                    "kernels": tuple(
+                        Kernel(**{**kernel, "reads": tuple(kernel["reads"])}) for kernel in step["kernels"]
+                    ),
                 }
             )
             for step in data["steps"]

@@ -1,6 +1,7 @@
 """Measure whether the quantized model is faster than the user's here, and which operators are slower.
 
-On the example inputs, within about a second. On a machine that computes something else meanwhile it says that it cannot tell.
+On the example inputs, within about a second. On a machine that computes something else meanwhile it says that
+it cannot tell.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from nc.graph.qdq import QDQGraph
 #: What `measure` may take. Half of it is for whole calls, the rest for calls that are taken apart.
 SECONDS = 1.0
 _MOST_STEPS = 5
-#: Steps are called one by one from Python. A loss counts from a tenth of the fp32 time, and from a hundredth of the whole fp32 call.
+#: Steps are called one by one from Python. A loss counts from a tenth of the fp32 time, and from a hundredth
+#: of the whole fp32 call.
 _TENTH, _HUNDREDTH = 0.1, 0.01
 _SHOWN, _NAMES = 5, 3
 
@@ -42,7 +44,8 @@ class OpCost:
 
     Attributes:
         operators: their names, in execution order.
-        engine_ms: milliseconds in the engine: the kernel, and the conversions to and from codes that are made for it.
+        engine_ms: milliseconds in the engine: the kernel, and the conversions to and from codes that are made
+            for it.
         fp32_ms: milliseconds of the same operators in fp32.
     """
 
@@ -66,12 +69,15 @@ class Verdict:
         engine_ms: milliseconds of one call of the quantized model, the median.
         calls: how many calls of each were counted. They took turns.
         threads: of torch.
-        costs: int8 operators with their times in both; None when the engine could not be taken apart, or not within the time.
+        costs: int8 operators with their times in both; None when the engine could not be taken apart, or not
+            within the time.
         losses: those of `costs` that are slower than in fp32 by more than the spread, the largest loss first.
         exclude: arguments for `config.exclude` that leave the losses in fp32, as Python source.
         rounds: the calls are spread over so many rounds.
-        round_ratio: median of the rounds' own ratios of both times; None where they were not compared round by round.
-        interval: in which that median would be, in 95 of 100 such measurements; None with fewer than three rounds.
+        round_ratio: median of the rounds' own ratios of both times; None where they were not compared round
+            by round.
+        interval: in which that median would be, in 95 of 100 such measurements; None with fewer than three
+            rounds.
         quartiles: of the rounds' ratios; None likewise.
         doubt: why the measurement does not tell which one is faster; "" if it tells.
         timed: what was timed instead of the user's module, and why; "" if that was timed.
@@ -108,8 +114,14 @@ class Verdict:
     def __str__(self) -> str:
         """Return the verdict in one line, and in two more what costs more than it gains."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        calls = f"median of {self.calls} calls each" if self.calls > 1 else "only one call each, for lack of time"
-        spread = f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}" if self.quartiles else ""
+        calls = (
+            f"median of {self.calls} calls each" if self.calls > 1 else "only one call each, for lack of time"
+        )
+        spread = (
+            f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}"
+            if self.quartiles
+            else ""
+        )
         instead = f"; fp32 is {self.timed}" if self.timed else ""
         what = f"(example inputs, {threads}, {calls}{spread}{instead})"
         times = f"{milliseconds(self.engine_ms)} against {milliseconds(self.fp32_ms)} {what}"
@@ -123,7 +135,10 @@ class Verdict:
 
     def _losses(self) -> list[str]:
         if self.costs is None:
-            hint = "which operators cost more than they gain was not measured; report(profile_inputs=...) shows the time of each"
+            hint = (
+                "which operators cost more than they gain was not measured; report(profile_inputs=...) "
+                "shows the time of each"
+            )
             return [hint] if self.ratio < 1 else []
         if not self.losses:
             return []
@@ -131,7 +146,10 @@ class Verdict:
         keys = ", ".join(self.exclude[:_SHOWN]) + (", …" if len(self.exclude) > _SHOWN else "")
         where = " (all: report.verdict.exclude)" if len(self.exclude) > _SHOWN else ""
         if len(self.losses) == len(self.costs) and self.ratio < 1:
-            return [f"every int8 operator costs more than it gains: {shown}", "on this machine the fp32 model is the better choice"]
+            return [
+                f"every int8 operator costs more than it gains: {shown}",
+                "on this machine the fp32 model is the better choice",
+            ]
         return [
             f"{len(self.losses)} of {len(self.costs)} int8 kernels cost more than they gain: {shown}",
             f"config.exclude({keys}) leaves their operators in fp32{where}",
@@ -150,10 +168,11 @@ def measure(
     quantized: Callable[..., object] | None = None,
     watch: Watch | None = None,
 ) -> Verdict:
-    """Time the quantized model and the user's in turns, both as the user calls them, with torch's current number of threads.
+    """Time the quantized model and the user's in turns, both as the user calls them, with torch's current
+    number of threads.
 
-    Where there is no module of the user's, the captured graph is timed. Its attention is put back into one call first, as models have it:
-    capture takes it apart.
+    Where there is no module of the user's, the captured graph is timed. Its attention is put back into one
+    call first, as models have it: capture takes it apart.
 
     Args:
         fp32: the captured model.
@@ -175,7 +194,11 @@ def measure(
         with own.called() if own is not None else contextlib.nullcontext((None, "")) as (call, why):
             slow = call or (lambda: module(*example))
             args, kwargs = own.copies() if own is not None else ((), {})  # the model may write into them
-            fast = functools.partial(quantized, *args, **kwargs) if call and quantized else lambda: engine.run(example)
+            fast = (
+                functools.partial(quantized, *args, **kwargs)
+                if call and quantized
+                else lambda: engine.run(example)
+            )
             found = compare(slow, fast, seconds / 2, clock, watch)
         parts: list[tuple[Sequence[Step], Sequence[Step]]] = []
         round_s = sum(found.times.values()) / 1e3
@@ -207,11 +230,15 @@ def verdict_of(found: Comparison, timed: str = "") -> Verdict:
 
 def fastest(runs: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
     """One call's steps with the least time that each took in any of the runs."""
-    return tuple(dataclasses.replace(same[0], ms=min(step.ms for step in same)) for same in zip(*runs, strict=True))
+    return tuple(
+        dataclasses.replace(same[0], ms=min(step.ms for step in same)) for same in zip(*runs, strict=True)
+    )
 
 
 def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> tuple[OpCost, ...]:
-    """Return times of the int8 operators in both, in execution order; those that one step of either computes together are one entry.
+    """Return times of the int8 operators in both, in execution order.
+
+    Those that one step of either computes together are one entry.
 
     Args:
         fp32: steps of the fp32 graph.
@@ -224,7 +251,9 @@ def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> 
         together = frozenset().union(*(groups.get(name, {name}) for name in step.operators))
         groups.update(dict.fromkeys(together, together))
     order = [decision.operator for decision in plan.decisions]
-    kernels = sorted({g for g in groups.values() if g & int8}, key=lambda g: min(order.index(name) for name in g & int8))
+    kernels = sorted(
+        {g for g in groups.values() if g & int8}, key=lambda g: min(order.index(name) for name in g & int8)
+    )
     return tuple(
         OpCost(
             operators=tuple(name for name in order if name in group),
@@ -235,8 +264,12 @@ def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> 
     )
 
 
-def judged(verdict: Verdict, costs: Sequence[OpCost], plan: Plan, runs: Sequence[Sequence[OpCost]] = ()) -> Verdict:
-    """Return the verdict with what the times of its operators say. In doubt about whole calls nothing is said of their parts.
+def judged(
+    verdict: Verdict, costs: Sequence[OpCost], plan: Plan, runs: Sequence[Sequence[OpCost]] = ()
+) -> Verdict:
+    """Return the verdict with what the times of its operators say.
+
+    In doubt about whole calls nothing is said of their parts.
 
     Args:
         verdict: of whole calls.
@@ -245,7 +278,11 @@ def judged(verdict: Verdict, costs: Sequence[OpCost], plan: Plan, runs: Sequence
         runs: the times in single runs; an operator loses only if it does in all but a quarter of them.
     """
     least = _HUNDREDTH * verdict.fp32_ms
-    losses = [c for c in costs if verdict.certain and c.engine_ms - c.fp32_ms > max(least, _TENTH * c.fp32_ms) and _loses(c, runs)]
+    losses = [
+        c
+        for c in costs
+        if verdict.certain and c.engine_ms - c.fp32_ms > max(least, _TENTH * c.fp32_ms) and _loses(c, runs)
+    ]
     losses.sort(key=lambda c: c.fp32_ms - c.engine_ms)
     names = [name for cost in losses for name in cost.operators]
     return dataclasses.replace(verdict, costs=tuple(costs), losses=tuple(losses), exclude=_keys(names, plan))
@@ -253,12 +290,17 @@ def judged(verdict: Verdict, costs: Sequence[OpCost], plan: Plan, runs: Sequence
 
 def _loses(cost: OpCost, runs: Sequence[Sequence[OpCost]]) -> bool:
     """Whether the loss of some operators is beyond the spread of single runs."""
-    differences = sorted(c.engine_ms - c.fp32_ms for run in runs for c in run if c.operators == cost.operators)
+    differences = sorted(
+        c.engine_ms - c.fp32_ms for run in runs for c in run if c.operators == cost.operators
+    )
     return not differences or differences[len(differences) // 4] > 0
 
 
 def _keys(names: Sequence[str], plan: Plan) -> tuple[str, ...]:
-    """Return what `config.exclude` takes for these operators: a type where all its operators are meant, else names."""
+    """Return what `config.exclude` takes for these operators.
+
+    A type where all its operators are meant, else names.
+    """
     kinds: Mapping[str, str] = {d.operator: d.kind for d in plan.quantized}
     keys: list[str] = []
     for name in names:

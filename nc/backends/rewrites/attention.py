@@ -54,7 +54,9 @@ def recompose(module: fx.GraphModule) -> None:
             for term in found.biases:
                 bias = term if bias is None else call_function(module.graph, _aten.add.Tensor, (bias, term))
             arguments = (found.query, found.key, found.value, bias)
-            call = call_function(module.graph, _aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor})
+            call = call_function(
+                module.graph, _aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor}
+            )
         take_over(call, node)
         call.meta["operators"] = [n.meta["operator"] for n in (node, *found.inner) if "operator" in n.meta]
         node.replace_all_uses_with(call)
@@ -63,20 +65,33 @@ def recompose(module: fx.GraphModule) -> None:
 
 
 def attention_of(node: fx.Node) -> Attention | None:
-    """Return the attention whose last product a node is; None when it is none, or something else reads its scores."""
+    """Return the attention whose last product a node is.
+
+    None when it is none, or something else reads its scores.
+    """
     if kind_of_node(node) != "matmul" or not _is_4d(node):
         return None
     softmax, value = Binary.of(node).sides
-    if not _is_own(softmax, "softmax") or Softmax.of(softmax).dim not in (-1, 3) or Softmax.of(softmax).dtype not in (None, torch.float32):
+    if (
+        not _is_own(softmax, "softmax")
+        or Softmax.of(softmax).dim not in (-1, 3)
+        or Softmax.of(softmax).dtype not in (None, torch.float32)
+    ):
         return None
     behind = _behind_scores(Softmax.of(softmax).input)
     if behind is None or not same_shape(behind.scores.meta["val"].shape, softmax.meta["val"].shape):
         return None  # a bias with more rows or heads than the scores
     query, key = Binary.of(behind.scores).sides
-    if op_name(key) != "transpose" or not _is_4d(key) or {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} != {2, 3}:
+    if (
+        op_name(key) != "transpose"
+        or not _is_4d(key)
+        or {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} != {2, 3}
+    ):
         return None
     batches = [side.meta["val"].shape[:2] for side in (query, key, value)]
-    if not all(same_shape(batches[0], other) for other in batches[1:]) or not (_is_4d(query) and _is_4d(value)):
+    if not all(same_shape(batches[0], other) for other in batches[1:]) or not (
+        _is_4d(query) and _is_4d(value)
+    ):
         return None  # `matmul` repeats what is missing, the one call does not
     inner = [softmax, *behind.nodes, behind.scores, *([key] if len(key.users) == 1 else [])]
     return Attention(query, Transpose.of(key).input, value, behind.factor, behind.biases, tuple(inner))
@@ -84,7 +99,10 @@ def attention_of(node: fx.Node) -> Attention | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Behind:
-    """What lies between a product of four dimensions and a softmax: `factor * scores + biases`, computed by `nodes`, last first."""
+    """What lies between a product of four dimensions and a softmax.
+
+    `factor * scores + biases`, computed by `nodes`, last first.
+    """
 
     scores: fx.Node
     factor: float
@@ -93,7 +111,10 @@ class _Behind:
 
 
 def _behind_scores(node: object) -> _Behind | None:
-    """Return the product that a node leads back to through factors, and then biases; None where there is something else."""
+    """Return the product that a node leads back to through factors, and then biases.
+
+    None where there is something else.
+    """
     factor = 1.0
     nodes: list[fx.Node] = []
     biases: list[fx.Node] = []
@@ -113,7 +134,11 @@ def _behind_scores(node: object) -> _Behind | None:
         if not isinstance(bias, fx.Node) or not is_float_tensor(bias):
             return None
         biases.append(bias)
-    return _Behind(node, factor, tuple(biases), tuple(nodes)) if _is_own(node, "matmul") and _is_4d(node) else None
+    return (
+        _Behind(node, factor, tuple(biases), tuple(nodes))
+        if _is_own(node, "matmul") and _is_4d(node)
+        else None
+    )
 
 
 def _holds_product(node: object) -> bool:
@@ -128,7 +153,9 @@ def _holds_product(node: object) -> bool:
 
 def _is_own(node: object, *names: str) -> TypeGuard[fx.Node]:
     """Whether a node is one of these kinds or operators, and only one other reads it."""
-    return isinstance(node, fx.Node) and (kind_of_node(node) or op_name(node)) in names and len(node.users) == 1
+    return (
+        isinstance(node, fx.Node) and (kind_of_node(node) or op_name(node)) in names and len(node.users) == 1
+    )
 
 
 def _is_4d(node: fx.Node) -> bool:

@@ -1,4 +1,7 @@
-"""Rewrites of a QDQ graph: unsigned codes, and quantize nodes as early as possible without changing results."""
+"""Rewrites of a QDQ graph.
+
+Unsigned codes, and quantize nodes as early as possible without changing results.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import JOINS, MOVES, first_input, is_float_tensor, joined_inputs, op_name, schema_arguments
+from nc.graph.catalogue import (
+    JOINS,
+    MOVES,
+    first_input,
+    is_float_tensor,
+    joined_inputs,
+    op_name,
+    schema_arguments,
+)
 from nc.graph.fx_utils import call_operator, give_values_of
 from nc.graph.placement import works_in_place
 from nc.graph.views import Quantize, options
@@ -26,13 +37,21 @@ def unsigned(module: fx.GraphModule) -> None:
         if node.target is quantize_per_tensor and Quantize.of(node).dtype is torch.int8:
             old = Quantize.of(node)
             zero_point = old.numbers[1] + _SHIFT
-            node.args = (old.input, old.scale, zero_point, old.quant_min + _SHIFT, old.quant_max + _SHIFT, torch.uint8)
+            node.args = (
+                old.input,
+                old.scale,
+                zero_point,
+                old.quant_min + _SHIFT,
+                old.quant_max + _SHIFT,
+                torch.uint8,
+            )
             for user in list(node.users):
                 user.args = (node, old.scale, zero_point, torch.uint8)
 
 
 def hoist(module: fx.GraphModule, *, coded_pads: bool = True) -> None:
-    """Quantize, or round to bf16, in front of what only moves or joins values, where all that reads those reads them so.
+    """Quantize, or round to bf16, in front of what only moves or joins values, where all that reads those
+    reads them so.
 
     Not where operators work in place: there a value depends on when it is read.
 
@@ -68,7 +87,11 @@ def _float_sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _move_in_front(
-    module: fx.GraphModule, node: fx.Node, sources: Sequence[fx.Node], operator: torch._ops.OpOverload, qparams: Sequence[Any]
+    module: fx.GraphModule,
+    node: fx.Node,
+    sources: Sequence[fx.Node],
+    operator: torch._ops.OpOverload,
+    qparams: Sequence[Any],
 ) -> None:
     """Convert what a node reads in place of what it gives."""
     for source in dict.fromkeys(sources):
@@ -78,7 +101,10 @@ def _move_in_front(
         node.replace_input_with(source, codes)
     if op_name(node) in _PADS:
         zero = float(Quantize.of(codes).numbers[1]) if qparams else 0.0
-        node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
+        node.args, node.kwargs = (
+            tuple({**schema_arguments(node), "value": zero}.values()),
+            {},
+        )  # the code of 0
     give_values_of(node, *node.users)
     for user in list(node.users):
         user.replace_all_uses_with(node)

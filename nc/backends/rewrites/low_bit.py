@@ -18,12 +18,15 @@ from nc.ops import quant_embedding, quant_linear, quantize_dequantize_dynamic
 _aten = torch.ops.aten
 
 
-#: (graph, a linear, its weight, whose format is uniform) → fp32 values of the weight, [N, K], in a form that keeps its codes.
+#: (graph, a linear, its weight, whose format is uniform) → fp32 values of the weight, [N, K], in a form that
+#: keeps its codes.
 Spell = Callable[[fx.GraphModule, fx.Node, PackedWeight], fx.Node]
 
 
 def replace_low_bit(module: fx.GraphModule, spell: Spell) -> None:
-    """Linears and embeddings with constant low-bit weights become plain ones; weights that are computed stay as they are.
+    """Linears and embeddings with constant low-bit weights become plain ones.
+
+    Weights that are computed stay as they are.
 
     Args:
         module: changed in place.
@@ -35,17 +38,25 @@ def replace_low_bit(module: fx.GraphModule, spell: Spell) -> None:
         if weight is None:
             continue
         new = (
-            _linear(module, node, arguments, weight, spell) if node.target is quant_linear else _embedding(module, node, arguments, weight)
+            _linear(module, node, arguments, weight, spell)
+            if node.target is quant_linear
+            else _embedding(module, node, arguments, weight)
         )
         take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
 
 
-def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight, spell: Spell) -> fx.Node:
+def _linear(
+    module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight, spell: Spell
+) -> fx.Node:
     graph, x = module.graph, arguments["x"]
     kind = x.meta["val"].dtype
-    values = spell(module, node, weight) if _is_uniform(weight) else constant(module, node, "weight", weight.dequantize())
+    values = (
+        spell(module, node, weight)
+        if _is_uniform(weight)
+        else constant(module, node, "weight", weight.dequantize())
+    )
     with graph.inserting_before(node):
         if arguments["act_dtype"] == "bf16":
             x, values = (to_dtype(graph, to_dtype(graph, side, torch.bfloat16), kind) for side in (x, values))
@@ -62,7 +73,9 @@ def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], we
         return call_function(graph, _aten.linear.default, (x, values, arguments["bias"]))
 
 
-def _embedding(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight) -> fx.Node:
+def _embedding(
+    module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight
+) -> fx.Node:
     table = constant(module, node, "weight", weight.dequantize().to(arguments["result"]))
     with module.graph.inserting_before(node):
         return call_function(module.graph, _aten.embedding.default, (table, arguments["ids"]))
@@ -70,13 +83,19 @@ def _embedding(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any],
 
 def _is_uniform(weight: PackedWeight) -> bool:
     """Whether the values of a weight are (code - zero) · scale."""
-    return weight.form.dtype.kind == "integer" and not weight.form.float_zero and weight.shape[1] % weight.scale.shape[1] == 0
+    return (
+        weight.form.dtype.kind == "integer"
+        and not weight.form.float_zero
+        and weight.shape[1] % weight.scale.shape[1] == 0
+    )
 
 
 def zero_codes(weight: PackedWeight) -> torch.Tensor:
     """Return the codes of 0 of a uniform weight, uint8, [N, G]."""
     params = weight.params
-    zero = torch.full_like(params.scale, 2.0 ** (weight.form.bits - 1)) if params.zero is None else params.zero
+    zero = (
+        torch.full_like(params.scale, 2.0 ** (weight.form.bits - 1)) if params.zero is None else params.zero
+    )
     return zero.to(torch.uint8)
 
 
@@ -95,6 +114,8 @@ def _constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> Packe
     parts = {name: arguments[name] for name in PARTS}
     if any(part is not None and part.op != "get_attr" for part in parts.values()):
         return None
-    tensors: dict[str, Any] = {name: None if part is None else constant_of(module, part) for name, part in parts.items()}
+    tensors: dict[str, Any] = {
+        name: None if part is None else constant_of(module, part) for name, part in parts.items()
+    }
     features = arguments["in_features"] if "in_features" in arguments else arguments["features"]
     return stored_weight(**tensors, dtype=arguments["dtype"], features=features)

@@ -1,4 +1,7 @@
-"""Compile and load a C source of this package: shipped in the wheel, kept from an earlier process, or compiled now."""
+"""Compile and load a C source of this package.
+
+Shipped in the wheel, kept from an earlier process, or compiled now.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ _TIMEOUT_S = 300
 _MOST_KEPT = 8
 
 
-#: Where a library comes from: the package, the cache folder, or the compiler in this process. In the order in which they are tried.
+#: Where a library comes from: the package, the cache folder, or the compiler in this process. In the order in
+#: which they are tried.
 ORIGINS = ("shipped", "kept", "compiled")
 
 
@@ -56,13 +60,16 @@ def load(name: str) -> ctypes.CDLL:
     """Return the library of the source `name`.c.
 
     Raises:
-        BackendUnavailableError: it is not shipped, and can't be compiled or loaded here; says why and what to do.
+        BackendUnavailableError: it is not shipped, and can't be compiled or loaded here; says why and what to
+            do.
     """
     return loaded(name).library
 
 
 def loaded(name: str) -> Loaded:
-    """Return the library of the source `name`.c, and where it comes from. It is looked for once in a process, also where there is none.
+    """Return the library of the source `name`.c, and where it comes from.
+
+    It is looked for once in a process, also where there is none.
 
     Raises:
         BackendUnavailableError: see `load`.
@@ -90,7 +97,10 @@ def is_shipped(name: str) -> bool:
 
 
 def load_on_threads(name: str) -> ctypes.CDLL | Unavailable:
-    """Return the library of a source that includes openmp.h, on the threads of torch's operators; or why there is none."""
+    """Return the library of a source that includes openmp.h, on the threads of torch's operators.
+
+    Or why there is none.
+    """
     try:
         library = load(name)
         openmp.connect(library)
@@ -117,12 +127,21 @@ def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded |
             library.nc_compiler.restype = ctypes.c_char_p
             code = isas.compiled(library)
             missing = isas.missing(source.stem, code)
-            return Loaded(library, origin, where, library.nc_compiler().decode(), code, missing, tuple(passed_over))
-    return Unavailable("; ".join(reversed(passed_over)))  # the last one is what the user can do something about
+            return Loaded(
+                library, origin, where, library.nc_compiler().decode(), code, missing, tuple(passed_over)
+            )
+    return Unavailable(
+        "; ".join(reversed(passed_over))
+    )  # the last one is what the user can do something about
 
 
-def _attempt(way: Callable[[], tuple[ctypes.CDLL, str]], passed_over: list[str]) -> tuple[ctypes.CDLL, str] | None:
-    """Return what a way gives; None where it gives nothing, for a reason that is noted unless there is nothing to load."""
+def _attempt(
+    way: Callable[[], tuple[ctypes.CDLL, str]], passed_over: list[str]
+) -> tuple[ctypes.CDLL, str] | None:
+    """Return what a way gives.
+
+    None where it gives nothing, for a reason that is noted unless there is nothing to load.
+    """
     try:
         return way()
     except FileNotFoundError:
@@ -146,13 +165,18 @@ def _shipped(source: Path, identity: str) -> tuple[ctypes.CDLL, str]:
 
 
 def _kept(path: Path, identity: str, passed_over: list[str], made: str) -> tuple[ctypes.CDLL, str]:
-    """Return a library of the cache; its descriptor is loaded, not its name, which another file may get meanwhile."""
+    """Return a library of the cache.
+
+    Its descriptor is loaded, not its name, which another file may get meanwhile.
+    """
     try:
         with cache.opened(path) as handle:
             os.utime(handle)  # the cache drops what was not used for long
             content = cache.content(handle)
             _check_whole(content)
-            lasting = os.dup(handle)  # the loader tells libraries apart by their names: this one must not be given away
+            lasting = os.dup(
+                handle
+            )  # the loader tells libraries apart by their names: this one must not be given away
         try:
             return _opened(f"/proc/self/fd/{lasting}", identity), f"{made} as {path}"
         except OSError as error:
@@ -166,7 +190,9 @@ def _kept(path: Path, identity: str, passed_over: list[str], made: str) -> tuple
         raise OSError(msg) from error
 
 
-def _compiled(source: Path, kept: Path, identity: str, compiler: str, passed_over: list[str]) -> tuple[ctypes.CDLL, str]:
+def _compiled(
+    source: Path, kept: Path, identity: str, compiler: str, passed_over: list[str]
+) -> tuple[ctypes.CDLL, str]:
     """Return a new library, kept for the next process if that is possible."""
     try:
         with tempfile.TemporaryDirectory(prefix="nc-") as directory:
@@ -187,13 +213,20 @@ def _compiled(source: Path, kept: Path, identity: str, compiler: str, passed_ove
     return _elsewhere(kept.name, content, identity, passed_over, "compiled in this process")
 
 
-def _elsewhere(name: str, content: bytes, identity: str, passed_over: list[str], made: str) -> tuple[ctypes.CDLL, str]:
-    """Return a library loaded from a private folder of temporary files, or from memory: the cache may lie where nothing can be run."""
+def _elsewhere(
+    name: str, content: bytes, identity: str, passed_over: list[str], made: str
+) -> tuple[ctypes.CDLL, str]:
+    """Return a library loaded from a private folder of temporary files, or from memory.
+
+    The cache may lie where nothing can be run.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix="nc-") as directory:
             path = Path(directory) / name
             path.write_bytes(content)
-            return _opened(str(path), identity), f"{made}, loaded from {tempfile.gettempdir()}"  # it outlives its file
+            return _opened(
+                str(path), identity
+            ), f"{made}, loaded from {tempfile.gettempdir()}"  # it outlives its file
     except OSError as error:
         passed_over.append(f"the folder of temporary files: {error}")
     handle = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -225,7 +258,10 @@ def _opened(path: str, identity: str) -> ctypes.CDLL:
 
 
 def _check_whole(content: bytes) -> None:
-    """Raise OSError for a file without its end, where linkers put the table of sections: a process that loads it may be killed."""
+    """Raise OSError for a file without its end, where linkers put the table of sections.
+
+    A process that loads it may be killed.
+    """
     if content[:5] != b"\x7fELF\x02" or len(content) < 64:
         msg = "it is no library for 64 bits"
         raise OSError(msg)
@@ -257,7 +293,10 @@ def compile_source(source: Path, target: Path, compiler: str) -> None:
 
 
 def _identity_of(compiler: str) -> str:
-    """Return a compiler's command, with what changes when another version of it is installed: newer ones know more instruction sets."""
+    """Return a compiler's command, with what changes when another version of it is installed.
+
+    Newer ones know more instruction sets.
+    """
     program = shutil.which(compiler.split()[0]) if compiler else None
     try:
         status = Path(program).stat() if program else None

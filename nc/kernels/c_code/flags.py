@@ -1,4 +1,7 @@
-"""How the C sources are compiled, in a wheel and at first use. Imports nothing of nc: setup.py runs this file where there is no torch."""
+"""How the C sources are compiled, in a wheel and at first use.
+
+Imports nothing of nc: setup.py runs this file where there is no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _HEADER = "identity.h"
 
 
 def compiler(named: str) -> str:
-    """Return the command that compiles C: the one that the user named, or the first of those that there are; "" for none."""
+    """Return the command that compiles C: the one that the user named, or the first of those that there are.
+
+    "" for none.
+    """
     return named or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 

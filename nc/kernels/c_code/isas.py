@@ -1,4 +1,6 @@
-"""Instruction sets of the C code: those that a library was compiled for, and the features of the CPU that each needs.
+"""Instruction sets of the C code.
+
+Those that a library was compiled for, and the features of the CPU that each needs.
 
 Imports nothing of nc: setup.py runs this file where there is no torch.
 """
@@ -32,7 +34,11 @@ OF_SOURCES = {
     "steps": ("avx2", "avx512"),
 }
 #: Instruction sets that not every supported compiler knows → those that do.
-COMPILERS = {"avx_vnni": "gcc 11 or clang 12", "avx512_bf16": "gcc 10 or clang 9", "amx": "gcc 11 or clang 12"}
+COMPILERS = {
+    "avx_vnni": "gcc 11 or clang 12",
+    "avx512_bf16": "gcc 10 or clang 9",
+    "amx": "gcc 11 or clang 12",
+}
 
 
 def compiled(library: ctypes.CDLL) -> tuple[str, ...]:

@@ -19,7 +19,9 @@ def limit() -> str:
     """
     found = env.NC_MAX_ISA.get()
     if found and found not in ISAS:
-        msg = f"{VARIABLE}={found!r} names no instruction set. Set it to one of {', '.join(ISAS)}, or unset it."
+        msg = (
+            f"{VARIABLE}={found!r} names no instruction set. Set it to one of {', '.join(ISAS)}, or unset it."
+        )
         raise ConfigError(msg)
     return found
 
@@ -54,6 +56,9 @@ def restrict(library: ctypes.CDLL) -> None:
 
 
 def used(library: ctypes.CDLL) -> tuple[str, ...]:
-    """Return the instruction sets that a library has code for and may use; whether the CPU has them, its callers ask."""
+    """Return the instruction sets that a library has code for and may use.
+
+    Whether the CPU has them, its callers ask.
+    """
     library.nc_may_use.restype = ctypes.c_int64
     return named(library.nc_may_use())

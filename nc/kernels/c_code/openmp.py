@@ -1,4 +1,7 @@
-"""The threads that torch's operators run on, for C code of ours: two pools of threads would wait for each other."""
+"""The threads that torch's operators run on, for C code of ours.
+
+Two pools of threads would wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,14 @@ def threads() -> int:
 
 
 def leave_threads_of_parent() -> None:
-    """In a forked process, compute on one thread from now on: OpenMP would wait for ever for threads that only the parent has."""
+    """In a forked process, compute on one thread from now on.
+
+    OpenMP would wait for ever for threads that only the parent has.
+    """
     if torch.get_num_threads() > 1 and _first_process() != os.getpid():
         text = (
-            f"This process was forked from one that computed on {torch.get_num_threads()} threads, which do not exist here. It computes "
+            f"This process was forked from one that computed on {torch.get_num_threads()} threads, which do "
+            "not exist here. It computes "
             'on one thread: torch.set_num_threads(1). Start processes by "spawn" to use more.'
         )
         warn(text)
@@ -38,7 +45,10 @@ def _first_process() -> int:
 
 
 def connect(library: ctypes.CDLL) -> None:
-    """Let a library that includes openmp.h run on these threads; on one thread where torch's are of another kind."""
+    """Let a library that includes openmp.h run on these threads.
+
+    On one thread where torch's are of another kind.
+    """
     found = _addresses()
     library.nc_threads.argtypes = (ctypes.c_void_p,) * 3
     if found is not None:
@@ -46,8 +56,15 @@ def connect(library: ctypes.CDLL) -> None:
 
 
 def _addresses() -> tuple[int | None, ...] | None:
-    """Addresses of functions of the OpenMP library that torch's own operators call; None where they use another kind of threads."""
+    """Addresses of functions of the OpenMP library that torch's own operators call.
+
+    None where they use another kind of threads.
+    """
     # as the linker looks for torch: first what all libraries see, then what torch itself was linked to
     libraries = (ctypes.CDLL(None), ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
     found = next((library for library in libraries if all(hasattr(library, name) for name in _NAMES)), None)
-    return None if found is None else tuple(ctypes.cast(getattr(found, name), ctypes.c_void_p).value for name in _NAMES)
+    return (
+        None
+        if found is None
+        else tuple(ctypes.cast(getattr(found, name), ctypes.c_void_p).value for name in _NAMES)
+    )

@@ -62,10 +62,20 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "version": (_P,),
 }
 #: Newer than 3.0, or needed by some layers only: a library without them is of use all the same.
-OPTIONAL = frozenset({"primitive_attr_set_scales", "primitive_attr_set_zero_points", "primitive_attr_set_fpmath_mode_v2"})
+OPTIONAL = frozenset(
+    {"primitive_attr_set_scales", "primitive_attr_set_zero_points", "primitive_attr_set_fpmath_mode_v2"}
+)
 NEEDED = (frozenset(SIGNATURES) | frozenset(OTHERS)) - OPTIONAL
 #: dnnl_status_t
-_STATUS = ("success", "out of memory", "invalid arguments", "unimplemented", "last implementation reached", "runtime error", "not required")
+_STATUS = (
+    "success",
+    "out of memory",
+    "invalid arguments",
+    "unimplemented",
+    "last implementation reached",
+    "runtime error",
+    "not required",
+)
 _UNIMPLEMENTED = 3
 
 
@@ -104,7 +114,11 @@ class Library:
     def __init__(self, addresses: Mapping[str, int]) -> None:
         missing = sorted(name for name in NEEDED if f"dnnl_{name}" not in addresses)
         if missing:
-            msg = f"it lacks dnnl_{missing[0]} and {len(missing) - 1} more functions" if len(missing) > 1 else f"it lacks dnnl_{missing[0]}"
+            msg = (
+                f"it lacks dnnl_{missing[0]} and {len(missing) - 1} more functions"
+                if len(missing) > 1
+                else f"it lacks dnnl_{missing[0]}"
+            )
             raise BackendError(msg)
         self.addresses = addresses
         self._functions: dict[str, Callable[..., Any]] = {}

@@ -1,4 +1,6 @@
-"""What a oneDNN primitive is made of, as values: layouts of tensors, what modifies the result, how a window moves. No library is needed.
+"""What a oneDNN primitive is made of, as values.
+
+Layouts of tensors, what modifies the result, how a window moves. No library is needed.
 
 The numbers are those of oneDNN's C headers (dnnl_types.h, version 3); names say which.
 """
@@ -10,7 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-DTYPES: Mapping[torch.dtype, int] = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.int32: 4, torch.int8: 5, torch.uint8: 6}
+DTYPES: Mapping[torch.dtype, int] = {
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float32: 3,
+    torch.int32: 4,
+    torch.int8: 5,
+    torch.uint8: 6,
+}
 SRC, SRC_1, DST, WEIGHTS, BIAS, SCALE, SHIFT, SCRATCHPAD, MULTIPLE_SRC = 1, 2, 17, 33, 41, 51, 52, 80, 1024
 SCALES, ZERO_POINTS, POST_OP = 4096, 8192, 32768
 #: dnnl_alg_kind_t
@@ -61,10 +70,12 @@ class Desc:
         return Desc(tuple(sizes), contiguous_strides(sizes), dtype)
 
     def plain(self, *, channels_last: bool = False) -> Desc:
-        """Return the same memory as oneDNN is told of it: the stride of a size of 1, which moves nothing, is that of a tensor without gaps.
+        """Return the same memory as oneDNN is told of it.
 
-        oneDNN's kernels compute addresses and choose broadcasts from all strides. Torch leaves any stride to a size of 1: that of a slice,
-        or 0 behind `expand`.
+        The stride of a size of 1, which moves nothing, is that of a tensor without gaps.
+
+        oneDNN's kernels compute addresses and choose broadcasts from all strides. Torch leaves any stride to
+        a size of 1: that of a slice, or 0 behind `expand`.
 
         Args:
             channels_last: without gaps means [N, ..., C], as convolutions and pools want it; else row by row.
@@ -117,7 +128,10 @@ class Eltwise:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BinaryOp:
-    """An operation with another tensor, which may have size 1 where the destination has more; `name` is one of `BINARY`."""
+    """An operation with another tensor, which may have size 1 where the destination has more.
+
+    `name` is one of `BINARY`.
+    """
 
     name: str
     other: Desc

@@ -1,6 +1,8 @@
-"""Addresses of functions that a loaded shared library contains but does not export, read from the symbol table of its file (ELF, 64 bits).
+"""Addresses of functions that a loaded shared library contains but does not export, read from the symbol
+table of its file (ELF, 64 bits).
 
-PyTorch's wheels link oneDNN into `libtorch_cpu.so` and hide its functions at link time, but keep the symbol table.
+PyTorch's wheels link oneDNN into `libtorch_cpu.so` and hide its functions at link time, but keep the symbol
+table.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from nc.process import cache
 
 _SYMTAB, _NOTE, _FUNCTION, _BUILD_ID = 2, 7, 2, 3
 _INSTRUCTIONS = 4  # flag of a section
-_SYMBOL = np.dtype([("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2"), ("value", "<u8"), ("size", "<u8")])
+_SYMBOL = np.dtype(
+    [("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2"), ("value", "<u8"), ("size", "<u8")]
+)
 #: Written into the cache; a file of another version is not read.
 _VERSION = 1
 
@@ -58,9 +62,12 @@ def loaded(name: str) -> Image | None:
 
 
 def functions(library: Image, prefix: str) -> Mapping[str, int]:
-    """Offsets in a loaded library of all functions whose name begins with `prefix`; empty where the file has no symbol table.
+    """Offsets in a loaded library of all functions whose name begins with `prefix`.
 
-    Reading 100 MB of names takes 0.1 to 1.4 s, so the result is kept in the user's cache folder under the build id of the library.
+    Empty where the file has no symbol table.
+
+    Reading 100 MB of names takes 0.1 to 1.4 s, so the result is kept in the user's cache folder under the
+    build id of the library.
 
     Raises:
         ValueError: the file is damaged, or its table names places that hold no instructions.
@@ -72,7 +79,11 @@ def functions(library: Image, prefix: str) -> Mapping[str, int]:
             identity = _build_id(image, sections)
             kept = cache.folder() / f"functions-{prefix}{identity}.json" if identity else None
             known = _read(kept, identity) if kept is not None else None
-            code = [range(address, address + size) for _, _, flags, address, _, size, *_ in sections if flags & _INSTRUCTIONS]
+            code = [
+                range(address, address + size)
+                for _, _, flags, address, _, size, *_ in sections
+                if flags & _INSTRUCTIONS
+            ]
             if known is not None and not _outside(library, code, known):
                 return known
             known = _functions(image, sections, prefix.encode())
@@ -90,7 +101,14 @@ def functions(library: Image, prefix: str) -> Mapping[str, int]:
 
 def _outside(library: Image, code: Sequence[range], found: Mapping[str, int]) -> str:
     """Return the first function that lies in none of the sections with instructions, or in memory that can't be executed; "" for none."""
-    return next((name for name, at in found.items() if not (any(at in section for section in code) and library.executes(at))), "")
+    return next(
+        (
+            name
+            for name, at in found.items()
+            if not (any(at in section for section in code) and library.executes(at))
+        ),
+        "",
+    )
 
 
 def _sections(image: mmap.mmap) -> list[tuple[int, ...]]:
@@ -125,12 +143,18 @@ def _functions(image: mmap.mmap, sections: list[tuple[int, ...]], prefix: bytes)
         index = np.searchsorted(keys, table["name"])
         index[index == len(keys)] = 0
         hit = (keys[index] == table["name"]) & (table["info"] & 15 == _FUNCTION) & (table["value"] != 0)
-        found |= {names[int(key)]: int(value) for key, value in zip(table["name"][hit], table["value"][hit], strict=True)}
+        found |= {
+            names[int(key)]: int(value)
+            for key, value in zip(table["name"][hit], table["value"][hit], strict=True)
+        }
     return found
 
 
 def _names(text: bytes, prefix: bytes) -> Iterator[tuple[int, str]]:
-    """Position and text of all names that begin with `prefix`; `find` is ten times as fast as a regular expression here."""
+    """Position and text of all names that begin with `prefix`.
+
+    `find` is ten times as fast as a regular expression here.
+    """
     position = text.find(b"\0" + prefix)
     while position >= 0:
         end = text.index(b"\0", position + 1)
@@ -144,7 +168,10 @@ def _read(path: Path, identity: str) -> dict[str, int] | None:
         content = json.loads(cache.read(path))
     except (OSError, ValueError):
         return None
-    if not isinstance(content, dict) or (content.get("version"), content.get("build_id")) != (_VERSION, identity):
+    if not isinstance(content, dict) or (content.get("version"), content.get("build_id")) != (
+        _VERSION,
+        identity,
+    ):
         return None
     found = content.get("functions")
     return found if isinstance(found, dict) and all(isinstance(v, int) for v in found.values()) else None

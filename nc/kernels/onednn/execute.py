@@ -15,7 +15,7 @@ from nc.kernels.onednn.primitives import Layout, Maker, Primitive
 class Argument(ctypes.Structure):
     """dnnl_exec_arg_t."""
 
-    _fields_ = [("argument", ctypes.c_int), ("memory", ctypes.c_void_p)]  # noqa: RUF012
+    _fields_ = [("argument", ctypes.c_int), ("memory", ctypes.c_void_p)]
 
 
 def arguments(memories: Mapping[int, Handle]) -> ctypes.Array[Argument]:
@@ -69,7 +69,8 @@ def packed(maker: Maker, tensor: torch.Tensor, desc: Desc, layout: Layout, scrat
     result = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     dense = Desc.dense(desc.sizes, desc.dtype)
     if desc != dense:
-        # oneDNN packs a transposed matrix slowly: 10 ms for 3072 x 768 codes, and 0.8 ms by way of one that is not
+        # oneDNN packs a transposed matrix slowly: 10 ms for 3072 x 768 codes, and 0.8 ms by way of one that
+        # is not
         turned = scratch.of(maker.layout(dense).size)
         run_once(maker, maker.reorder(maker.layout(desc), maker.layout(dense)), {SRC: tensor, DST: turned})
         tensor = turned

@@ -121,7 +121,10 @@ class Maker:
         self.verdicts: dict[object, bool] = {}
 
     def keeping(self) -> Maker:
-        """Return a maker for one plan, made on one number of threads. It makes equal primitives once: layers of a model are often alike."""
+        """Return a maker for one plan, made on one number of threads.
+
+        It makes equal primitives once: layers of a model are often alike.
+        """
         maker = copy.copy(self)
         maker.kept = {}
         return maker
@@ -132,7 +135,9 @@ class Maker:
 
     def memory(self, layout: Layout, address: int) -> Handle:
         """Return a tensor argument: memory at an address."""
-        return self.library.create("memory_create", layout.handle, self.engine, address, destroy="memory_destroy")
+        return self.library.create(
+            "memory_create", layout.handle, self.engine, address, destroy="memory_destroy"
+        )
 
     def layout(self, desc: Desc, *, channels_last: bool = False) -> Layout:
         """Return the descriptor of a tensor: `desc.plain(channels_last=...)`."""
@@ -140,7 +145,9 @@ class Maker:
         found = self._layouts.get(desc)
         if found is None:
             arguments = len(desc.sizes), _dims(desc.sizes), DTYPES[desc.dtype], _dims(desc.strides)
-            handle = self.library.create("memory_desc_create_with_strides", *arguments, destroy="memory_desc_destroy")
+            handle = self.library.create(
+                "memory_desc_create_with_strides", *arguments, destroy="memory_desc_destroy"
+            )
             found = self._sized(handle, desc.dtype)
             self._layouts[desc] = found
         return found
@@ -150,11 +157,20 @@ class Maker:
         """Copy with another layout or dtype."""
         with_attributes = self._attributes(attributes or Attributes())
         arguments = source.handle, self.engine, target.handle, self.engine, with_attributes
-        return self._primitive("reorder_primitive_desc_create", arguments, {SRC: source, DST: target}, attributes)
+        return self._primitive(
+            "reorder_primitive_desc_create", arguments, {SRC: source, DST: target}, attributes
+        )
 
     @_shared
     def matmul(
-        self, source: Desc, weights: Desc | Layout, bias: Desc | None, target: Desc, attributes: Attributes, *, keep: bool = False
+        self,
+        source: Desc,
+        weights: Desc | Layout,
+        bias: Desc | None,
+        target: Desc,
+        attributes: Attributes,
+        *,
+        keep: bool = False,
     ) -> Primitive:
         """`target = source @ weights + bias`.
 
@@ -166,11 +182,22 @@ class Maker:
             attributes: scales, zero points and what follows.
             keep: leave `weights` as they lie; else the kernel chooses, and `layouts[WEIGHTS]` says how.
         """
-        tensors = {SRC: self.layout(source), DST: self.layout(target)} | ({BIAS: self.layout(bias)} if bias is not None else {})
+        tensors = {SRC: self.layout(source), DST: self.layout(target)} | (
+            {BIAS: self.layout(bias)} if bias is not None else {}
+        )
         given = self._weights(weights, keep=keep)
         bias_handle = tensors[BIAS].handle if bias is not None else None
-        arguments = self.engine, tensors[SRC].handle, given.handle, bias_handle, tensors[DST].handle, self._attributes(attributes)
-        return self._primitive("matmul_primitive_desc_create", arguments, tensors, attributes, weights=given.dtype)
+        arguments = (
+            self.engine,
+            tensors[SRC].handle,
+            given.handle,
+            bias_handle,
+            tensors[DST].handle,
+            self._attributes(attributes),
+        )
+        return self._primitive(
+            "matmul_primitive_desc_create", arguments, tensors, attributes, weights=given.dtype
+        )
 
     @_shared
     def convolution(
@@ -185,7 +212,9 @@ class Maker:
         avoid: frozenset[str] = frozenset(),
         amx: bool = True,
     ) -> Primitive:
-        """Return a convolution, or a transposed one; plans ask `nc.kernels.onednn.trials` for one, because some kernels give wrong sums.
+        """Return a convolution, or a transposed one.
+
+        Plans ask `nc.kernels.onednn.trials` for one, because some kernels give wrong sums.
 
         Args:
             source: [N, C, ...].
@@ -203,7 +232,11 @@ class Maker:
         images = {SRC: self.layout(source, channels_last=True), DST: self.layout(target, channels_last=True)}
         tensors = images | ({BIAS: self.layout(bias)} if bias is not None else {})
         given = self._weights(weights, keep=False)
-        kind, algorithm = ("deconvolution", _DECONVOLUTION_DIRECT) if geometry.transposed else ("convolution", _CONVOLUTION_DIRECT)
+        kind, algorithm = (
+            ("deconvolution", _DECONVOLUTION_DIRECT)
+            if geometry.transposed
+            else ("convolution", _CONVOLUTION_DIRECT)
+        )
         arguments = (
             self.engine,
             _FORWARD_INFERENCE,
@@ -218,19 +251,36 @@ class Maker:
             _dims(geometry.after),
             self._attributes(attributes),
         )
-        # AMX multiplies 64 values at once, a window of an image with three colours has 27: there VNNI is 1.2 to 2.3 times as fast
+        # AMX multiplies 64 values at once, a window of an image with three colours has 27: there VNNI is 1.2
+        # to 2.3 times as fast
         few = source.sizes[1] <= 4 and max(geometry.window, default=4) <= 3
         create, without = f"{kind}_forward_primitive_desc_create", "amx" if few else ""
-        return self._primitive(create, arguments, tensors, attributes, weights=given.dtype, without=without, avoid=avoid, amx=amx)
+        return self._primitive(
+            create, arguments, tensors, attributes, weights=given.dtype, without=without, avoid=avoid, amx=amx
+        )
 
     @_shared
     def layer_norm(self, source: Desc, target: Desc, epsilon: float, attributes: Attributes) -> Primitive:
         """Over the last dimension, with `SCALE` and `SHIFT` of its size."""
         size = Desc.dense(source.sizes[-1:], torch.float32)
-        tensors = {SRC: self.layout(source), DST: self.layout(target), SCALE: self.layout(size), SHIFT: self.layout(size)}
+        tensors = {
+            SRC: self.layout(source),
+            DST: self.layout(target),
+            SCALE: self.layout(size),
+            SHIFT: self.layout(size),
+        }
         handles = tensors[SRC].handle, tensors[DST].handle, None
-        arguments = (self.engine, _FORWARD_INFERENCE, *handles, epsilon, _USE_SCALE_AND_SHIFT, self._attributes(attributes))
-        return self._primitive("layer_normalization_forward_primitive_desc_create", arguments, tensors, attributes)
+        arguments = (
+            self.engine,
+            _FORWARD_INFERENCE,
+            *handles,
+            epsilon,
+            _USE_SCALE_AND_SHIFT,
+            self._attributes(attributes),
+        )
+        return self._primitive(
+            "layer_normalization_forward_primitive_desc_create", arguments, tensors, attributes
+        )
 
     @_shared
     def softmax(self, source: Desc, target: Desc, axis: int, attributes: Attributes) -> Primitive:
@@ -241,13 +291,28 @@ class Maker:
         return self._primitive("softmax_forward_primitive_desc_create", arguments, tensors, attributes)
 
     @_shared
-    def pooling(self, name: str, source: Desc, target: Desc, kernel: tuple[int, ...], geometry: Geometry) -> Primitive:
+    def pooling(
+        self, name: str, source: Desc, target: Desc, kernel: tuple[int, ...], geometry: Geometry
+    ) -> Primitive:
         """Maximum or mean of windows; `name` is one of `POOLING`."""
         tensors = {SRC: self.layout(source, channels_last=True), DST: self.layout(target, channels_last=True)}
         dilations = _dims([d - 1 for d in geometry.dilations])
-        sizes = _dims(geometry.strides), _dims(kernel), dilations, _dims(geometry.before), _dims(geometry.after)
+        sizes = (
+            _dims(geometry.strides),
+            _dims(kernel),
+            dilations,
+            _dims(geometry.before),
+            _dims(geometry.after),
+        )
         handles = tensors[SRC].handle, tensors[DST].handle
-        arguments = (self.engine, _FORWARD_INFERENCE, POOLING[name], *handles, *sizes, self._attributes(Attributes()))
+        arguments = (
+            self.engine,
+            _FORWARD_INFERENCE,
+            POOLING[name],
+            *handles,
+            *sizes,
+            self._attributes(Attributes()),
+        )
         return self._primitive("pooling_forward_primitive_desc_create", arguments, tensors)
 
     @_shared
@@ -261,7 +326,10 @@ class Maker:
 
     @_shared
     def binary(self, name: str, first: Desc, second: Desc, target: Desc, attributes: Attributes) -> Primitive:
-        """Return an operation of two tensors, the second of which may have size 1 where the first has more; `name` is one of `BINARY`."""
+        """Return an operation of two tensors, the second of which may have size 1 where the first has more.
+
+        `name` is one of `BINARY`.
+        """
         tensors = {SRC: self.layout(first), SRC_1: self.layout(second), DST: self.layout(target)}
         handles = tensors[SRC].handle, tensors[SRC_1].handle, tensors[DST].handle
         arguments = (self.engine, BINARY[name], *handles, self._attributes(attributes))
@@ -269,10 +337,24 @@ class Maker:
 
     @_shared
     def concat(self, sources: tuple[Desc, ...], target: Desc, axis: int) -> Primitive:
-        """Tensors one behind the other along a dimension; arguments are `MULTIPLE_SRC`, `MULTIPLE_SRC + 1`, ..."""
-        tensors = {MULTIPLE_SRC + i: self.layout(desc) for i, desc in enumerate(sources)} | {DST: self.layout(target)}
-        pointers = (ctypes.c_void_p * len(sources))(*(tensors[MULTIPLE_SRC + i].handle.pointer for i in range(len(sources))))
-        arguments = self.engine, tensors[DST].handle, len(sources), axis, pointers, self._attributes(Attributes())
+        """Tensors one behind the other along a dimension.
+
+        Arguments are `MULTIPLE_SRC`, `MULTIPLE_SRC + 1`, ...
+        """
+        tensors = {MULTIPLE_SRC + i: self.layout(desc) for i, desc in enumerate(sources)} | {
+            DST: self.layout(target)
+        }
+        pointers = (ctypes.c_void_p * len(sources))(
+            *(tensors[MULTIPLE_SRC + i].handle.pointer for i in range(len(sources)))
+        )
+        arguments = (
+            self.engine,
+            tensors[DST].handle,
+            len(sources),
+            axis,
+            pointers,
+            self._attributes(Attributes()),
+        )
         return self._primitive("concat_primitive_desc_create", arguments, tensors)
 
     def _weights(self, weights: Desc | Layout, *, keep: bool) -> Layout:
@@ -304,7 +386,9 @@ class Maker:
                 elif isinstance(each, Eltwise):
                     library.call("post_ops_append_eltwise", chain, ELTWISE[each.name], each.alpha, each.beta)
                 else:
-                    library.call("post_ops_append_binary", chain, BINARY[each.name], self.layout(each.other).handle)
+                    library.call(
+                        "post_ops_append_binary", chain, BINARY[each.name], self.layout(each.other).handle
+                    )
             library.call("primitive_attr_set_post_ops", handle, chain)
         return handle
 
@@ -362,7 +446,9 @@ class Maker:
         if scratchpad.size:
             layouts[SCRATCHPAD] = scratchpad
         kind = create.partition("_primitive_desc_")[0].removesuffix("_forward")
-        return Primitive(self.library.create("primitive_create", desc, destroy="primitive_destroy"), kind, kernel, layouts)
+        return Primitive(
+            self.library.create("primitive_create", desc, destroy="primitive_destroy"), kind, kernel, layouts
+        )
 
     def _kernel(self, desc: Handle) -> str:
         name = ctypes.c_char_p()

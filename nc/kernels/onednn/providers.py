@@ -1,8 +1,8 @@
 """Where oneDNN comes from: libraries in an order, the first that passes a test.
 
-The order is torch's own copy, a Python package, the system. Torch's copy costs nothing, has the version that torch's operators run, so
-results are the same bit for bit, and shares torch's threads. It is not exported, and a future torch may leave its symbol table out: then
-the others serve.
+The order is torch's own copy, a Python package, the system. Torch's copy costs nothing, has the version that
+torch's operators run, so results are the same bit for bit, and shares torch's threads. It is not exported,
+and a future torch may leave its symbol table out: then the others serve.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ class Provider:
 
     def __str__(self) -> str:
         version = ".".join(map(str, self.maker.library.version))
-        where = {"torch": "inside torch", "package": "of a Python package", "system": "of the system"}.get(self.name, self.name)
+        where = {"torch": "inside torch", "package": "of a Python package", "system": "of the system"}.get(
+            self.name, self.name
+        )
         return f"oneDNN {version} {where}"
 
 
 def provider() -> Provider:
-    """Return the first library that passes the test; looked for once in a process for each value of `NC_ONEDNN`.
+    """Return the first library that passes the test.
+
+    Looked for once in a process for each value of `NC_ONEDNN`.
 
     Raises:
         BackendUnavailableError: there is none, with the reasons.
@@ -109,7 +113,9 @@ def _package() -> Mapping[str, int]:
 
 def _candidates() -> Iterator[Path]:
     yield Path(sys.prefix) / "lib" / _SONAME
-    yield from (Path(entry).parents[2] / "lib" / _SONAME for entry in sys.path if entry.endswith("site-packages"))
+    yield from (
+        Path(entry).parents[2] / "lib" / _SONAME for entry in sys.path if entry.endswith("site-packages")
+    )
 
 
 def _exported(path: str) -> Mapping[str, int]:
@@ -120,7 +126,11 @@ def _exported(path: str) -> Mapping[str, int]:
         msg = f"it can't be loaded: {error}"
         raise BackendUnavailableError(msg) from error
     names = [f"dnnl_{name}" for name in sorted(NEEDED | OPTIONAL)]
-    found = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names if hasattr(library, name)}
+    found = {
+        name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        for name in names
+        if hasattr(library, name)
+    }
     return {name: address for name, address in found.items() if address}
 
 

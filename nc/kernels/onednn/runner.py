@@ -1,4 +1,7 @@
-"""Run lists of prepared calls: by a few lines of C where there is a compiler, else call by call through ctypes."""
+"""Run lists of prepared calls.
+
+By a few lines of C where there is a compiler, else call by call through ctypes.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,11 @@ class CallList:
     """Calls, in order, and the memory whose address is set before each run."""
 
     def __init__(self) -> None:
-        #: Address of the function (None: of oneDNN's), of what it executes, and of its arguments; their number.
+        #: Address of the function (None: of oneDNN's), of what it executes, and of its arguments; their
+        #: number.
         self.calls: list[tuple[int | None, int, int, int]] = []
-        #: Address of the function that sets (None: oneDNN's), of what is set; number of the tensor, and the offset in it.
+        #: Address of the function that sets (None: oneDNN's), of what is set; number of the tensor, and the
+        #: offset in it.
         self.places: list[tuple[int | None, int, int, int]] = []
         self.bases: list[int] = []
         self._keep: list[object] = []
@@ -50,12 +55,15 @@ class CallList:
         Args:
             function: what is called.
             packed: its first argument.
-            tensors: for each tensor None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
+            tensors: for each tensor None and its address, or the number of the tensor that it is a part of,
+                and the offset in bytes.
         """
         how = in_memory(packed)
         addresses = (ctypes.c_void_p * len(tensors))(*(at if base is None else None for base, at in tensors))
         self._keep.append((how, addresses))
-        self.calls.append((function.address, ctypes.addressof(how), ctypes.addressof(addresses), len(tensors)))
+        self.calls.append(
+            (function.address, ctypes.addressof(how), ctypes.addressof(addresses), len(tensors))
+        )
         for index, (base, offset) in enumerate(tensors):
             if base is not None:
                 where = ctypes.addressof(addresses) + index * ctypes.sizeof(ctypes.c_void_p)
@@ -79,7 +87,7 @@ class Runner(Protocol):
 
 
 class _Call(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("execute", ctypes.c_void_p),
         ("what", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
@@ -88,7 +96,12 @@ class _Call(ctypes.Structure):
 
 
 class _Place(ctypes.Structure):
-    _fields_ = [("set", ctypes.c_void_p), ("memory", ctypes.c_void_p), ("base", ctypes.c_long), ("offset", ctypes.c_long)]  # noqa: RUF012
+    _fields_ = [
+        ("set", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p),
+        ("base", ctypes.c_long),
+        ("offset", ctypes.c_long),
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,9 +114,15 @@ class CompiledRunner:
 
     def bind(self, calls: CallList, stream: Handle) -> Run:
         """See `Runner.bind`."""
-        execute, place = (self.library.addresses[f"dnnl_{name}"] for name in ("primitive_execute", "memory_set_data_handle"))
-        table = (_Call * len(calls.calls))(*(_Call(function or execute, *rest) for function, *rest in calls.calls))
-        places = (_Place * len(calls.places))(*(_Place(function or place, *rest) for function, *rest in calls.places))
+        execute, place = (
+            self.library.addresses[f"dnnl_{name}"] for name in ("primitive_execute", "memory_set_data_handle")
+        )
+        table = (_Call * len(calls.calls))(
+            *(_Call(function or execute, *rest) for function, *rest in calls.calls)
+        )
+        places = (_Place * len(calls.places))(
+            *(_Place(function or place, *rest) for function, *rest in calls.places)
+        )
         bases = (ctypes.c_void_p * len(calls.bases))()
         fixed = stream.pointer, ctypes.byref(places), len(places), bases, ctypes.byref(table), len(table)
         function, keep = self.function, (calls, stream)
@@ -127,7 +146,9 @@ class PythonRunner:
         execute = _typed(self.library, "primitive_execute", EXECUTE)
         place = _typed(self.library, "memory_set_data_handle", _SET)
         to = stream.pointer
-        prepared = [(EXECUTE(f) if f else execute, what, to, count, given) for f, what, given, count in calls.calls]
+        prepared = [
+            (EXECUTE(f) if f else execute, what, to, count, given) for f, what, given, count in calls.calls
+        ]
         places = [(_SET(f) if f else place, memory, base, offset) for f, memory, base, offset in calls.places]
 
         def run(given: Sequence[int]) -> int:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from nc.kernels.onednn.descriptions import BIAS, DST, SCALES, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Geometry
+from nc.kernels.onednn.descriptions import (
+    BIAS,
+    DST,
+    SCALES,
+    SRC,
+    WEIGHTS,
+    ZERO_POINTS,
+    Attributes,
+    Desc,
+    Geometry,
+)
 from nc.kernels.onednn.execute import Scratch, packed, run_once
 from nc.kernels.onednn.primitives import Maker, Primitive
 
@@ -26,29 +36,46 @@ def why_wrong(maker: Maker) -> str:
     codes = torch.randint(0, 256, (1, _INPUTS, _SIZE, _SIZE), generator=generator, dtype=torch.uint8)
     rows = codes[0].flatten(1).t()[:_ROWS].contiguous()
     images = codes.to(memory_format=torch.channels_last)
-    return _why_product_wrong(maker, rows, weight, scales, bias) or _why_convolution_wrong(maker, images, weight, scales, bias)
+    return _why_product_wrong(maker, rows, weight, scales, bias) or _why_convolution_wrong(
+        maker, images, weight, scales, bias
+    )
 
 
-def _why_product_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> str:
+def _why_product_wrong(
+    maker: Maker, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor
+) -> str:
     result = torch.empty(_ROWS, _OUTPUTS, dtype=torch.float32)
     desc = Desc((_INPUTS, _OUTPUTS), (1, _INPUTS), torch.int8)
     attributes = Attributes({SRC: 0, WEIGHTS: 2}, {SRC: 0})
-    primitive = maker.matmul(Desc.of(x), desc, Desc.dense((1, _OUTPUTS), torch.float32), Desc.of(result), attributes)
-    tensors = {SRC: x, WEIGHTS: packed(maker, weight, desc, primitive.layouts[WEIGHTS], Scratch()), BIAS: bias, DST: result}
+    primitive = maker.matmul(
+        Desc.of(x), desc, Desc.dense((1, _OUTPUTS), torch.float32), Desc.of(result), attributes
+    )
+    tensors = {
+        SRC: x,
+        WEIGHTS: packed(maker, weight, desc, primitive.layouts[WEIGHTS], Scratch()),
+        BIAS: bias,
+        DST: result,
+    }
     run_once(maker, primitive, tensors | _numbers(scales))
     none = torch.zeros(_OUTPUTS, dtype=torch.int64)
     own = _onednn.qlinear_prepack(weight, None)
-    expected = _onednn.qlinear_pointwise(x, _SCALE, _ZERO_POINT, own, scales, none, bias, 1.0, 0, torch.float32, "none", [], "")
+    expected = _onednn.qlinear_pointwise(
+        x, _SCALE, _ZERO_POINT, own, scales, none, bias, 1.0, 0, torch.float32, "none", [], ""
+    )
     return _why_apart(primitive, result, expected)
 
 
-def _why_convolution_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> str:
+def _why_convolution_wrong(
+    maker: Maker, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor
+) -> str:
     kernel = weight[:, :, None, None].expand(-1, -1, 3, 3).contiguous()
     result = torch.empty(1, _OUTPUTS, _SIZE, _SIZE, dtype=torch.float32).to(memory_format=torch.channels_last)
     geometry = Geometry((1, 1), (1, 1), (1, 1), (1, 1))
     bias_desc = Desc.dense((_OUTPUTS,), torch.float32)
     attributes = Attributes({SRC: 0, WEIGHTS: 1}, {SRC: 0})
-    primitive = maker.convolution(Desc.of(x), Desc.of(kernel), bias_desc, Desc.of(result), geometry, attributes)
+    primitive = maker.convolution(
+        Desc.of(x), Desc.of(kernel), bias_desc, Desc.of(result), geometry, attributes
+    )
     tensors = {
         SRC: x,
         WEIGHTS: packed(maker, kernel, Desc.of(kernel), primitive.layouts[WEIGHTS], Scratch()),
@@ -76,5 +103,8 @@ def _why_apart(primitive: Primitive, result: torch.Tensor, expected: torch.Tenso
     if primitive.is_reference:
         return f"its int8 {primitive.kind} is the reference kernel {primitive.kernel!r}"
     if not torch.allclose(result, expected, rtol=1e-5, atol=1e-5):
-        return f"its int8 {primitive.kind} ({primitive.kernel}) differs from torch's by {float((result - expected).abs().max()):g}"
+        return (
+            f"its int8 {primitive.kind} ({primitive.kernel}) differs from torch's by "
+            f"{float((result - expected).abs().max()):g}"
+        )
     return ""

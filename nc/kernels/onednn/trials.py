@@ -1,8 +1,10 @@
-"""Do a convolution's kernels add up right? Unusual ones are tried on codes whose sums are known, before a plan takes them.
+"""Do a convolution's kernels add up right? Unusual ones are tried on codes whose sums are known, before a
+plan takes them.
 
-Some of oneDNN's kernels give wrong sums for some windows, strides and sizes: transposed convolutions with strides (3.12, 3.13), AMX kernels
-over few channels or with a result of one column (3.7 to 3.13). torch's operators run the same kernels. Which ones are wrong depends on the
-release, the CPU and all sizes, so nothing is decided by version: the very primitive is run, with its sizes and attributes.
+Some of oneDNN's kernels give wrong sums for some windows, strides and sizes: transposed convolutions with
+strides (3.12, 3.13), AMX kernels over few channels or with a result of one column (3.7 to 3.13). torch's
+operators run the same kernels. Which ones are wrong depends on the release, the CPU and all sizes, so nothing
+is decided by version: the very primitive is run, with its sizes and attributes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from nc.kernels.onednn.descriptions import (
 from nc.kernels.onednn.execute import Scratch, packed, run_once
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
 
-#: Products that a trial adds up itself for each of two images; it looks at as many places of the result as that allows.
+#: Products that a trial adds up itself for each of two images; it looks at as many places of the result as
+#: that allows.
 _MOST_PRODUCTS = 2**19
 #: Places along each dimension of the result that it looks at in any case.
 _LEAST_PLACES = 6
@@ -72,8 +75,11 @@ class Convolution:
         return Desc.dense((self.groups, *each) if self.groups > 1 else each, torch.int8)
 
 
-def convolution(maker: Maker, wanted: Convolution, weights: Desc | Layout) -> tuple[Primitive, tuple[str, ...]]:
-    """Return a primitive whose sums are right, and the names of the kernels that were passed over because theirs are not.
+def convolution(
+    maker: Maker, wanted: Convolution, weights: Desc | Layout
+) -> tuple[Primitive, tuple[str, ...]]:
+    """Return a primitive whose sums are right, and the names of the kernels that were passed over because
+    theirs are not.
 
     Raises:
         Unimplemented: there is none.
@@ -82,7 +88,14 @@ def convolution(maker: Maker, wanted: Convolution, weights: Desc | Layout) -> tu
     amx = not overruns_with_amx(wanted)
     while True:
         primitive = maker.convolution(
-            wanted.source, weights, wanted.bias, wanted.target, wanted.geometry, wanted.attributes, avoid=frozenset(wrong), amx=amx
+            wanted.source,
+            weights,
+            wanted.bias,
+            wanted.target,
+            wanted.geometry,
+            wanted.attributes,
+            avoid=frozenset(wrong),
+            amx=amx,
         )
         if not is_unusual(primitive, wanted) or _verdict(maker, primitive, wanted):
             return primitive, wrong
@@ -92,21 +105,24 @@ def convolution(maker: Maker, wanted: Convolution, weights: Desc | Layout) -> tu
 def overruns_with_amx(wanted: Convolution) -> bool:
     """Whether to make an AMX kernel may write past its memory, which no trial in this process survives.
 
-    Seen with oneDNN 3.12 under a checking allocator, and as an abort with 3.7: a source with a zero point, dilations and pads, windows of 7
-    and more in another dimension than the last. It was never seen with windows of 3, without a zero point, or without AMX.
+    Seen with oneDNN 3.12 under a checking allocator, and as an abort with 3.7: a source with a zero point,
+    dilations and pads, windows of 7 and more in another dimension than the last. It was never seen with
+    windows of 3, without a zero point, or without AMX.
     """
     g = wanted.geometry
     others = zip(g.window[:-1], g.dilations, g.before, g.after, strict=False)
     return SRC in wanted.attributes.zero_points and any(
-        size > _SAFE_WINDOW and dilation > 1 and max(before, after) > 0 for size, dilation, before, after in others
+        size > _SAFE_WINDOW and dilation > 1 and max(before, after) > 0
+        for size, dilation, before, after in others
     )
 
 
 def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
     """Whether a kernel is tried: few models have such convolutions, so few people have seen their sums.
 
-    These are transposed ones, and those of AMX where channels or a row of the result do not fill tiles (64 values, 16 places).
-    Thousands of random convolutions by other kernels were right. ResNet-50 has one kernel to try, BERT none.
+    These are transposed ones, and those of AMX where channels or a row of the result do not fill tiles (64
+    values, 16 places). Thousands of random convolutions by other kernels were right. ResNet-50 has one kernel
+    to try, BERT none.
     """
     if primitive.is_reference or any(isinstance(each, BinaryOp) for each in wanted.attributes.post_ops):
         return False  # no convolution of a plan has a binary operation behind it
@@ -123,7 +139,9 @@ def is_right(maker: Maker, primitive: Primitive, wanted: Convolution) -> bool:
     """Whether a primitive's sums are right; see `adds_up`."""
 
     def run(tensors: dict[int, torch.Tensor]) -> None:
-        tensors[WEIGHTS] = packed(maker, tensors[WEIGHTS], wanted.weights, primitive.layouts[WEIGHTS], Scratch())
+        tensors[WEIGHTS] = packed(
+            maker, tensors[WEIGHTS], wanted.weights, primitive.layouts[WEIGHTS], Scratch()
+        )
         scratchpad = primitive.layouts.get(SCRATCHPAD)
         if scratchpad is not None:
             tensors[SCRATCHPAD] = _noise(Desc.dense((scratchpad.size,), torch.uint8), 0, 255)
@@ -136,13 +154,19 @@ def is_right(maker: Maker, primitive: Primitive, wanted: Convolution) -> bool:
 
 
 def adds_up(wanted: Convolution, run: Callable[[dict[int, torch.Tensor]], None]) -> bool:
-    """Whether the sums of a kernel are right: of noise, in memory that holds noise, at places that include all edges.
+    """Whether the sums of a kernel are right.
+
+    Of noise, in memory that holds noise, at places that include all edges.
 
     Args:
         wanted: what the kernel computes.
-        run: computes it of tensors by their arguments, and writes the result into that of `DST`. The weights are as in `wanted.weights`.
+        run: computes it of tensors by their arguments, and writes the result into that of `DST`. The weights
+            are as in `wanted.weights`.
     """
-    x, target = _noise(wanted.source, *_range(wanted.source.dtype)), _noise(wanted.target, *_range(wanted.target.dtype))
+    x, target = (
+        _noise(wanted.source, *_range(wanted.source.dtype)),
+        _noise(wanted.target, *_range(wanted.target.dtype)),
+    )
     weight = _noise(wanted.weights, -_LARGEST_WEIGHT, _LARGEST_WEIGHT)
     before = target.clone()
     numbers = _numbers(wanted)
@@ -156,7 +180,11 @@ def adds_up(wanted: Convolution, run: Callable[[dict[int, torch.Tensor]], None])
         values = (values / float(numbers[SCALES | DST]) + zero).round().clamp(limits.min, limits.max)
     run({SRC: x, DST: target, WEIGHTS: weight, **numbers})
     found = _at(target, grid).double()
-    most = float(values.abs().max()) * max(_TOLERANCE, torch.finfo(dtype).eps) if dtype.is_floating_point else 1.0
+    most = (
+        float(values.abs().max()) * max(_TOLERANCE, torch.finfo(dtype).eps)
+        if dtype.is_floating_point
+        else 1.0
+    )
     return bool(((found - values).abs() <= most).all())
 
 
@@ -174,7 +202,9 @@ def _verdict(maker: Maker, primitive: Primitive, wanted: Convolution) -> bool:
 @functools.cache
 def _pattern(low: int, high: int) -> torch.Tensor:
     """Random codes; their number is a prime, so that no dimension of a tensor repeats them."""
-    return torch.randint(low, high + 1, (8191,), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
+    return torch.randint(
+        low, high + 1, (8191,), generator=torch.Generator().manual_seed(0), dtype=torch.int16
+    )
 
 
 def _noise(desc: Desc, low: int, high: int) -> torch.Tensor:
@@ -198,7 +228,9 @@ def _numbers(wanted: Convolution) -> dict[int, torch.Tensor]:
         SCALES | SRC: torch.tensor([1 / (2000 * math.sqrt(inputs))], dtype=torch.float32),
         SCALES | WEIGHTS: scales if wanted.attributes.scales.get(WEIGHTS) else scales[:1],
     }
-    result |= {BIAS: torch.arange(outputs, dtype=torch.float32) % 5 / 4 - 0.5} if wanted.bias is not None else {}
+    result |= (
+        {BIAS: torch.arange(outputs, dtype=torch.float32) % 5 / 4 - 0.5} if wanted.bias is not None else {}
+    )
     for argument, zero in ((SRC, _SOURCE_ZERO), (DST, _RESULT_ZERO)):
         if argument in wanted.attributes.zero_points:
             result[ZERO_POINTS | argument] = torch.tensor([zero], dtype=torch.int32)
@@ -206,11 +238,16 @@ def _numbers(wanted: Convolution) -> dict[int, torch.Tensor]:
 
 
 def _grid(wanted: Convolution) -> list[torch.Tensor]:
-    """For each spatial dimension of the result, places along it: all, or the first and last ones and some in between."""
+    """For each spatial dimension of the result, places along it.
+
+    All, or the first and last ones and some in between.
+    """
     sizes = wanted.target.sizes[2:]
     left = _MOST_PRODUCTS / (wanted.source.sizes[1] * math.prod(wanted.geometry.window))
     chosen: dict[int, torch.Tensor] = {}
-    for rank, dim in enumerate(sorted(range(len(sizes)), key=lambda dim: sizes[dim])):  # short dimensions leave more for long ones
+    for rank, dim in enumerate(
+        sorted(range(len(sizes)), key=lambda dim: sizes[dim])
+    ):  # short dimensions leave more for long ones
         most = max(int(left ** (1 / (len(sizes) - rank))), _LEAST_PLACES)
         chosen[dim] = _places(sizes[dim], most)
         left /= len(chosen[dim])
@@ -222,7 +259,9 @@ def _places(size: int, most: int) -> torch.Tensor:
     if size <= most:
         return torch.arange(size)
     edge = most // 3
-    between = edge + torch.randperm(size - 2 * edge, generator=torch.Generator().manual_seed(0))[: most - 2 * edge]
+    between = (
+        edge + torch.randperm(size - 2 * edge, generator=torch.Generator().manual_seed(0))[: most - 2 * edge]
+    )
     return torch.cat((torch.arange(edge), between, torch.arange(size - edge, size)))
 
 
@@ -256,21 +295,31 @@ def _values(
     return values
 
 
-def _sums(wanted: Convolution, x: torch.Tensor, weight: torch.Tensor, grid: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return sums of products at some places: what each reads is gathered dimension by dimension, with zeros for what lies outside.
+def _sums(
+    wanted: Convolution, x: torch.Tensor, weight: torch.Tensor, grid: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return sums of products at some places.
+
+    What each reads is gathered dimension by dimension, with zeros for what lies outside.
 
     Products of codes are whole numbers below 2 ** 14, so fp32 is as good as exact.
     """
     g, sizes = wanted.geometry, x.shape[2:]
     for dim, places in enumerate(grid):
         taps = torch.arange(g.window[dim]) * g.dilations[dim]
-        at = places[:, None] + g.before[dim] - taps if g.transposed else places[:, None] * g.strides[dim] - g.before[dim] + taps
+        at = (
+            places[:, None] + g.before[dim] - taps
+            if g.transposed
+            else places[:, None] * g.strides[dim] - g.before[dim] + taps
+        )
         inside = at % g.strides[dim] == 0 if g.transposed else torch.ones_like(at, dtype=torch.bool)
         at = at.div(g.strides[dim], rounding_mode="floor") if g.transposed else at
         inside &= (at >= 0) & (at < sizes[dim])
         axis = 2 + 2 * dim
         rest = x.shape[axis + 1 :]
-        x = x.index_select(axis, at.clamp(0, sizes[dim] - 1).flatten()).reshape(*x.shape[:axis], *at.shape, *rest)
+        x = x.index_select(axis, at.clamp(0, sizes[dim] - 1).flatten()).reshape(
+            *x.shape[:axis], *at.shape, *rest
+        )
         x = x * inside.view(*at.shape, *[1] * (len(grid) - dim - 1))
     dims = range(len(grid))
     order = 0, *(2 + 2 * dim for dim in dims), 1, *(3 + 2 * dim for dim in dims)

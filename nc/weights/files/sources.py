@@ -1,7 +1,9 @@
-"""Where the values of a transformers model lie in files, whose names and layout need not be those that the model has in memory.
+"""Where the values of a transformers model lie in files, whose names and layout need not be those that the
+model has in memory.
 
-Newer versions of transformers rename tensors while they read them, and join some: the experts of a layer, which files hold one by one,
-become one parameter. What it does for a model is its own data; it is asked for here, so a model gets what `from_pretrained` gives it.
+Newer versions of transformers rename tensors while they read them, and join some: the experts of a layer,
+which files hold one by one, become one parameter. What it does for a model is its own data; it is asked for
+here, so a model gets what `from_pretrained` gives it.
 """
 
 from __future__ import annotations
@@ -42,20 +44,31 @@ class Computed:
     expert: Callable[[int], torch.Tensor] | None = None
 
     def read(self) -> torch.Tensor:
-        """Return the values; raises ArtefactCorruptError if the files do not give them, or give another shape."""
+        """Return the values.
+
+        Raises ArtefactCorruptError if the files do not give them, or give another shape.
+        """
         try:
             made = self.make()
         except (RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-            msg = f"Tensor {self.name!r} cannot be made of those in the files ({type(error).__name__}: {error})."
+            msg = (
+                f"Tensor {self.name!r} cannot be made of those in the files ({type(error).__name__}: "
+                f"{error})."
+            )
             raise ArtefactCorruptError(msg) from error
         if made.shape != self.shape:
-            msg = f"Tensor {self.name!r} has shape {tuple(made.shape)}, and config.json makes it {self.shape}."
+            msg = (
+                f"Tensor {self.name!r} has shape {tuple(made.shape)}, and config.json makes it {self.shape}."
+            )
             raise ArtefactCorruptError(msg)
         return made.to(self.dtype)
 
 
 class _Experts:
-    """The experts of a stack that can only be made whole: it is made once for all of them, as they are read one after the other."""
+    """The experts of a stack that can only be made whole.
+
+    It is made once for all of them, as they are read one after the other.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -69,10 +82,16 @@ class _Experts:
 
 
 class _Shapes:
-    """Stands for the model as it was, of which conversions ask for shapes: its stacks are taken apart before they are read."""
+    """Stands for the model as it was, of which conversions ask for shapes.
+
+    Its stacks are taken apart before they are read.
+    """
 
     def __init__(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        self._empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in wanted.items()}
+        self._empty = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in wanted.items()
+        }
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """Return the tensor without values."""
@@ -84,7 +103,8 @@ def sources_of(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str
 
     Args:
         model: of transformers, nothing changed.
-        stored: tensors by their names in the files. Files of a base model have names without its prefix, and the other way round.
+        stored: tensors by their names in the files. Files of a base model have names without its prefix, and
+            the other way round.
 
     Returns:
         What the model has no name for is left out.
@@ -111,7 +131,9 @@ def sources_of(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str
             full = name.replace(converter.target_patterns[0], target, 1)
             if full in wanted:
                 parts = {pattern: [(key, stored[key]) for key in mine] for pattern, mine in keys.items()}
-                found[full] = _computed(model.config, shapes, name, full, tuple(wanted[full].shape), converter, parts)
+                found[full] = _computed(
+                    model.config, shapes, name, full, tuple(wanted[full].shape), converter, parts
+                )
     return found
 
 
@@ -137,12 +159,19 @@ def experts_of(source: Source, *, transposed: bool) -> list[Source]:
         return one.t() if transposed else one
 
     name = getattr(source, "name", "experts")
-    return [Computed(f"{name}.{i}", shape, source.dtype, functools.partial(make, i)) for i in range(source.shape[0])]
+    return [
+        Computed(f"{name}.{i}", shape, source.dtype, functools.partial(make, i))
+        for i in range(source.shape[0])
+    ]
 
 
-def _by_older_versions(model: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Source]:
+def _by_older_versions(
+    model: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor], prefix: str
+) -> dict[str, Source]:
     """Return what transformers 4 finds: it renames some, joins none, and of tied ones takes the first."""
-    fix = getattr(model, "_fix_state_dict_key_on_load", None)  # no version has public ones, and early ones none at all
+    fix = getattr(
+        model, "_fix_state_dict_key_on_load", None
+    )  # no version has public ones, and early ones none at all
     patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
 
     def renamed(key: str) -> str:
@@ -158,13 +187,17 @@ def _by_older_versions(model: Any, stored: Mapping[str, Stored], wanted: Mapping
     found: dict[str, Source] = {}
     first: dict[int, str] = {}
     for name, tensor in wanted.items():
-        key = next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in named), None)
+        key = next(
+            (key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in named), None
+        )
         if key is not None and first.setdefault(id(tensor), name) == name:
             found[name] = named[key]
     return found
 
 
-def _loading(model: torch.nn.Module) -> tuple[Callable[..., tuple[str, str | None]], Callable[[str], Any], list[Any]] | None:
+def _loading(
+    model: torch.nn.Module,
+) -> tuple[Callable[..., tuple[str, str | None]], Callable[[str], Any], list[Any]] | None:
     """Return what transformers does to a name, in which order it takes them, and its converters for this model; None for older versions."""
     try:
         mapping = importlib.import_module("transformers.conversion_mapping")
@@ -212,5 +245,7 @@ def _computed(
         msg = f"The files have not all of the {shape[0]} experts of {full!r}, but {counts}."
         raise ArtefactCorruptError(msg)
     dtypes = [piece.dtype for pieces in parts.values() for _, piece in pieces]
-    dtype = next((one for one in dtypes if one not in FLOATS), None) or functools.reduce(torch.promote_types, dtypes)
+    dtype = next((one for one in dtypes if one not in FLOATS), None) or functools.reduce(
+        torch.promote_types, dtypes
+    )
     return Computed(full, shape, dtype, make, expert if by_expert else None)

@@ -1,6 +1,9 @@
-"""A model whose weights lie in files: parts of it get values while they are needed, and finished parts go to files again.
+"""A model whose weights lie in files.
 
-Parameters without values are on the meta device, with the shapes and dtypes of the files; tied ones are one parameter.
+Parts of it get values while they are needed, and finished parts go to files again.
+
+Parameters without values are on the meta device, with the shapes and dtypes of the files; tied ones are one
+parameter.
 """
 
 from __future__ import annotations
@@ -58,10 +61,18 @@ class StreamedWeights:
 
     Attributes:
         parts: names of the blocks, and of output heads: what gets values on its own.
-        files: where the values of parameters, and of packed weights that are finished, lie. What is not there is in memory.
+        files: where the values of parameters, and of packed weights that are finished, lie. What is not there
+            is in memory.
     """
 
-    def __init__(self, model: torch.nn.Module, files: Mapping[str, Source], parts: Sequence[str], directory: Path, job: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        files: Mapping[str, Source],
+        parts: Sequence[str],
+        directory: Path,
+        job: Any,
+    ) -> None:
         self.parts, self.files = tuple(parts), dict[str, Source](files)
         self._model, self._directory, self._job = model, directory, job
         self._loaded: dict[str, list[_Slot]] = {}  # of parts with values: what goes back into the slots
@@ -111,8 +122,17 @@ class StreamedWeights:
 
     def settle(self) -> None:
         """See `Store`."""
-        empty = {name for name, parameter in self._model.named_parameters(remove_duplicate=False) if parameter.is_meta}
-        packed = {f"{name}.{part}" for name, module in self._model.named_modules() if is_low_bit(module) for part in PARTS}
+        empty = {
+            name
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter.is_meta
+        }
+        packed = {
+            f"{name}.{part}"
+            for name, module in self._model.named_modules()
+            if is_low_bit(module)
+            for part in PARTS
+        }
         self.files = {name: stored for name, stored in self.files.items() if name in empty or name in packed}
         self._loaded.clear()
 
@@ -128,7 +148,9 @@ class StreamedWeights:
             if inside and f"{path}.".startswith(inside):
                 continue
             for table, key in _held(module):
-                found[f"{path}.{key}".lstrip(".")] = _Slot(weakref.ref(module), table, key, getattr(module, table)[key])
+                found[f"{path}.{key}".lstrip(".")] = _Slot(
+                    weakref.ref(module), table, key, getattr(module, table)[key]
+                )
         return found
 
     def _value(self, name: str, empty: torch.Tensor) -> torch.Tensor:
@@ -136,7 +158,11 @@ class StreamedWeights:
         value = None if known is None else known()
         if value is None:
             read = self.files[name].read()
-            value = torch.nn.Parameter(read, requires_grad=False) if isinstance(empty, torch.nn.Parameter) else read.view(empty.dtype)
+            value = (
+                torch.nn.Parameter(read, requires_grad=False)
+                if isinstance(empty, torch.nn.Parameter)
+                else read.view(empty.dtype)
+            )
             self._values[empty] = weakref.ref(value)
         found: torch.Tensor = value
         return found
@@ -144,7 +170,9 @@ class StreamedWeights:
     def _in_files(self, name: str) -> None:
         """Let a part have its values from the folder of finished ones."""
         self.files = {key: stored for key, stored in self.files.items() if not key.startswith(f"{name}.")}
-        self.files |= {f"{name}.{key}": stored for key, stored in artefact.stored_tensors(self._directory / name).items()}
+        self.files |= {
+            f"{name}.{key}": stored for key, stored in artefact.stored_tensors(self._directory / name).items()
+        }
         empties: dict[int, torch.Tensor] = {}
         slots = self._slots(name).values()
         for slot in slots:
@@ -154,7 +182,7 @@ class StreamedWeights:
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Parameters of a module, and the parts of its packed weight: the table and the name."""
-    parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - named_parameters leaves out ties
+    parameters, buffers = module._parameters, module._buffers  # named_parameters leaves out ties
     yield from (("_parameters", key) for key, value in parameters.items() if value is not None)
     if is_low_bit(module):
         yield from (("_buffers", key) for key in PARTS if buffers[key] is not None)
@@ -166,7 +194,9 @@ def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def shards(source: Path) -> dict[Path, dict[str, Stored]]:
-    """Return the tensors of each safetensors file of a folder; as transformers does, those of model.safetensors, or that its index names.
+    """Return the tensors of each safetensors file of a folder.
+
+    As transformers does, those of model.safetensors, or that its index names.
 
     Raises:
         ArtefactMissingError: it has none, or lacks one that is in the index.
@@ -208,12 +238,17 @@ def _check_fits(name: str, tensor: torch.Tensor, value: Source) -> None:
         msg = f"Tensor {name!r} has shape {value.shape}, and config.json makes it {tuple(tensor.shape)}."
         raise ArtefactCorruptError(msg)
     if tensor.is_floating_point() and value.dtype not in FLOATS:
-        msg = f"Tensor {name!r} has dtype {value.dtype}; the files are of a quantized model. Give the float model."
+        msg = (
+            f"Tensor {name!r} has dtype {value.dtype}; the files are of a quantized model. Give the float "
+            "model."
+        )
         raise ArtefactCorruptError(msg)
 
 
 def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Take the values of all parameters out of a model, which get the dtypes of the files. Buffers get their values.
+    """Take the values of all parameters out of a model, which get the dtypes of the files.
+
+    Buffers get their values.
 
     Ties stay unless the files have other values for the names.
 
@@ -225,7 +260,8 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
         Where each parameter lies in the files. Of tied ones one name need be there.
 
     Raises:
-        ArtefactCorruptError: a tensor is missing, has another shape, or holds no floating-point numbers where the model does.
+        ArtefactCorruptError: a tensor is missing, has another shape, or holds no floating-point numbers where
+            the model does.
     """
     together: dict[int, list[str]] = {}
     optional = tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
@@ -236,12 +272,18 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
     for names in (same for tied in together.values() for same in _same_values(tied, sources)):
         tensor = held[names[0]]
         value = next((sources[name] for name in names if name in sources), None)
-        if value is None and not tensor.is_meta and not isinstance(tensor, torch.nn.Parameter) and _is_optional(names[0], optional):
+        if (
+            value is None
+            and not tensor.is_meta
+            and not isinstance(tensor, torch.nn.Parameter)
+            and _is_optional(names[0], optional)
+        ):
             continue
         if value is None:
             msg = (
-                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out otherwise than this version of "
-                "transformers has it in memory. A model that fits into memory needs no files: nc.quantize in Python."
+                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out otherwise "
+                "than this version of transformers has it in memory. A model that fits into memory needs no "
+                "files: nc.quantize in Python."
             )
             raise ArtefactCorruptError(msg)
         _check_fits(names[0], tensor, value)
@@ -256,18 +298,33 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
 
 
 def _is_optional(name: str, patterns: Sequence[str]) -> bool:
-    """Whether files may lack a buffer, which keeps its first value then: transformers says so, or evaluation does not read it."""
-    return name.rpartition(".")[2] == "num_batches_tracked" or any(re.search(pattern, name) for pattern in patterns)
+    """Whether files may lack a buffer, which keeps its first value then.
+
+    Transformers says so, or evaluation does not read it.
+    """
+    return name.rpartition(".")[2] == "num_batches_tracked" or any(
+        re.search(pattern, name) for pattern in patterns
+    )
 
 
 def _same_values(names: Sequence[str], sources: Mapping[str, Source]) -> list[list[str]]:
-    """Return the names of a tied tensor, apart where the files have other values for them: transformers 5 does not tie these then."""
+    """Return the names of a tied tensor, apart where the files have other values for them.
+
+    Transformers 5 does not tie these then.
+    """
     given = [name for name in names if name in sources]
     groups = [[name for name in names if name not in given]]
     firsts: list[torch.Tensor] = []
     for name in given:
         value = sources[name].read() if len(given) > 1 else torch.empty(0, dtype=torch.float32)
-        at = next((i for i, one in enumerate(firsts) if one.shape == value.shape and torch.equal(one, value.to(one.dtype))), len(firsts))
+        at = next(
+            (
+                i
+                for i, one in enumerate(firsts)
+                if one.shape == value.shape and torch.equal(one, value.to(one.dtype))
+            ),
+            len(firsts),
+        )
         if at == len(firsts):
             firsts.append(value)
             groups += [[]] if at else []

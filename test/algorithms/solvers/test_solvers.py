@@ -36,7 +36,13 @@ def statistics(x, float_x=None):
 
 def problem(weight, x=None, dtype="int4", group=16, rule="minmax", float_x=None, **form):
     inputs = None if x is None else statistics(x, float_x)
-    return Problem(name="layer", weight=weight, form=WeightFormat(dtype=dtype, group_size=group, **form), rule=rule, inputs=inputs)
+    return Problem(
+        name="layer",
+        weight=weight,
+        form=WeightFormat(dtype=dtype, group_size=group, **form),
+        rule=rule,
+        inputs=inputs,
+    )
 
 
 def two_sided_loss(weight, rounded, x, float_x):
@@ -65,7 +71,10 @@ class Grid:
 
 
 def obq(weight, hessian, bits, group, symmetric, order, static):
-    """Codes by the update of Optimal Brain Quantization: one column of the inverse Hessian at a time is eliminated."""
+    """Codes by the update of Optimal Brain Quantization.
+
+    One column of the inverse Hessian at a time is eliminated.
+    """
     weight, inverse = weight.double().clone(), hessian.inverse()
     original = weight.clone()
     codes = torch.empty_like(weight)
@@ -100,7 +109,10 @@ def by_hand(hessian, group, order):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("order", "static"), [("none", False), ("none", True), ("static", True), ("groups", False), ("groups", True)])
+@pytest.mark.parametrize(
+    ("order", "static"),
+    [("none", False), ("none", True), ("static", True), ("groups", False), ("groups", True)],
+)
 @pytest.mark.parametrize(("group", "block"), [(12, 128), (12, 16), (24, 7), (48, 16), (12, 1)])
 def test_gptq_gives_the_codes_of_the_paper(order, static, group, block, symmetric):
     weight, x = torch.randn(20, 48), correlated(200, 48)
@@ -126,11 +138,15 @@ def test_the_factor_is_that_of_the_hessian_and_the_inverse_has_the_papers():
     assert torch.equal(before, hessian * 7)
     assert torch.equal(found.upper, found.upper.triu())
     assert torch.allclose(found.upper @ found.upper.T, whole, rtol=1e-12)
-    assert torch.allclose(found.upper.inverse(), torch.linalg.cholesky(whole.inverse(), upper=True), rtol=1e-8, atol=1e-10)
+    assert torch.allclose(
+        found.upper.inverse(), torch.linalg.cholesky(whole.inverse(), upper=True), rtol=1e-8, atol=1e-10
+    )
     expected = found.upper / found.upper.diagonal()
     for block, group in ((4, 4), (9, 4), (2, 8), (64, 32)):
         feed, size = found.feed(block, group), max(block // group, 1) * group
-        assert [len(piece) for piece in feed.pieces] == [size] * (32 // size) + ([32 % size] if 32 % size else [])
+        assert [len(piece) for piece in feed.pieces] == [size] * (32 // size) + (
+            [32 % size] if 32 % size else []
+        )
         for start in range(0, 32, size):
             rows, columns = slice(start, min(start + size, 32)), slice(start, 32)
             assert torch.allclose(feed.part(rows, columns).double(), expected[rows, columns], rtol=1e-6)
@@ -142,7 +158,7 @@ def test_the_factor_is_that_of_the_hessian_and_the_inverse_has_the_papers():
 def gptaq(weight, hessian, cross, bits, group, alpha):
     """Static symmetric scales, columns as they stand, by the formulas of arXiv 2504.02692 with the factor U of the inverse."""
     weight = weight.double().clone()
-    grids = [Grid(weight[:, s : s + group], bits, True) for s in range(0, weight.shape[1], group)]  # noqa: FBT003
+    grids = [Grid(weight[:, s : s + group], bits, True) for s in range(0, weight.shape[1], group)]
     u = torch.linalg.cholesky(hessian.inverse(), upper=True)
     p = alpha * (cross @ u.T).triu(1) @ u
     codes = torch.empty_like(weight)
@@ -169,7 +185,7 @@ def qronos(weight, x, float_x, bits):
     """One scale per row, columns as they stand, each step of arXiv 2505.11695 as the least squares problem that it is."""
     x, target = x.double(), float_x.double() @ weight.double().T
     best = torch.linalg.lstsq(x, target).solution.T
-    grid = Grid(best, bits, True)  # noqa: FBT003
+    grid = Grid(best, bits, True)
     current, codes = weight.double().clone(), torch.empty_like(weight, dtype=torch.float64)
     for k in range(weight.shape[1]):
         others = [j for j in range(weight.shape[1]) if j != k]
@@ -185,7 +201,9 @@ def qronos(weight, x, float_x, bits):
 def test_qronos_gives_the_codes_of_the_paper():
     weight, x = torch.randn(20, 24), torch.randn(300, 24) @ (torch.eye(24) + 0.1 * torch.randn(24, 24))
     float_x = x + 0.2 * x.roll(1, 1)
-    packed = GPTQ(order="none", two_sided="qronos", damp=0.0).solve(problem(weight, x, "int3", -1, float_x=float_x))
+    packed = GPTQ(order="none", two_sided="qronos", damp=0.0).solve(
+        problem(weight, x, "int3", -1, float_x=float_x)
+    )
     assert torch.equal(packed.unpacked().double(), qronos(weight, x, float_x, 3))
 
 
@@ -212,7 +230,10 @@ def test_two_sided_solvers_are_judged_by_what_they_make_small(kind):
     nearest = RTN().solve(asked)
     one_sided = [weighted_loss(weight, p.dequantize(), asked.inputs) for p in (packed, nearest)]
     assert one_sided[0] > one_sided[1]  # that measure would put round to nearest in its place
-    unrounded, size = two_sided_loss(weight, weight, x, float_x), float((x.double() @ weight.double().T).square().mean())
+    unrounded, size = (
+        two_sided_loss(weight, weight, x, float_x),
+        float((x.double() @ weight.double().T).square().mean()),
+    )
     for found, loss in ((packed, result.loss), (nearest, result.rtn_loss)):
         expected = (two_sided_loss(weight, found.dequantize(), x, float_x) - unrounded) / size
         assert loss == pytest.approx(expected, rel=1e-4)
@@ -237,16 +258,24 @@ def test_exhaustive_search_is_the_floor_and_round_to_nearest_the_ceiling(channel
     nearest, solved = RTN().solve(asked), GPTQ(damp=0.0, order="none").solve(asked)
     assert torch.equal(nearest.scale, solved.scale)
     scale = nearest.scale.double()
-    every = torch.tensor(list(itertools.product(range(4), repeat=channels)), dtype=torch.float64) - 2  # [codes, K]
+    every = (
+        torch.tensor(list(itertools.product(range(4), repeat=channels)), dtype=torch.float64) - 2
+    )  # [codes, K]
     error = asked.weight.double()[:, None] - every[None] * scale[:, :, None]
     hessian = asked.inputs.hessian
     loss = torch.einsum("rck,kl,rcl->rc", error, hessian, error)
 
     def place(packed):
         """Where its codes are in `every`."""
-        return (packed.unpacked().double() @ (4.0 ** torch.arange(channels - 1, -1, -1, dtype=torch.float64))).long()[:, None]
+        return (
+            packed.unpacked().double() @ (4.0 ** torch.arange(channels - 1, -1, -1, dtype=torch.float64))
+        ).long()[:, None]
 
-    found, ceiling, floor = loss.gather(1, place(solved))[:, 0], loss.gather(1, place(nearest))[:, 0], loss.min(1).values
+    found, ceiling, floor = (
+        loss.gather(1, place(solved))[:, 0],
+        loss.gather(1, place(nearest))[:, 0],
+        loss.min(1).values,
+    )
     assert (found >= floor).all()
     assert floor.sum() <= found.sum() < ceiling.sum()
     # no other code of the last column is better
@@ -261,10 +290,25 @@ def test_registered_solvers_have_their_names():
 @pytest.mark.parametrize(
     ("solver", "fields"),
     [
-        *((GPTQ, {"order": "act"}), (GPTQ, {"two_sided": "both"}), (GPTQ, {"damp": -1.0}), (GPTQ, {"block": 0}), (GPTQ, {"alpha": 2.0})),
-        *((GPTQ, {"damp": "0.01"}), (GPTQ, {"block": 1.5}), (GPTQ, {"block": None}), (GPTQ, {"static_groups": "no"})),
+        *(
+            (GPTQ, {"order": "act"}),
+            (GPTQ, {"two_sided": "both"}),
+            (GPTQ, {"damp": -1.0}),
+            (GPTQ, {"block": 0}),
+            (GPTQ, {"alpha": 2.0}),
+        ),
+        *(
+            (GPTQ, {"damp": "0.01"}),
+            (GPTQ, {"block": 1.5}),
+            (GPTQ, {"block": None}),
+            (GPTQ, {"static_groups": "no"}),
+        ),
         *((SOLVERS["hqq"], {"steps": 1.5}), (SOLVERS["hqq"], {"p": None}), (SOLVERS["hqq"], {"beta": "10"})),
-        *((SOLVERS["autoround"], {"steps": 2.5}), (SOLVERS["autoround"], {"lr": "0.1"}), (SOLVERS["autoround"], {"seed": None})),
+        *(
+            (SOLVERS["autoround"], {"steps": 2.5}),
+            (SOLVERS["autoround"], {"lr": "0.1"}),
+            (SOLVERS["autoround"], {"seed": None}),
+        ),
     ],
 )
 def test_values_without_a_meaning_are_refused(solver, fields):
@@ -290,7 +334,10 @@ def test_the_loss_is_that_of_the_outputs():
 # HQQ
 
 
-ASYMMETRIC = [{"dtype": "uint4", "symmetric": False}, {"dtype": "uint4", "symmetric": False, "float_zero": True}]
+ASYMMETRIC = [
+    {"dtype": "uint4", "symmetric": False},
+    {"dtype": "uint4", "symmetric": False, "float_zero": True},
+]
 FORMS = [
     *[{"dtype": f"int{bits}"} for bits in (2, 3, 4, 8)],
     *ASYMMETRIC,
@@ -299,7 +346,12 @@ FORMS = [
     {"dtype": "fp4_e2m1"},
     {"dtype": "int4", "scale_dtype": "fp16"},
     {"dtype": "uint4", "symmetric": False, "float_zero": True, "scale_dtype": "bf16"},
-    {"dtype": "uint4", "symmetric": False, "float_zero": True, "double_quant": DoubleQuant(bits=6, group_size=4)},
+    {
+        "dtype": "uint4",
+        "symmetric": False,
+        "float_zero": True,
+        "double_quant": DoubleQuant(bits=6, group_size=4),
+    },
     {"dtype": "int4", "double_quant": DoubleQuant(bits=8, group_size=-1)},
     {"dtype": "fp4_e2m1", "scale_dtype": "e4m3", "tensor_scale": True},
     {"dtype": "fp4_e2m1", "scale_dtype": "e8m0"},
@@ -311,7 +363,10 @@ def norm(weight, packed, group, p=0.7):
 
 
 def loop_of_the_paper(weight, bits, steps=20, p=0.7, beta=10.0):
-    """HQQ of one group in float64 as its authors write it, with errors in units of the scale; the loss of its best step."""
+    """HQQ of one group in float64 as its authors write it, with errors in units of the scale.
+
+    The loss of its best step.
+    """
     w = weight.double()
     scale, top = (w.max() - w.min()) / (2**bits - 1), 2**bits - 1
     zero = -w.min() / scale
@@ -338,7 +393,10 @@ def test_hqq_is_never_worse_than_its_start_and_better_in_many_groups(form):
     asked = problem(weight, group=32, **form)
     start, found = norm(weight, RTN().solve(asked), 32), norm(weight, HQQ().solve(asked), 32)
     assert (found <= start * (1 + 1e-6)).all()
-    if form["dtype"] != "int8" and form.get("scale_dtype") not in ("e8m0", "e4m3"):  # with so few scales nothing else is near
+    if form["dtype"] != "int8" and form.get("scale_dtype") not in (
+        "e8m0",
+        "e4m3",
+    ):  # with so few scales nothing else is near
         assert (found < start).float().mean() > 0.3
 
 
@@ -352,7 +410,10 @@ def test_hqq_does_not_depend_on_the_size_of_the_weights(form):
 
 def test_each_step_of_hqq_is_a_candidate():
     weight = torch.randn(16, 64)
-    losses = [norm(weight, HQQ(steps=n).solve(problem(weight, group=32, **ASYMMETRIC[1])), 32) for n in (0, 1, 5, 20)]
+    losses = [
+        norm(weight, HQQ(steps=n).solve(problem(weight, group=32, **ASYMMETRIC[1])), 32)
+        for n in (0, 1, 5, 20)
+    ]
     assert all((b <= a).all() for a, b in itertools.pairwise(losses))
 
 
@@ -360,12 +421,21 @@ def test_each_step_of_hqq_is_a_candidate():
 
 
 def block_problem(block, x, forms, targets=None):
-    layers = {n: Problem(name=n, weight=m.weight.detach(), **forms) for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+    layers = {
+        n: Problem(name=n, weight=m.weight.detach(), **forms)
+        for n, m in block.named_modules()
+        if isinstance(m, nn.Linear)
+    }
     samples = [((part,), {}) for part in x]
     with torch.no_grad():
         targets = [block(part) for part in x] if targets is None else targets
     return BlockProblem(
-        name="block", module=block, layers=layers, samples=samples, targets=targets, run=lambda call: block(*call[0], **call[1])
+        name="block",
+        module=block,
+        layers=layers,
+        samples=samples,
+        targets=targets,
+        run=lambda call: block(*call[0], **call[1]),
     )
 
 
@@ -378,7 +448,15 @@ def block_loss(block, x, packed):
 
 
 @pytest.mark.parametrize(
-    "form", [{"dtype": "int2"}, {"dtype": "int3"}, *ASYMMETRIC, {"dtype": "nf4"}, {"dtype": "int4", "scale_dtype": "fp16"}], ids=str
+    "form",
+    [
+        {"dtype": "int2"},
+        {"dtype": "int3"},
+        *ASYMMETRIC,
+        {"dtype": "nf4"},
+        {"dtype": "int4", "scale_dtype": "fp16"},
+    ],
+    ids=str,
 )
 @pytest.mark.sample(2)
 def test_autoround_beats_round_to_nearest_on_a_block(form):
@@ -398,7 +476,10 @@ def test_autoround_beats_round_to_nearest_on_a_block(form):
 
 
 def test_what_autoround_learns_on_is_what_it_stores():
-    """Without a step that helps, the codes are those of round to nearest; and weights in training are those of the codes."""
+    """Without a step that helps, the codes are those of round to nearest.
+
+    And weights in training are those of the codes.
+    """
     for form in FORMS:
         asked = problem(torch.randn(8, 32), correlated(50, 32), group=16, **form)
         start = RTN().solve(asked)
@@ -413,7 +494,9 @@ def test_what_autoround_learns_on_is_what_it_stores():
 
 def test_autoround_solves_a_single_layer_by_its_weighted_loss():
     asked = problem(torch.randn(16, 64), correlated(300, 64), "int3", 32, "wls")
-    loss = [weighted_loss(asked.weight, s.solve(asked).dequantize(), asked.inputs) for s in (RTN(), AutoRound())]
+    loss = [
+        weighted_loss(asked.weight, s.solve(asked).dequantize(), asked.inputs) for s in (RTN(), AutoRound())
+    ]
     assert loss[1] < 0.98 * loss[0]
 
 
@@ -429,7 +512,10 @@ def test_autoround_takes_weights_that_lie_the_other_way_round():
     x = correlated(40, 24).reshape(4, 10, 24) * 0.1
     for rows in (24, 16):
         weight = torch.randn(rows, 24)
-        plain, other = nn.Sequential(nn.Linear(24, rows, bias=False)), nn.Sequential(Conv1D(weight.T.contiguous()))
+        plain, other = (
+            nn.Sequential(nn.Linear(24, rows, bias=False)),
+            nn.Sequential(Conv1D(weight.T.contiguous())),
+        )
         plain[0].weight.data = weight
         form = {"form": WeightFormat(dtype="int3", group_size=8), "rule": "minmax"}
         first = block_problem(plain, x, form)
@@ -440,7 +526,15 @@ def test_autoround_takes_weights_that_lie_the_other_way_round():
 
 # what no solver may do
 
-SOLVE = [GPTQ(), GPTQ(order="groups"), GPTQ(order="none"), GPTQ(two_sided="gptaq"), GPTQ(two_sided="qronos"), HQQ(), AutoRound(steps=5)]
+SOLVE = [
+    GPTQ(),
+    GPTQ(order="groups"),
+    GPTQ(order="none"),
+    GPTQ(two_sided="gptaq"),
+    GPTQ(two_sided="qronos"),
+    HQQ(),
+    AutoRound(steps=5),
+]
 
 
 @settings(max_examples=60)
@@ -465,14 +559,18 @@ def test_no_layer_is_worse_than_round_to_nearest(form, solver, group, rule, kind
         "positive": weight.abs() + 1,
     }[kind]
     x = correlated({"many": 100, "few": 5, "one token": 1}.get(inputs, 40), 16)
-    x = {"dead": x * (torch.arange(16) % 3 > 0), "zero": x * 0, "equal": x[:, :1].expand(-1, 16)}.get(inputs, x)
+    x = {"dead": x * (torch.arange(16) % 3 > 0), "zero": x * 0, "equal": x[:, :1].expand(-1, 16)}.get(
+        inputs, x
+    )
     asked = problem(weight, x, group=group, rule=rule, float_x=x + 0.1 * x.roll(1, 1), **form)
     packed, result = solve_best(asked, solver)
     assert packed.dequantize().isfinite().all()
     assert result.loss <= result.rtn_loss
     two_sided = solver.needs.float_inputs
     assert result.loss == weighted_loss(weight, packed.dequantize(), asked.inputs, two_sided=two_sided)
-    assert result.rtn_loss == weighted_loss(weight, RTN().solve(asked).dequantize(), asked.inputs, two_sided=two_sided)
+    assert result.rtn_loss == weighted_loss(
+        weight, RTN().solve(asked).dequantize(), asked.inputs, two_sided=two_sided
+    )
     assert (result.asked, result.solver in (solver.name, "rtn"), result.tokens) == (solver.name, True, len(x))
 
 
@@ -480,10 +578,21 @@ def test_no_layer_is_worse_than_round_to_nearest(form, solver, group, rule, kind
 def test_a_layer_that_calibration_never_reached_is_rounded_to_nearest_and_says_so(solver):
     weight = torch.randn(8, 32)
     for inputs in (None, InputStatistics.empty(32, hessian=True)):
-        asked = Problem(name="expert", weight=weight, form=WeightFormat(dtype="int4", group_size=16), rule="wls", inputs=inputs)
+        asked = Problem(
+            name="expert",
+            weight=weight,
+            form=WeightFormat(dtype="int4", group_size=16),
+            rule="wls",
+            inputs=inputs,
+        )
         packed, result = solve_best(asked, solver)
         assert torch.equal(packed.unpacked(), RTN().solve(asked).unpacked())
-        assert (result.solver, result.asked, result.tokens, result.note) == ("rtn", solver.name, 0, "calibration never reached it")
+        assert (result.solver, result.asked, result.tokens, result.note) == (
+            "rtn",
+            solver.name,
+            0,
+            "calibration never reached it",
+        )
     assert solve_best(problem(weight), HQQ())[1].note == ""
 
 
@@ -495,7 +604,13 @@ def test_a_layer_that_calibration_never_reached_is_rounded_to_nearest_and_says_s
         *(WeightFormat(dtype=f"int{bits}", group_size=16, scale_dtype="fp16") for bits in (2, 3, 4, 8)),
         *(WeightFormat(dtype=f"uint{bits}", group_size=16, symmetric=False) for bits in (2, 3, 4, 8)),
         WeightFormat(dtype="int4", group_size=16, symmetric=False, float_zero=True),
-        WeightFormat(dtype="int4", group_size=16, symmetric=False, float_zero=True, double_quant=DoubleQuant(6, 8, "fp16")),
+        WeightFormat(
+            dtype="int4",
+            group_size=16,
+            symmetric=False,
+            float_zero=True,
+            double_quant=DoubleQuant(6, 8, "fp16"),
+        ),
     ],
     ids=str,
 )
@@ -538,7 +653,7 @@ def test_channels_without_a_value_are_rounded_to_nearest(order):
     nearest = RTN().solve(problem(weight, x, group=16))
     assert torch.equal(solved.unpacked()[:, [3, 17]], nearest.unpacked()[:, [3, 17]])
     live = [k for k in range(32) if k not in (3, 17)]
-    alone = obq(weight[:, live], damped(x[:, live]), 4, 30, True, range(30), True)  # noqa: FBT003
+    alone = obq(weight[:, live], damped(x[:, live]), 4, 30, True, range(30), True)
     if order == "none":
         whole = GPTQ(order=order).solve(problem(weight, x, group=-1)).unpacked()
         top = weight.abs().argmax(1)
@@ -573,7 +688,10 @@ def test_a_weight_that_attention_reads_itself_is_calibrated():
     """`nn.MultiheadAttention` never calls its `out_proj`, and gives its weight to a function."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(16, 12, 32)
+    model, x = (
+        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(),
+        torch.randn(16, 12, 32),
+    )
     prepared = nc.prepare(model, nc.WeightOnlyConfig("int4", group_size=32, solver=nc.GPTQ()))
     with torch.no_grad():
         assert torch.allclose(prepared(x), model(x), atol=1e-5)

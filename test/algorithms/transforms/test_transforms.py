@@ -1,4 +1,7 @@
-"""Transforms of low-bit layers: what feeds what is measured, the model computes the same afterwards, and quantization loses less."""
+"""Transforms of low-bit layers.
+
+What feeds what is measured, the model computes the same afterwards, and quantization loses less.
+"""
 
 import copy
 
@@ -21,21 +24,49 @@ from nc.formats.weight_format import WeightFormat
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
 
-SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4}
-OPT = {"vocab_size": 99, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+OPT = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 32,
+}
 #: Name → config class, model class, options, name of the list of blocks.
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}, "model.layers"),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, "model.layers"),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, "model.layers"),
+    "gemma": (
+        "GemmaConfig",
+        "GemmaForCausalLM",
+        {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+        "model.layers",
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+        "model.layers",
+    ),
     "opt": ("OPTConfig", "OPTForCausalLM", OPT, "model.decoder.layers"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2, "transformer.h"),
     "bert": ("BertConfig", "BertModel", SIZES, "encoder.layer"),
     "phi": ("PhiConfig", "PhiForCausalLM", SIZES, "model.layers"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {**SIZES, "num_key_value_heads": 2}, "model.layers"),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 2}, "model.layers"),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**SIZES, "num_key_value_heads": 2, "num_local_experts": 2},
+        "model.layers",
+    ),
 }
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATED = {
@@ -48,7 +79,12 @@ GATED = {
 LINKS = {
     "llama": GATED,
     "gemma": GATED,
-    "opt": {"self_attn_layer_norm": QKV, "final_layer_norm": ("fc1",), "self_attn.v_proj": ("self_attn.out_proj",), "fc1": ("fc2",)},
+    "opt": {
+        "self_attn_layer_norm": QKV,
+        "final_layer_norm": ("fc1",),
+        "self_attn.v_proj": ("self_attn.out_proj",),
+        "fc1": ("fc2",),
+    },
     "gpt2": {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",), "attn.c_attn": ("attn.c_proj",)},
     "bert": {"attention.self.value": ("attention.output.dense",)},
     "phi": {"input_layernorm": (*QKV, "mlp.fc1"), "self_attn.v_proj": ("self_attn.dense",)},
@@ -64,7 +100,9 @@ LINKS = {
 def tiny(name, **options):
     config, cls, sizes, _ = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, cls)(getattr(transformers, config)(**{**sizes, **SPECIAL, **options})).eval()
+    model = getattr(transformers, cls)(
+        getattr(transformers, config)(**{**sizes, **SPECIAL, **options})
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # gains are no ones and biases no zeros
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -84,7 +122,9 @@ def first_block(name, model=None):
     """A block and a call that reaches it."""
     model = model or tiny(name)
     blocks = model.get_submodule(MODELS[name][3])
-    ((call, *_),) = record(model, list(blocks), [Sample(((tokens(),), {"use_cache": False} if name != "bert" else {}))])
+    ((call, *_),) = record(
+        model, list(blocks), [Sample(((tokens(),), {"use_cache": False} if name != "bert" else {}))]
+    )
     return blocks[0], call
 
 
@@ -109,7 +149,11 @@ def test_links_are_found_and_fold_without_a_change(name):
         checked = rewrite(block, call, lambda wide, link=link, scale=scale: fold(wide, link, scale))
         assert checked.dtype == torch.float64
         assert checked.error < 1e-12
-        changed = {key.rpartition(".")[0] for key, value in block.state_dict().items() if not torch.equal(value, old[key])}
+        changed = {
+            key.rpartition(".")[0]
+            for key, value in block.state_dict().items()
+            if not torch.equal(value, old[key])
+        }
         assert changed == {link.producer, *link.consumers}
     assert difference(before, output(model, tokens())) < 2e-5  # of the whole model, in fp32
 
@@ -118,8 +162,12 @@ def test_channels_of_grouped_query_attention_and_of_one_linear_for_all():
     by_name = {link.producer: link for link in find_links(*first_block("llama"))}
     values = by_name["self_attn.v_proj"]
     heads = torch.arange(16).reshape(2, 8)
-    assert torch.equal(values.channels[0], heads[[0, 0, 1, 1]].reshape(-1))  # two heads of queries per head of values
-    assert torch.equal(values.gather(torch.arange(32.0), 0)[:3], torch.tensor([4.0, 5.0, 6.0]))  # the mean of channels 0 and 8
+    assert torch.equal(
+        values.channels[0], heads[[0, 0, 1, 1]].reshape(-1)
+    )  # two heads of queries per head of values
+    assert torch.equal(
+        values.gather(torch.arange(32.0), 0)[:3], torch.tensor([4.0, 5.0, 6.0])
+    )  # the mean of channels 0 and 8
     assert torch.equal(values.gather(torch.arange(32.0), 0, "amax")[:3], torch.tensor([8.0, 9.0, 10.0]))
     fused = {link.producer: link for link in find_links(*first_block("gpt2"))}["attn.c_attn"]
     assert torch.equal(fused.channels[0], torch.arange(64, 96))
@@ -127,8 +175,13 @@ def test_channels_of_grouped_query_attention_and_of_one_linear_for_all():
 
 
 def test_what_has_other_readers_is_no_link():
-    """Norms behind the residual sum feed it too; experts are no linears; a norm behind a linear is in the way."""
-    bert, mixtral, gemma2 = ({link.producer for link in find_links(*first_block(n))} for n in ("bert", "mixtral", "gemma2"))
+    """Norms behind the residual sum feed it too; experts are no linears.
+
+    A norm behind a linear is in the way.
+    """
+    bert, mixtral, gemma2 = (
+        {link.producer for link in find_links(*first_block(n))} for n in ("bert", "mixtral", "gemma2")
+    )
     assert not any("LayerNorm" in name for name in bert)
     assert "post_attention_layernorm" not in mixtral
     assert not {"post_attention_layernorm", "post_feedforward_layernorm", "self_attn.o_proj"} & gemma2
@@ -161,7 +214,11 @@ def test_a_block_that_cannot_run_in_float64_is_checked_in_fp32_and_says_so():
     checked = rewrite(block, call, lambda wide: fold(wide, link, torch.rand(8) + 0.5))
     assert "fp32 (no float64 kernels)" in str(checked)
     with pytest.raises(NotEquivalentError):
-        rewrite(block, call, lambda wide: fold(wide, link, torch.full((8,), 2.0)) or wide.fc.weight.data.mul_(1.0001))
+        rewrite(
+            block,
+            call,
+            lambda wide: fold(wide, link, torch.full((8,), 2.0)) or wide.fc.weight.data.mul_(1.0001),
+        )
 
 
 def without_bias(module, link, scale):
@@ -175,12 +232,21 @@ def without_a_reader(module, link, scale):
 
 
 def other_channels(module, link, scale):
-    fold(module, Link(link.producer, link.consumers, tuple(c.flip(0) for c in link.channels), link.size, link.norm), scale)
+    fold(
+        module,
+        Link(link.producer, link.consumers, tuple(c.flip(0) for c in link.channels), link.size, link.norm),
+        scale,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "index", "wrong"),
-    [("opt", 0, without_bias), ("llama", 0, without_a_reader), ("llama", 2, other_channels), ("gpt2", 2, other_channels)],
+    [
+        ("opt", 0, without_bias),
+        ("llama", 0, without_a_reader),
+        ("llama", 2, other_channels),
+        ("gpt2", 2, other_channels),
+    ],
 )
 def test_a_wrong_folding_is_caught_and_not_made(name, index, wrong):
     block, call = first_block(name)
@@ -210,7 +276,9 @@ def test_a_folding_that_the_dtype_cannot_hold_is_undone():
     block, call = first_block("llama", tiny("llama").half())
     link = find_links(block, call)[0]
     old = bytes_of(block)
-    with pytest.raises(NotEquivalentError, match=r"rounded to torch.float16 the new weights would change the output by inf"):
+    with pytest.raises(
+        NotEquivalentError, match=r"rounded to torch.float16 the new weights would change the output by inf"
+    ):
         rewrite(block, call, lambda wide: fold(wide, link, torch.full((link.size,), 1e7)))
     assert is_as(block, old)
 
@@ -248,14 +316,20 @@ def lost(model, quantized):
 
 def converted(model, *transforms, solver=None, batches=3, **options):
     fields = {"w_algo": "minmax", "group_size": 16, **options}
-    prepared = nc.prepare(model, nc.WeightOnlyConfig("int3", transforms=list(transforms), solver=solver or nc.RTN(), **fields))
+    prepared = nc.prepare(
+        model, nc.WeightOnlyConfig("int3", transforms=list(transforms), solver=solver or nc.RTN(), **fields)
+    )
     for seed in range(batches):
         prepared(tokens(seed=seed))
     return nc.convert(prepared)
 
 
 @pytest.mark.parametrize("solver", [nc.RTN(), nc.GPTQ()], ids=["rtn", "gptq"])
-@pytest.mark.parametrize("transform", [nc.AWQ(grid=10), nc.Smooth(), nc.TEQ(steps=25, lr=0.05), nc.Rotation()], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "transform",
+    [nc.AWQ(grid=10), nc.Smooth(), nc.TEQ(steps=25, lr=0.05), nc.Rotation()],
+    ids=lambda t: t.name,
+)
 @pytest.mark.sample(3)
 def test_a_transform_loses_less_where_channels_have_outliers(transform, solver):
     model = with_outliers()
@@ -296,7 +370,10 @@ def test_never_worse_than_no_scale_in_the_layers_own_format(transform, form, mon
         """Of the block with all its layers rounded."""
         now = scope_of("llama", model, form, "mse")
         named = {name.removeprefix(f"{scope.prefix}."): target for name, target in now.targets.items()}
-        weights = {name: sets.rounded(t, sets.weight_of(t), torch.ones(t.module.in_features)) for name, t in named.items()}
+        weights = {
+            name: sets.rounded(t, sets.weight_of(t), torch.ones(t.module.in_features))
+            for name, t in named.items()
+        }
         return sets.BlockError(now, 1000)(weights)
 
     before = error()
@@ -377,7 +454,9 @@ def test_rotation_keeps_the_model(name):
     assert not model.config.tie_word_embeddings
     assert difference(before, output(model, tokens())) < 2e-5
     linears = [layer.name for layer in layers_of(model) if layer.kind == "linear"]
-    assert {n for n in linears if not torch.equal(model.state_dict()[f"{n}.weight"], old[f"{n}.weight"])} == set(linears)
+    assert {
+        n for n in linears if not torch.equal(model.state_dict()[f"{n}.weight"], old[f"{n}.weight"])
+    } == set(linears)
 
 
 def peak_of(linear):
@@ -397,7 +476,9 @@ def test_rotation_spreads_an_outlier_over_all_channels():
     assert peak_of(q) < 0.3 * peak
 
 
-@pytest.mark.parametrize(("size", "keep_mean"), [(64, False), (576, False), (9, False), (48, True), (32, True)])
+@pytest.mark.parametrize(
+    ("size", "keep_mean"), [(64, False), (576, False), (9, False), (48, True), (32, True)]
+)
 def test_matrices_of_rotations_are_orthogonal(size, keep_mean):
     def made(seed):
         return orthogonal(size, torch.Generator().manual_seed(seed), keep_mean=keep_mean)
@@ -438,7 +519,9 @@ def test_rotation_refuses_a_model_whose_weights_are_elsewhere():
 
 def test_a_head_that_was_tied_is_quantized_apart_from_the_embedding_after_a_rotation():
     model = tiny("llama", tie_word_embeddings=True)
-    config = nc.WeightOnlyConfig("int8", group_size=16, lm_head="int8", embedding="int8", transforms=[nc.Rotation()])
+    config = nc.WeightOnlyConfig(
+        "int8", group_size=16, lm_head="int8", embedding="int8", transforms=[nc.Rotation()]
+    )
     quantized = nc.quantize(model, config)
     assert not torch.equal(quantized.lm_head.codes, quantized.model.embed_tokens.codes)
     assert lost(model, quantized) < 1e-3
@@ -458,7 +541,10 @@ def test_layers_outside_the_blocks_and_models_without_blocks():
     (applied,) = nc.report(nc.convert(prepared)).applied
     assert applied.operators == ("0", "2")
     assert "the model: 1 of 1 sets scaled" in applied.text
-    prepared = nc.prepare(nn.Sequential(nn.Linear(16, 16)).eval(), nc.WeightOnlyConfig("int4", group_size=16, transforms=[nc.AWQ()]))
+    prepared = nc.prepare(
+        nn.Sequential(nn.Linear(16, 16)).eval(),
+        nc.WeightOnlyConfig("int4", group_size=16, transforms=[nc.AWQ()]),
+    )
     prepared(torch.randn(64, 16))
     assert "nothing: no norm or linear feeds only linears" in nc.report(nc.convert(prepared)).applied[0].text
 
@@ -470,12 +556,21 @@ def test_padding_does_not_count():
 
     def quantized(filler):
         ids = tokens().masked_fill(mask == 0, filler)
-        prepared = nc.prepare(model, nc.WeightOnlyConfig("int3", group_size=16, w_algo="minmax", transforms=[nc.Smooth(), nc.AWQ(grid=4)]))
+        prepared = nc.prepare(
+            model,
+            nc.WeightOnlyConfig(
+                "int3", group_size=16, w_algo="minmax", transforms=[nc.Smooth(), nc.AWQ(grid=4)]
+            ),
+        )
         prepared(input_ids=ids, attention_mask=mask)
         return nc.convert(prepared).state_dict()
 
     one, other = quantized(3), quantized(77)
-    assert all(torch.allclose(one[name].float(), other[name].float(), rtol=1e-5, atol=1e-6) for name in one if "scale" in name)
+    assert all(
+        torch.allclose(one[name].float(), other[name].float(), rtol=1e-5, atol=1e-6)
+        for name in one
+        if "scale" in name
+    )
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -507,7 +602,9 @@ def test_values_without_a_meaning_are_refused(name, fields):
 
 
 LAYERS = [
-    f"model.layers.{i}.{name}" for i in range(2) for name in (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    f"model.layers.{i}.{name}"
+    for i in range(2)
+    for name in (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 ]
 
 
@@ -544,18 +641,34 @@ def test_neural_compressors_form_of_one_layer_alone(factory):
         assert "the model: " in applied.text
     config = factory(dtype="fp32").set_local("2", factory(bits=8, group_size=32))
     assert (
-        nc.config.config_from({plan.transforms[0].name: {"global": {"dtype": "fp32"}, "local": {"2": {"bits": 8, "group_size": 32}}}})
+        nc.config.config_from(
+            {
+                plan.transforms[0].name: {
+                    "global": {"dtype": "fp32"},
+                    "local": {"2": {"bits": 8, "group_size": 32}},
+                }
+            }
+        )
         == config
     )
 
 
-@pytest.mark.parametrize("transform", [nc.AWQ(grid=5), nc.Smooth(), nc.TEQ(steps=25, lr=0.05)], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "transform", [nc.AWQ(grid=5), nc.Smooth(), nc.TEQ(steps=25, lr=0.05)], ids=lambda t: t.name
+)
 def test_a_rule_gives_a_transform_to_some_layers(transform):
-    """The other layers are as without it; a set of which a rule names one layer is scaled whole, because it reads one tensor."""
+    """The other layers are as without it.
+
+    A set of which a rule names one layer is scaled whole, because it reads one tensor.
+    """
     model = with_outliers()
 
     def differ(one, other):
-        return [name for name in LAYERS if not is_as(one.get_submodule(name), dict(other.get_submodule(name).state_dict()))]
+        return [
+            name
+            for name in LAYERS
+            if not is_as(one.get_submodule(name), dict(other.get_submodule(name).state_dict()))
+        ]
 
     plain, only = (
         converted_by_rules(model, of_three_bits()),
@@ -574,10 +687,15 @@ def test_a_rule_gives_a_transform_to_some_layers(transform):
 
 
 def test_a_set_counts_its_layers_that_do_not_ask_for_a_scale_too():
-    """What a scale costs is measured for all that read the tensor: those of three bits decide, whoever asks."""
+    """What a scale costs is measured for all that read the tensor.
+
+    Those of three bits decide, whoever asks.
+    """
     model = with_outliers()
     one = converted_by_rules(model, of_three_bits(), (LAYERS[0], of_three_bits(nc.AWQ(grid=5, clip=False))))
-    three = converted_by_rules(model, of_three_bits(), (LAYERS[:3], of_three_bits(nc.AWQ(grid=5, clip=False))))
+    three = converted_by_rules(
+        model, of_three_bits(), (LAYERS[:3], of_three_bits(nc.AWQ(grid=5, clip=False)))
+    )
     norms = [m.model.layers[0].input_layernorm.weight for m in (model, one, three)]
     assert not torch.equal(norms[0], norms[1])
     assert torch.equal(norms[1], norms[2])
@@ -586,15 +704,26 @@ def test_a_set_counts_its_layers_that_do_not_ask_for_a_scale_too():
 def test_a_clip_search_is_for_the_layers_that_ask_for_it():
     model = with_outliers()
     asks = converted_by_rules(model, of_three_bits(), (LAYERS[2], of_three_bits(nc.AWQ(grid=1, clip=True))))
-    clipped = [a.text.partition("ranges clipped in ")[2].split(", ") for a in nc.report(asks).applied if "ranges clipped in" in a.text]
+    clipped = [
+        a.text.partition("ranges clipped in ")[2].split(", ")
+        for a in nc.report(asks).applied
+        if "ranges clipped in" in a.text
+    ]
     assert clipped in ([], [[LAYERS[2]]])
     every = converted_by_rules(model, of_three_bits(nc.AWQ(grid=1, clip=True)))
-    clipped = [a.text.partition("ranges clipped in ")[2].split(", ") for a in nc.report(every).applied if "ranges clipped in" in a.text]
+    clipped = [
+        a.text.partition("ranges clipped in ")[2].split(", ")
+        for a in nc.report(every).applied
+        if "ranges clipped in" in a.text
+    ]
     assert len(sum(clipped, [])) > 1
 
 
 def test_a_transform_of_the_whole_model_is_no_rule_for_a_layer():
-    with pytest.raises(nc.ConfigError, match=r"set_local\('x', …\): Rotation\(.*\) changes the whole model.*outer configuration"):
+    with pytest.raises(
+        nc.ConfigError,
+        match=r"set_local\('x', …\): Rotation\(.*\) changes the whole model.*outer configuration",
+    ):
         of_three_bits().set_local("x", of_three_bits(nc.Rotation()))
     model = with_outliers()
     local = of_three_bits(nc.Rotation(), nc.Smooth())

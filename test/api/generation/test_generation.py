@@ -1,4 +1,7 @@
-"""Tokens by plans are the tokens of the model: architectures, batches, beams, long texts, and what is left to the model."""
+"""Tokens by plans are the tokens of the model.
+
+Architectures, batches, beams, long texts, and what is left to the model.
+"""
 
 import copy
 import dataclasses
@@ -36,7 +39,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.skipif(OLD and n == "Mixtral", reason="can't be exported")) for n in CONFIGS]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.skipif(OLD and n == "Mixtral", reason="can't be exported"))
+        for n in CONFIGS
+    ],
 )
 @pytest.mark.sample(3)
 def test_texts_are_those_of_the_model(name):
@@ -123,7 +130,10 @@ def test_the_cache_is_the_users():
 
 
 def test_the_cache_has_the_name_that_the_model_gives_it():
-    """transformers 5.24 takes and gives `cache`, and warns where `past_key_values` is said; a call by either name is a step."""
+    """transformers 5.24 takes and gives `cache`, and warns where `past_key_values` is said.
+
+    A call by either name is a step.
+    """
     new = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
     model = language_model()
     assert cache_argument(model) == ("cache" if new else "past_key_values")
@@ -190,7 +200,10 @@ def test_modes_and_threads():
     same(generated(model, texts()), expected)
     torch.set_num_threads(before)
     found = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: generated(model, texts(1, 5 + i))})) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: generated(model, texts(1, 5 + i))}))
+        for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -220,15 +233,17 @@ def test_a_forked_process_generates():
         "import os, sys; sys.path.insert(0, 'test')\n"
         "import torch, nc; from suites.generation import generated, language_model, texts\n"
         "torch.set_num_threads(2)\n"
-        "model = nc.accelerate_generation(language_model(**{'hidden_size': 256, 'intermediate_size': 1024}))\n"
-        "expected = generated(model, texts()).sequences\n"
+        "model = nc.accelerate_generation(language_model(**{'hidden_size': 256, 'intermediate_size': "
+        "1024}))\nexpected = generated(model, texts()).sequences\n"
         "child = os.fork()\n"
         "if not child:\n"
         "    torch.set_num_threads(1)\n"
         "    os._exit(0 if torch.equal(generated(model, texts()).sequences, expected) else 3)\n"
         "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.splitlines()[-1:] == ["child 0"], done.stderr
 
 
@@ -269,7 +284,11 @@ def test_a_plan_that_is_wrong_is_not_used(monkeypatch):
     """At the start an error; for another kind of step, later, a warning, and the model goes on by itself."""
     run = decoding._run
     wrong = {False: False, True: True}
-    monkeypatch.setattr(decoding, "_run", lambda step, kwargs, *rest: run(step, kwargs, *rest) * (1 + wrong[len(kwargs["input_ids"]) > 1]))
+    monkeypatch.setattr(
+        decoding,
+        "_run",
+        lambda step, kwargs, *rest: run(step, kwargs, *rest) * (1 + wrong[len(kwargs["input_ids"]) > 1]),
+    )
     model = language_model()
     expected = generated(model, texts(2))
     nc.accelerate_generation(model)
@@ -300,12 +319,18 @@ def test_what_can_not_be_accelerated_says_why():
     with pytest.raises(UnsupportedError, match="hooks inside"):
         nc.accelerate_generation(model)
     states = transformers.AutoModelForCausalLM.from_config(
-        transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=1, state_size=8, time_step_rank=32)
+        transformers.MambaConfig(
+            vocab_size=96, hidden_size=64, num_hidden_layers=1, state_size=8, time_step_rank=32
+        )
     )
     states = nc.quantize(states.eval(), nc.WeightOnlyConfig("int4", group_size=32))
     with pytest.raises(UnsupportedError, match="its cache"):
         nc.accelerate_generation(states)
-    t5 = transformers.T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
-    both = nc.quantize(transformers.T5ForConditionalGeneration(t5).eval(), nc.WeightOnlyConfig("int4", group_size=32))
+    t5 = transformers.T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    both = nc.quantize(
+        transformers.T5ForConditionalGeneration(t5).eval(), nc.WeightOnlyConfig("int4", group_size=32)
+    )
     with pytest.raises(UnsupportedError, match="has an encoder"):
         nc.accelerate_generation(both)

@@ -1,4 +1,7 @@
-"""Tokens by plans, where a model, its cache or its arguments are changed between them: nothing of before may be used."""
+"""Tokens by plans, where a model, its cache or its arguments are changed between them.
+
+Nothing of before may be used.
+"""
 
 import copy
 
@@ -35,7 +38,9 @@ def filled(model, ids, **more):
 
 def step(model, cache, *tokens, **more):
     with torch.no_grad():
-        return model(input_ids=torch.tensor([[token] for token in tokens]), past_key_values=cache, **more).logits
+        return model(
+            input_ids=torch.tensor([[token] for token in tokens]), past_key_values=cache, **more
+        ).logits
 
 
 def pair(name="Llama", **more):
@@ -54,7 +59,10 @@ class Adapter(torch.nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base = base
-        self.low, self.up = torch.nn.Linear(base.in_features, 4, bias=False), torch.nn.Linear(4, base.out_features, bias=False)
+        self.low, self.up = (
+            torch.nn.Linear(base.in_features, 4, bias=False),
+            torch.nn.Linear(4, base.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.low(x))
@@ -84,11 +92,19 @@ def _forward(model):
 
 CHANGES = {
     "another linear": _other_linear,
-    "a float linear": lambda model: model.set_submodule("model.layers.0.mlp.down_proj", torch.nn.Linear(96, 64)),
-    "an adapter": lambda model: model.set_submodule("model.layers.0.mlp.up_proj", Adapter(model.model.layers[0].mlp.up_proj).eval()),
-    "another parameter": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.randn(96, 64))),
+    "a float linear": lambda model: model.set_submodule(
+        "model.layers.0.mlp.down_proj", torch.nn.Linear(96, 64)
+    ),
+    "an adapter": lambda model: model.set_submodule(
+        "model.layers.0.mlp.up_proj", Adapter(model.model.layers[0].mlp.up_proj).eval()
+    ),
+    "another parameter": lambda model: setattr(
+        model.lm_head, "weight", torch.nn.Parameter(torch.randn(96, 64))
+    ),
     "other memory of a parameter": lambda model: setattr(model.model.norm.weight, "data", torch.rand(64)),
-    "a buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq / 2),
+    "a buffer": lambda model: setattr(
+        model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq / 2
+    ),
     "scales in place": _scale,
     "a bias in place": _bias,
     "another dtype": lambda model: model.to(torch.bfloat16),
@@ -101,13 +117,18 @@ CHANGES = {
 @pytest.mark.sample(8)
 def test_changes_of_the_model_are_followed(change, engine):
     """A plan has addresses of weights in it, and what was computed of them: none may be those of before."""
-    model = set_backend(language_model(mlp_bias=True, dtype=torch.bfloat16 if change == "a bias in place" else torch.float32), engine)
+    model = set_backend(
+        language_model(mlp_bias=True, dtype=torch.bfloat16 if change == "a bias in place" else torch.float32),
+        engine,
+    )
     nc.accelerate_generation(model)
     generated(model, texts())
     CHANGES[change](model)
     own = copy.deepcopy(model)
     got, expected = generated(model, texts()), generated(own, texts())
-    assert worst_sqnr_db(list(expected.logits)[:6], list(got.logits)[:6]) > (90 if model.dtype is torch.float32 else 30)
+    assert worst_sqnr_db(list(expected.logits)[:6], list(got.logits)[:6]) > (
+        90 if model.dtype is torch.float32 else 30
+    )
     assert "by a plan" in status(model)
 
 
@@ -136,7 +157,10 @@ def test_what_was_kept_of_a_cache_stays():
 
 
 def test_positions_that_the_model_counts():
-    """OPT counts visible tokens where no positions are given, and a plan counts places: that text is left to the model."""
+    """OPT counts visible tokens where no positions are given, and a plan counts places.
+
+    That text is left to the model.
+    """
     model, own = pair("OPT")
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[0, :4] = 0
@@ -145,7 +169,10 @@ def test_positions_that_the_model_counts():
     with pytest.warns(NCWarning, match="differs from OPTForCausalLM's own"):
         first = step(model, caches[0], 5, 6, attention_mask=mask[:, :10])
     torch.testing.assert_close(first, step(own, caches[1], 5, 6, attention_mask=mask[:, :10]))
-    second = [step(each, cache, 7, 8, attention_mask=mask[:, :11]) for each, cache in zip((model, own), caches, strict=True)]
+    second = [
+        step(each, cache, 7, 8, attention_mask=mask[:, :11])
+        for each, cache in zip((model, own), caches, strict=True)
+    ]
     torch.testing.assert_close(*second)
     assert "batches, some places hidden, positions not given: the model itself" in status(model)
 
@@ -165,7 +192,9 @@ def test_masks(name):
         caches = [filled(each, texts(3), attention_mask=given[:, :9]) for each in (model, own)]
         for i in range(5):
             more = {"attention_mask": given[:, : 10 + i], "position_ids": torch.full((3, 1), 9 + i)}
-            got, expected = (step(each, cache, 5, 6, 7, **more) for each, cache in zip((model, own), caches, strict=True))
+            got, expected = (
+                step(each, cache, 5, 6, 7, **more) for each, cache in zip((model, own), caches, strict=True)
+            )
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -184,7 +213,10 @@ def test_arguments_and_settings_are_those_of_the_model():
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     model.config.output_hidden_states = True
     with torch.no_grad():
-        assert model(input_ids=torch.tensor([[5]]), past_key_values=filled(model, texts())).hidden_states is not None
+        assert (
+            model(input_ids=torch.tensor([[5]]), past_key_values=filled(model, texts())).hidden_states
+            is not None
+        )
 
 
 @pytest.mark.parametrize("tokens", [[[96]], [[-1]], [[5.5]]])
@@ -238,4 +270,6 @@ def test_a_cache_that_begins_to_record():
 def test_an_accelerated_model_can_be_exported():
     model, own = pair()
     program = torch.export.export(model, (texts(),), {"use_cache": False}, strict=False)
-    torch.testing.assert_close(program.module()(texts(), use_cache=False).logits, own(texts()).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        program.module()(texts(), use_cache=False).logits, own(texts()).logits, rtol=1e-4, atol=1e-5
+    )

@@ -1,4 +1,7 @@
-"""Which calls of one engine model run together: those of shapes that their thread knows, and never beside one that compiles."""
+"""Which calls of one engine model run together.
+
+Those of shapes that their thread knows, and never beside one that compiles.
+"""
 
 import threading
 

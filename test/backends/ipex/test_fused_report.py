@@ -12,9 +12,18 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c1, self.norm, self.c2 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, padding=1)
+        self.c1, self.norm, self.c2 = (
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.Conv2d(16, 16, 3, padding=1),
+        )
         self.relu, self.pool, self.mean = nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)
-        self.fc, self.gelu, self.fc2, self.last = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16)
+        self.fc, self.gelu, self.fc2, self.last = (
+            nn.Linear(16, 32),
+            nn.GELU(),
+            nn.Linear(32, 16),
+            nn.LayerNorm(16),
+        )
 
     def forward(self, x):
         x = self.pool(self.relu(self.norm(self.c1(x))))
@@ -24,7 +33,9 @@ class Net(nn.Module):
 
 def report_of(config, backend="native"):
     x = torch.randn(2, 3, 16, 16)
-    return nc.quantize(Net().eval(), config, lambda p: p(x), example_inputs=x, backend=backend, measure=False).report()
+    return nc.quantize(
+        Net().eval(), config, lambda p: p(x), example_inputs=x, backend=backend, measure=False
+    ).report()
 
 
 def test_native_names_the_kernel_that_computes_an_operator_along():
@@ -46,7 +57,10 @@ def test_what_stands_behind_a_fp32_operator_is_fp32(excluded):
     behind = {"c1": "relu", "c2": "relu@1", "fc": "gelu"}[excluded]
     found = {op.operator: (op.ran, op.reason) for op in report.ops}
     assert found[excluded][0] == found[behind][0] == "fp32"
-    assert "fused" not in found[behind][1] or found[behind][1] == "no int8 operator reads the sum; it is fused in fp32"
+    assert (
+        "fused" not in found[behind][1]
+        or found[behind][1] == "no int8 operator reads the sum; it is fused in fp32"
+    )
 
 
 def test_the_reference_fuses_nothing():

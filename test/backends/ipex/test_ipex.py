@@ -1,4 +1,7 @@
-"""The IPEX backend: the common suite, int8 proven from the executed graph, and the engine faults that lints avoid."""
+"""The IPEX backend.
+
+The common suite, int8 proven from the executed graph, and the engine faults that lints avoid.
+"""
 
 import functools
 import json
@@ -18,7 +21,15 @@ from suites.backend_suite import MODELS, BackendSuite, changing_after_a_view
 from torch import nn
 from torch.nn import functional as F
 
-from nc import BackendError, DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
+from nc import (
+    BackendError,
+    DynamicQuantConfig,
+    NCWarning,
+    StaticQuantConfig,
+    VerificationError,
+    convert,
+    prepare,
+)
 from nc.backends import auto_order, cpu, verify
 from nc.backends.ipex import isolate, lower
 from nc.backends.ipex.passes import passes
@@ -94,10 +105,14 @@ LINEARS = "dict(pre=nn.Linear(16, 16), mid=nn.Linear(16, 16), post=nn.Linear(16,
 IMAGE, ROWS, SQUARE, SIGNAL = (2, 3, 8, 8), (2, 4, 16), (2, 16, 16), (2, 32, 40)
 RELU, PLAIN = "self.post(f(F.relu(self.pre(x))))", "self.post(f(self.pre(x)))"
 #: Products of heads, which lie side by side in memory.
-KEYS = "(lambda h: h(self.pre(y)) @ h(self.mid(y)).transpose(1, 2))(lambda t: t.reshape(t.shape[0], 64, 4).transpose(0, 1))"
+KEYS = (
+    "(lambda h: h(self.pre(y)) @ h(self.mid(y)).transpose(1, 2))(lambda t: t.reshape(t.shape[0], 64, "
+    "4).transpose(0, 1))"
+)
 #: What is computed with scores s of 7 tokens and 4 heads.
 SCORES = (
-    "(lambda s: {})((lambda h: h(self.pre(y)) @ h(self.mid(y)).transpose(2, 3))(lambda t: t.reshape(t.shape[0], 7, 4, 8).transpose(1, 2)))"
+    "(lambda s: {})((lambda h: h(self.pre(y)) @ h(self.mid(y)).transpose(2, 3))(lambda t: "
+    "t.reshape(t.shape[0], 7, 4, 8).transpose(1, 2)))"
 )
 HEADS, TOKENS = "dict(pre=nn.Linear(32, 32), mid=nn.Linear(32, 32), post=nn.Linear(7, 7))", (2, 7, 32)
 INTO_A_PART = "(lambda b: (b[..., :7].add_(s / 8), b))(torch.tanh(y.reshape(y.shape[0], 4, 7, 8)))"
@@ -109,7 +124,14 @@ FAULTS = {
     "y + conv(y)": (CONVS, IMAGE, RELU, "y + self.mid(y)", "", "operand_is_source"),
     "depthwise(y) + y": (DEPTHWISE, IMAGE, RELU, "F.relu(self.mid(y) + y)", "", "operand_is_source"),
     "linear(y) + y": (LINEARS, ROWS, RELU, "F.relu(self.mid(y) + y)", "", "operand_is_source"),
-    "conv(x) + x": ("dict(mid=nn.Conv2d(3, 3, 1))", IMAGE, "f(x)", "self.mid(y) + y", "add", "operand_is_source"),
+    "conv(x) + x": (
+        "dict(mid=nn.Conv2d(3, 3, 1))",
+        IMAGE,
+        "f(x)",
+        "self.mid(y) + y",
+        "add",
+        "operand_is_source",
+    ),
     "conv(pool(y)) + y": (CONVS, IMAGE, RELU, "F.relu(self.mid(F.max_pool2d(y, 3, 1, 1)) + y)", "", ""),
     "conv(y) + conv(y)": (CONVS, IMAGE, RELU, "F.relu(self.mid(y) + self.mid(y))", "", ""),
     "y @ y": (LINEARS, SQUARE, PLAIN, "y @ y", "", "same_tensor_twice"),
@@ -122,7 +144,14 @@ FAULTS = {
     "x + x": (LINEARS, ROWS, "self.post(f(x))", "y + y", "add", "same_tensor_twice"),
     "linear(x) + x": (LINEARS, ROWS, "f(x)", "self.mid(F.gelu(self.pre(y))) + y", "", "operand_overwritten"),
     "x + linear(x)": (LINEARS, ROWS, "f(x)", "y + self.mid(F.gelu(self.pre(y)))", "", "operand_overwritten"),
-    "linear(x) + view of x": (LINEARS, ROWS, "f(x)", "self.mid(y) + y.reshape(1, -1, 16).view(y.shape)", "", "operand_overwritten"),
+    "linear(x) + view of x": (
+        LINEARS,
+        ROWS,
+        "f(x)",
+        "self.mid(y) + y.reshape(1, -1, 16).view(y.shape)",
+        "",
+        "operand_overwritten",
+    ),
     "linear(y) + stream, viewed later": (
         LINEARS,
         ROWS,
@@ -131,15 +160,64 @@ FAULTS = {
         "",
         "operand_overwritten",
     ),
-    "layer norm without weights": (LINEARS, ROWS, "self.post(f(x))", "F.layer_norm(self.pre(y), (16,))", "", "bare_layer_norm"),
-    "maximum of a dimension": (LINEARS, ROWS, "f(x)", "self.pre(y).max(-1).values", "", "maximum_with_indices"),
-    "minimum and where it is": (LINEARS, ROWS, "f(x)", "self.pre(y).min(1, keepdim=True)", "", "maximum_with_indices"),
+    "layer norm without weights": (
+        LINEARS,
+        ROWS,
+        "self.post(f(x))",
+        "F.layer_norm(self.pre(y), (16,))",
+        "",
+        "bare_layer_norm",
+    ),
+    "maximum of a dimension": (
+        LINEARS,
+        ROWS,
+        "f(x)",
+        "self.pre(y).max(-1).values",
+        "",
+        "maximum_with_indices",
+    ),
+    "minimum and where it is": (
+        LINEARS,
+        ROWS,
+        "f(x)",
+        "self.pre(y).min(1, keepdim=True)",
+        "",
+        "maximum_with_indices",
+    ),
     "keys of torch's attention": (LINEARS, SQUARE, "f(x)", KEYS, "", "batch_within"),
-    "scaled scores + expanded mask": (HEADS, TOKENS, "self.post(f(x))", SCORES.format(f"s / 8 + {EXPANDED}"), "", GAPS),
-    "scaled scores + row of a tensor": (HEADS, TOKENS, "self.post(f(x))", SCORES.format("s / 8 + y[:, None, :1, :7]"), "", GAPS),
-    "scores * expanded weights": (HEADS, TOKENS, "self.post(f(x))", SCORES.format(f"{EXPANDED} * s"), "", GAPS),
+    "scaled scores + expanded mask": (
+        HEADS,
+        TOKENS,
+        "self.post(f(x))",
+        SCORES.format(f"s / 8 + {EXPANDED}"),
+        "",
+        GAPS,
+    ),
+    "scaled scores + row of a tensor": (
+        HEADS,
+        TOKENS,
+        "self.post(f(x))",
+        SCORES.format("s / 8 + y[:, None, :1, :7]"),
+        "",
+        GAPS,
+    ),
+    "scores * expanded weights": (
+        HEADS,
+        TOKENS,
+        "self.post(f(x))",
+        SCORES.format(f"{EXPANDED} * s"),
+        "",
+        GAPS,
+    ),
     "scores added to a part of a tensor": (HEADS, TOKENS, "f(x)", SCORES.format(INTO_A_PART), "", ""),
-    "wide window over few channels": ("dict(mid=nn.Conv1d(32, 64, 16, groups=4))", SIGNAL, "f(x)", "self.mid(y)", "", "wrong_window"),
+    "wide window over few channels": (
+        "dict(mid=nn.Conv1d(32, 64, 16, groups=4))",
+        SIGNAL,
+        "f(x)",
+        "self.mid(y)",
+        "",
+        "wrong_window",
+    ),
     "wide window, padded": (
         "dict(mid=nn.Conv1d(12, 8, 16, padding='same'))",
         (2, 12, 40),
@@ -156,11 +234,46 @@ FAULTS = {
         "",
         "wrong_window",
     ),
-    "long strides": ("dict(mid=nn.Conv2d(32, 16, 4, stride=4))", (1, 32, 32, 32), "f(x)", "self.mid(y)", "", "wrong_window"),
-    "strides of groups": ("dict(mid=nn.Conv1d(6, 128, 5, 2, 1, groups=2))", (1, 6, 62), "f(x)", "self.mid(y)", "", "wrong_window"),
-    "windows of groups": ("dict(mid=nn.Conv1d(6, 192, 3, padding=1, groups=3))", (2, 6, 15), "f(x)", "self.mid(y)", "", "wrong_window"),
-    "steps over values": ("dict(mid=nn.Conv2d(12, 96, 11, stride=16))", (1, 12, 60, 60), "f(x)", "self.mid(y)", "", "wrong_window"),
-    "one place behind a stride": ("dict(mid=nn.Conv2d(80, 8, 3, 8, 1))", (1, 80, 89, 1), "f(x)", "self.mid(y)", "", "wrong_window"),
+    "long strides": (
+        "dict(mid=nn.Conv2d(32, 16, 4, stride=4))",
+        (1, 32, 32, 32),
+        "f(x)",
+        "self.mid(y)",
+        "",
+        "wrong_window",
+    ),
+    "strides of groups": (
+        "dict(mid=nn.Conv1d(6, 128, 5, 2, 1, groups=2))",
+        (1, 6, 62),
+        "f(x)",
+        "self.mid(y)",
+        "",
+        "wrong_window",
+    ),
+    "windows of groups": (
+        "dict(mid=nn.Conv1d(6, 192, 3, padding=1, groups=3))",
+        (2, 6, 15),
+        "f(x)",
+        "self.mid(y)",
+        "",
+        "wrong_window",
+    ),
+    "steps over values": (
+        "dict(mid=nn.Conv2d(12, 96, 11, stride=16))",
+        (1, 12, 60, 60),
+        "f(x)",
+        "self.mid(y)",
+        "",
+        "wrong_window",
+    ),
+    "one place behind a stride": (
+        "dict(mid=nn.Conv2d(80, 8, 3, 8, 1))",
+        (1, 80, 89, 1),
+        "f(x)",
+        "self.mid(y)",
+        "",
+        "wrong_window",
+    ),
     "y + flipped y": (LINEARS, ROWS, RELU, "y + y.flip(1)", "", ""),
 }
 
@@ -205,7 +318,9 @@ def faults(tmp_path_factory):
     while left:
         with (folder / "out").open("w") as out:
             command = [sys.executable, "-c", CHILD, json.dumps(left)]
-            child = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=folder, env=ENVIRONMENT)
+            child = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=folder, env=ENVIRONMENT
+            )
             try:
                 _, errors = child.communicate(timeout=60 + 5 * len(left))
             except subprocess.TimeoutExpired:
@@ -253,16 +368,32 @@ def test_every_lint_is_needed_and_named():
     ],
 )
 def test_softmax_to_codes_acts_where_there_is_no_kernel(monkeypatch, features, fields, acts):
-    """What AVX-512 lacks was seen on a CPU that has it; the suite of activation types runs each of these on the engine."""
+    """What AVX-512 lacks was seen on a CPU that has it.
+
+    The suite of activation types runs each of these on the engine.
+    """
     monkeypatch.setattr(cpu, "features", lambda: features)
-    module = quantized(Attention(), torch.randn(2, 6, 32), StaticQuantConfig(**fields), "reference").graph.module
-    assert tuple(map(str, run_passes(module, WORKAROUNDS).rewrites)) == (("softmax_to_codes: softmax",) if acts else ())
+    module = quantized(
+        Attention(), torch.randn(2, 6, 32), StaticQuantConfig(**fields), "reference"
+    ).graph.module
+    assert tuple(map(str, run_passes(module, WORKAROUNDS).rewrites)) == (
+        ("softmax_to_codes: softmax",) if acts else ()
+    )
 
 
 @pytest.mark.parametrize("channels", [8, 24, 40])
 def test_strided_pointwise_convolutions_are_right_each_time(channels):
-    """Without the lint a few elements are wrong, others in each run: about 35 dB, which verification lets pass."""
-    layers = nn.Conv2d(3, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, 32, 1, stride=2), nn.ReLU(), nn.Conv2d(32, 8, 1)
+    """Without the lint a few elements are wrong, others in each run.
+
+    About 35 dB, which verification lets pass.
+    """
+    layers = (
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(channels, 32, 1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(32, 8, 1),
+    )
     x = torch.randn(2, 3, 32, 32)
     q = quantized(nn.Sequential(*layers), x, backend="ipex")
     assert min(worst_db(q.reference(x), q(x)) for _ in range(8)) > 60
@@ -322,7 +453,8 @@ def broken(monkeypatch):
 
 def test_an_engine_that_disagrees_is_an_error_that_names_the_operator(broken):
     with pytest.raises(
-        VerificationError, match=r"IPEX computes something else.*-?\d+\.\d dB.*first operator that differs is 'add'"
+        VerificationError,
+        match=r"IPEX computes something else.*-?\d+\.\d dB.*first operator that differs is 'add'",
     ) as caught:
         convert(broken, isolate="never")
     assert 'set_local(\'add\', StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))' in str(caught.value)
@@ -382,11 +514,19 @@ def test_nothing_that_lies_in_the_working_directory_runs(tmp_path, monkeypatch):
 def test_a_hang_of_the_engine_ends_in_an_error(monkeypatch):
     """`r + r` without its lint never ends: the child does."""
     monkeypatch.setattr("nc.backends.ipex.passes.WORKAROUNDS", ())
-    monkeypatch.setattr(lower, "first_run_in_child", functools.partial(isolate.first_run_in_child, time_limit_s=25.0))
-    model = Function(lambda self, x: self.post((lambda r: r + r)(F.relu(self.pre(x)))), pre=nn.Linear(16, 16), post=nn.Linear(16, 16))
+    monkeypatch.setattr(
+        lower, "first_run_in_child", functools.partial(isolate.first_run_in_child, time_limit_s=25.0)
+    )
+    model = Function(
+        lambda self, x: self.post((lambda r: r + r)(F.relu(self.pre(x)))),
+        pre=nn.Linear(16, 16),
+        post=nn.Linear(16, 16),
+    )
     config = StaticQuantConfig().set_local("add", StaticQuantConfig())  # by itself it would stay fp32
     prepared = prepared_for(model, torch.randn(16, 16), config, backend="ipex")
-    with pytest.raises(BackendError, match=r"did not finish fusing this graph within 25 s in a child process.*set_local"):
+    with pytest.raises(
+        BackendError, match=r"did not finish fusing this graph within 25 s in a child process.*set_local"
+    ):
         convert(prepared, isolate="always")
 
 
@@ -406,7 +546,9 @@ convert(prepared, isolate="always")
 
 
 def test_a_hanging_child_ends_with_its_parent(tmp_path):
-    parent = subprocess.Popen([sys.executable, "-c", HANGS], cwd=tmp_path, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", HANGS], cwd=tmp_path, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    )
     children, limit = [], time.monotonic() + 100
     while not children and parent.poll() is None and time.monotonic() < limit:
         children = [c for c in psutil.Process(parent.pid).children() if "ipex.child" in " ".join(c.cmdline())]
@@ -422,12 +564,19 @@ def test_a_hanging_child_ends_with_its_parent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(-11, "crashed .signal 11."), (1, "failed on this graph in a child process: RuntimeError: no"), (3, "exit code 3")]
+    ("code", "text"),
+    [
+        (-11, "crashed .signal 11."),
+        (1, "failed on this graph in a child process: RuntimeError: no"),
+        (3, "exit code 3"),
+    ],
 )
 def test_a_child_that_ends_badly(monkeypatch, code, text):
     stderr = "Traceback\nRuntimeError: no\n" if code == 1 else ""
     monkeypatch.setattr(
-        isolate.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code, stdout="", stderr=stderr)
+        isolate.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, code, stdout="", stderr=stderr),
     )
     with pytest.raises(BackendError, match=text) as caught:
         convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="always")
@@ -435,7 +584,8 @@ def test_a_child_that_ends_badly(monkeypatch, code, text):
 
 
 @pytest.mark.parametrize(
-    ("option", "familiar", "expected"), [("auto", True, 0), ("auto", False, 1), ("never", False, 0), ("always", True, 1)]
+    ("option", "familiar", "expected"),
+    [("auto", True, 0), ("auto", False, 1), ("never", False, 0), ("always", True, 1)],
 )
 def test_when_a_child_is_used(monkeypatch, option, familiar, expected):
     calls = []
@@ -459,7 +609,7 @@ def test_two_threads_leave_the_process_as_it_was():
                 prepared = prepare(model, StaticQuantConfig(), example_inputs=x, backend="ipex")
                 prepared(x)
                 convert(prepared, isolate="never")
-        except Exception:  # noqa: BLE001 - the assertion below shows it
+        except Exception:  # the assertion below shows it
             failures.append(traceback.format_exc())
 
     with warnings.catch_warnings():
@@ -520,7 +670,13 @@ q.report()
 def test_nothing_reaches_the_console_of_a_new_process_and_nothing_is_left_in_its_folder(tmp_path):
     """The first import of IPEX prints most."""
     done = subprocess.run(
-        [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env=ENVIRONMENT
+        [sys.executable, "-c", QUIET],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
@@ -580,8 +736,13 @@ print(first.sqnr_vs_fp32_db == second.sqnr_vs_fp32_db and all(torch.equal(t, con
 
 
 def test_two_conversions_of_one_calibration_are_equal_to_the_last_bit(tmp_path):
-    """IPEX replaces torch's layer norm when it is imported: bias correction must not see the one first, then the other."""
-    done = subprocess.run([sys.executable, "-c", TWICE], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    """IPEX replaces torch's layer norm when it is imported.
+
+    Bias correction must not see the one first, then the other.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.stdout.strip(), done.returncode) == ("True", 0), done.stderr
 
 
@@ -600,8 +761,18 @@ print(q.backend, bool((q(x) - expected).abs().max() < 0.1), bool((q.reference(x)
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_other_backends_are_right_beside_ipex(backend, tmp_path):
-    """IPEX changes the layer norm of the whole process: a graph for another engine, calibration and the model itself run with it too."""
-    done = subprocess.run([sys.executable, "-c", BESIDE, backend], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    """IPEX changes the layer norm of the whole process.
+
+    A graph for another engine, calibration and the model itself run with it too.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE, backend],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert (done.stdout.strip(), done.returncode) == (f"{backend} True True", 0), done.stderr
 
 

@@ -1,4 +1,7 @@
-"""Every int8 pattern in a network of its own: it runs int8, the numbers are the reference's, and other batch sizes work."""
+"""Every int8 pattern in a network of its own.
+
+It runs int8, the numbers are the reference's, and other batch sizes work.
+"""
 
 import pytest
 import torch

@@ -58,7 +58,9 @@ def test_a_piece_that_is_full_is_followed_by_another():
     assert bool((large == 9).all())
 
 
-@pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this system gives no large pages")
+@pytest.mark.skipif(
+    not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this system gives no large pages"
+)
 @pytest.mark.parametrize("size", [6 << 20, 32 << 20])
 @pytest.mark.exhaustive
 def test_pages_are_large(size):

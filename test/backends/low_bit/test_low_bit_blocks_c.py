@@ -1,4 +1,7 @@
-"""The C kernels for every low-bit format and group: each instruction set against float64, what is not finite, plans, reports, memory."""
+"""The C kernels for every low-bit format and group.
+
+Each instruction set against float64, what is not finite, plans, reports, memory.
+"""
 
 import math
 
@@ -37,7 +40,9 @@ from nc.numerics.packed_weight import pack
 
 pytestmark = [
     pytest.mark.isas,
-    pytest.mark.skipif(C_BLOCKS.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler"),
+    pytest.mark.skipif(
+        C_BLOCKS.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler"
+    ),
 ]
 #: Instruction sets → their numbers.
 HERE = {name: NUMBERS[name] for name in compiled_blocks.usable()}
@@ -48,7 +53,9 @@ TWO_LEVELS = {
     "double with minima": WeightFormat(
         dtype="int4", group_size=16, symmetric=False, float_zero=True, double_quant=DoubleQuant(6, 8, "fp16")
     ),
-    "double with zero points": WeightFormat(dtype="int5", group_size=32, symmetric=False, double_quant=DoubleQuant(8, -1, "fp32")),
+    "double with zero points": WeightFormat(
+        dtype="int5", group_size=32, symmetric=False, double_quant=DoubleQuant(8, -1, "fp32")
+    ),
 }
 
 
@@ -65,11 +72,23 @@ def cases(draw):
     kind = draw(st.sampled_from(["symmetric", "zero point", "minimum"])) if name in INTEGERS else "symmetric"
     group = draw(st.sampled_from([1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 100, -1]))
     inputs = draw(st.integers(1, 300)) if group == -1 else group * draw(st.integers(1, max(1, 300 // group)))
-    scale_dtype = draw(st.sampled_from(["fp32", "fp16", "bf16", "e8m0", "e4m3"] if kind != "minimum" else ["fp32", "fp16", "bf16"]))
+    scale_dtype = draw(
+        st.sampled_from(
+            ["fp32", "fp16", "bf16", "e8m0", "e4m3"] if kind != "minimum" else ["fp32", "fp16", "bf16"]
+        )
+    )
     rows = draw(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 20, 33]))
     how = draw(st.sampled_from(["fp32", "bf16", "int8", "int8_block32"]))
     isa = draw(st.sampled_from(sorted(HERE)))
-    return form(name, group, kind, scale_dtype), draw(st.integers(1, 50)), inputs, rows, isa, how, draw(st.booleans())
+    return (
+        form(name, group, kind, scale_dtype),
+        draw(st.integers(1, 50)),
+        inputs,
+        rows,
+        isa,
+        how,
+        draw(st.booleans()),
+    )
 
 
 @settings(max_examples=300)
@@ -102,11 +121,15 @@ def test_scales_of_two_levels(name, best):
 
 @pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(
-    ("name", "group", "inputs"), [("fp8_e4m3", -1, 1115), ("nf4", 16, 1120), ("int4", 24, 1104), ("mxint8", 160, 1120)]
+    ("name", "group", "inputs"),
+    [("fp8_e4m3", -1, 1115), ("nf4", 16, 1120), ("int4", 24, 1104), ("mxint8", 160, 1120)],
 )
 @pytest.mark.parametrize("how", ["fp32", "bf16"])
 def test_many_rows_and_inputs(name, group, inputs, best, how):
-    """More than a block, than a tile of rows, and than the rows that are summed at once; most products of AMX are of three parts."""
+    """More than a block, than a tile of rows, and than the rows that are summed at once.
+
+    Most products of AMX are of three parts.
+    """
     packed = weight(form(name, group), 49, inputs)
     layout, bias = compiled_blocks.pack(packed, HERE[best]), torch.randn(49)
     for rows in (23, 135, 600):
@@ -118,7 +141,10 @@ def test_many_rows_and_inputs(name, group, inputs, best, how):
 @pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(("name", "scale_dtype"), [("fp8_e4m3", "e8m0"), ("int8", "bf16"), ("nf4", "fp32")])
 def test_each_part_of_a_number_counts(name, scale_dtype, best):
-    """With four inputs, a part that is left out is larger than what fp32 sums lose; weights are one, two and three numbers of bf16."""
+    """With four inputs, a part that is left out is larger than what fp32 sums lose.
+
+    Weights are one, two and three numbers of bf16.
+    """
     packed = weight(form(name, 4, scale_dtype=scale_dtype), 33, 4)
     x = torch.randn(40, 4)
     check(packed, x, compiled_blocks.linear(x, compiled_blocks.pack(packed, HERE[best]), packed))
@@ -127,7 +153,12 @@ def test_each_part_of_a_number_counts(name, scale_dtype, best):
 def test_every_format_has_a_coding():
     assert {name for name, dtype in DTYPES.items() if dtype.kind == "float"} == set(FLOATS)
     kinds = {name: coding(DTYPES[name]).kind for name in FLOATS}
-    table, integer, e4m3, e5m2 = (compiled_blocks.TABLE, compiled_blocks.INTEGER, compiled_blocks.E4M3, compiled_blocks.E5M2)
+    table, integer, e4m3, e5m2 = (
+        compiled_blocks.TABLE,
+        compiled_blocks.INTEGER,
+        compiled_blocks.E4M3,
+        compiled_blocks.E5M2,
+    )
     assert {name for name, kind in kinds.items() if kind == table} == {"nf4", "af4", "af4_32", "fp4_e2m1"}
     assert {name for name, kind in kinds.items() if kind == integer} == {"mxint8", "fp6_e2m3"}
     assert (kinds["fp8_e4m3"], kinds["fp8_e5m2"], kinds["fp6_e3m2"]) == (e4m3, e5m2, e5m2)
@@ -165,15 +196,23 @@ def test_what_is_not_finite_in_activations_is_passed_on(name, group, rows, value
     packed = weight(form(name, group), 24, 160)
     x = torch.randn(rows, 160)
     x[1, 77] = value
-    result, expected = compiled_blocks.linear(x, compiled_blocks.pack(packed, HERE[best]), packed), QuantLinear(packed)(x)
+    result, expected = (
+        compiled_blocks.linear(x, compiled_blocks.pack(packed, HERE[best]), packed),
+        QuantLinear(packed)(x),
+    )
     assert torch.equal(result.isnan(), expected.isnan())
-    assert torch.equal(result[1].nan_to_num(0, 1, -1)[~result[1].isfinite()], expected[1].nan_to_num(0, 1, -1)[~result[1].isfinite()])
+    assert torch.equal(
+        result[1].nan_to_num(0, 1, -1)[~result[1].isfinite()],
+        expected[1].nan_to_num(0, 1, -1)[~result[1].isfinite()],
+    )
     others = torch.arange(rows) != 1
     check(packed, x[others], result[others])
 
 
 @pytest.mark.parametrize("best", TESTED)
-@pytest.mark.parametrize(("name", "code"), [("fp8_e4m3", 0x7F), ("fp8_e4m3", 0xFF), ("fp8_e5m2", 0x7C), ("fp8_e5m2", 0xFE)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("fp8_e4m3", 0x7F), ("fp8_e4m3", 0xFF), ("fp8_e5m2", 0x7C), ("fp8_e5m2", 0xFE)]
+)
 @pytest.mark.parametrize("group", [16, -1])
 def test_what_is_not_finite_in_weights_is_passed_on(name, code, group, best):
     packed = weight(form(name, group), 24, 96)
@@ -201,10 +240,14 @@ def test_tiny_and_huge_values(name, group, size, best):
     x = torch.randn(20, 128) * 2.0**100
     result = compiled_blocks.linear(x, compiled_blocks.pack(small, HERE[best]), small)
     weights, terms = values_of(small)
-    assert ((result.double() - x.double() @ weights.T).abs() <= 132 * 2**-24 * (x.double().abs() @ terms.T)).all()
+    assert (
+        (result.double() - x.double() @ weights.T).abs() <= 132 * 2**-24 * (x.double().abs() @ terms.T)
+    ).all()
 
 
-@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_BLOCKS), ("int8", C_BLOCKS_INT8), ("int8_block32", C_BLOCKS_INT8_BLOCK32)])
+@pytest.mark.parametrize(
+    ("act", "kernel"), [("fp32", C_BLOCKS), ("int8", C_BLOCKS_INT8), ("int8_block32", C_BLOCKS_INT8_BLOCK32)]
+)
 def test_any_strides_shapes_and_dtypes(act, kernel):
     packed = weight(form("fp8_e4m3", 16), 24, 112)
     layer = layer_with([kernel], packed, act, torch.randn(24))
@@ -215,12 +258,18 @@ def test_any_strides_shapes_and_dtypes(act, kernel):
     half = layer(x.half())
     assert half.dtype == torch.float16
     assert torch.equal(half, layer(x.half().float()).half())
-    values = {"fp32": x.double().reshape(15, 112), "int8": rounded(x.reshape(15, 112), -1), "int8_block32": rounded(x.reshape(15, 112), 32)}
+    values = {
+        "fp32": x.double().reshape(15, 112),
+        "int8": rounded(x.reshape(15, 112), -1),
+        "int8_block32": rounded(x.reshape(15, 112), 32),
+    }
     check(packed, x, layer(x).reshape(15, 24), layer.bias, values[act])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-@pytest.mark.parametrize(("act", "kernel"), [("int8", C_BLOCKS_INT8), ("int8_block32", C_BLOCKS_INT8_BLOCK32)])
+@pytest.mark.parametrize(
+    ("act", "kernel"), [("int8", C_BLOCKS_INT8), ("int8_block32", C_BLOCKS_INT8_BLOCK32)]
+)
 def test_values_that_have_no_scale(act, kernel, value):
     packed = weight(form("nf4", 16), 24, 112)
     x = torch.randn(3, 112)
@@ -232,7 +281,9 @@ def test_values_that_have_no_scale(act, kernel, value):
     assert value != 0 or (result[1] == 0).all()
 
 
-@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_BLOCKS), ("bf16", C_BLOCKS_BF16), ("int8", C_BLOCKS_INT8)])
+@pytest.mark.parametrize(
+    ("act", "kernel"), [("fp32", C_BLOCKS), ("bf16", C_BLOCKS_BF16), ("int8", C_BLOCKS_INT8)]
+)
 def test_the_number_of_threads_changes_no_bit(act, kernel):
     packed = weight(form("nf4", 48), 1000, 480)
     before = torch.get_num_threads()
@@ -276,7 +327,9 @@ def test_the_workflow_uses_it_and_the_report_says_so(options, act, kernel):
     model = nn.Sequential(nn.Linear(192, 96), nn.ReLU(), nn.Linear(96, 33)).eval()
     q = nc.quantize(model, nc.WeightOnlyConfig(act_dtype=act, **options), backend="native")
     report = nc.report(q)
-    assert all(layer.kernel.startswith(kernel) for layer in report.layers), [layer.kernel for layer in report.layers]
+    assert all(layer.kernel.startswith(kernel) for layer in report.layers), [
+        layer.kernel for layer in report.layers
+    ]
     refused = dict(report.layers[0].refused)
     preferred = f"c {act}".replace("_", " ")
     why = f"it takes groups of multiples of 32, not {options['group_size']}"
@@ -292,19 +345,37 @@ def test_without_a_compiler_blocks_compute_and_the_report_says_why():
     model = nn.Sequential(nn.Linear(64, 32)).eval()
     q = nc.quantize(model, nc.WeightOnlyConfig("fp8_e4m3", group_size=-1), backend="native")
     assert [layer.kernel for layer in nc.report(q).layers] == [BLOCKS.name]
-    assert "kernel c blocks is not used for 1 layers: its C code can't be loaded: there is no C compiler" in str(nc.report(q))
+    assert (
+        "kernel c blocks is not used for 1 layers: its C code can't be loaded: there is no C compiler"
+        in str(nc.report(q))
+    )
 
 
 def test_they_are_those_of_native():
-    assert {kernel.name for kernel in KERNELS} == {"c blocks", "c blocks int8", "c blocks int8 block32", "c blocks bf16"}
+    assert {kernel.name for kernel in KERNELS} == {
+        "c blocks",
+        "c blocks int8",
+        "c blocks int8 block32",
+        "c blocks bf16",
+    }
     rows = nc.backends.get_backend("native").low_bit_kernels()
     assert [row for row in rows if row in KERNELS] == list(KERNELS)
 
 
 def test_the_best_instruction_set_is_chosen(monkeypatch):
-    for best, without in (("amx", ()), ("avx512", ("amx_tile",)), ("avx2", ("amx_tile", "avx512bw")), (None, ("fma",))):
-        monkeypatch.setattr(cpu, "lacks", lambda needed, without=without: tuple(n for n in needed if n in without))
-        monkeypatch.setattr("nc.backends.low_bit.compiled.usable", lambda without=without: () if "amx_tile" in without else ("amx",))
+    for best, without in (
+        ("amx", ()),
+        ("avx512", ("amx_tile",)),
+        ("avx2", ("amx_tile", "avx512bw")),
+        (None, ("fma",)),
+    ):
+        monkeypatch.setattr(
+            cpu, "lacks", lambda needed, without=without: tuple(n for n in needed if n in without)
+        )
+        monkeypatch.setattr(
+            "nc.backends.low_bit.compiled.usable",
+            lambda without=without: () if "amx_tile" in without else ("amx",),
+        )
         assert compiled_blocks.usable()[:1] == ((best,) if best else ())
         if best:
             assert described(weight(form("nf4", 16)), "isa") == compiled_blocks.isa() == NUMBERS[best]

@@ -1,4 +1,7 @@
-"""The C kernels of low-bit linears: each instruction set against float64, threads, rounding of activations, what happens without them."""
+"""The C kernels of low-bit linears.
+
+Each instruction set against float64, threads, rounding of activations, what happens without them.
+"""
 
 import os
 import subprocess
@@ -16,14 +19,25 @@ import nc
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit import compiled
 from nc.backends.low_bit.bag import BAG
-from nc.backends.low_bit.compiled import C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, KERNELS, NUMBERS
+from nc.backends.low_bit.compiled import (
+    C_BF16,
+    C_BF16_FEW_ROWS,
+    C_BF16_IN_FP32,
+    C_FP32,
+    C_INT8,
+    C_INT8_BLOCK32,
+    KERNELS,
+    NUMBERS,
+)
 from nc.backends.low_bit.engine import LowBitEngine, set_backend
 from nc.kernels.c_code import build, limit
 from nc.nn import QuantLinear
 
 pytestmark = [
     pytest.mark.isas,
-    pytest.mark.skipif(C_FP32.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler"),
+    pytest.mark.skipif(
+        C_FP32.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler"
+    ),
 ]
 WEIGHTS = [
     (name, group, kind)
@@ -71,7 +85,10 @@ def test_int8_is_exact_for_the_rounded_activations(name, group, kind, best, bloc
             x = torch.randn(rows, packed.shape[1]) * torch.logspace(-2, 2, rows).unsqueeze(1)
             result = compiled.linear(x, layout, packed, bias, block)
             values = rounded(x, block)
-            assert ((result.double() - (values @ exact(packed).T + bias.double())).abs() <= bound(values, packed, bias)).all()
+            assert (
+                (result.double() - (values @ exact(packed).T + bias.double())).abs()
+                <= bound(values, packed, bias)
+            ).all()
 
 
 @pytest.mark.parametrize("best", TESTED)
@@ -95,7 +112,11 @@ def test_kernel_bag_and_reference_round_activations_alike(act, block, inputs):
     values = rounded(x.reshape(6, inputs), block)
     expected, limit = values @ exact(packed).T, bound(values, packed, torch.zeros(24))
     kernel = next(row for row in KERNELS if act in row.activations)
-    for layer in (layer_with([kernel], packed, act), layer_with([BAG], packed, act), QuantLinear(packed, None, act)):
+    for layer in (
+        layer_with([kernel], packed, act),
+        layer_with([BAG], packed, act),
+        QuantLinear(packed, None, act),
+    ):
         assert ((layer(x).reshape(6, 24).double() - expected).abs() <= limit).all()
     assert not torch.allclose(expected, x.reshape(6, inputs).double() @ exact(packed).T, rtol=1e-5)
 
@@ -116,7 +137,10 @@ def test_the_largest_products_do_not_saturate(name, best):
 @pytest.mark.parametrize("name", ["int4", "int8"])
 @pytest.mark.skipif("avx512_vnni" not in HERE, reason="needs AVX512-VNNI")
 def test_the_code_of_avx_vnni_with_the_instruction_of_avx512(name, tmp_path, monkeypatch):
-    """AVX-VNNI and AVX512-VNNI encode the same instruction differently; all else of that code is tested where only the latter is there."""
+    """AVX-VNNI and AVX512-VNNI encode the same instruction differently.
+
+    All else of that code is tested where only the latter is there.
+    """
     monkeypatch.delenv(limit.VARIABLE, raising=False)  # a limit to AVX512-VNNI forbids the code of AVX-VNNI
     monkeypatch.setattr(build, "_compiler", lambda: "cc -DNC_TEST_EVEX")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -132,7 +156,9 @@ def test_the_code_of_avx_vnni_with_the_instruction_of_avx512(name, tmp_path, mon
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
-@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8), ("int8_block32", C_INT8_BLOCK32)])
+@pytest.mark.parametrize(
+    ("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8), ("int8_block32", C_INT8_BLOCK32)]
+)
 def test_the_number_of_threads_changes_no_bit(threads, act, kernel):
     packed = weight(form("int4", 64, "zero point"), 1000, 512)
     for rows in (1, 3, 40):
@@ -142,7 +168,9 @@ def test_the_number_of_threads_changes_no_bit(threads, act, kernel):
         torch.set_num_threads(threads)
         assert torch.equal(layer_with([kernel], packed, act)(x), alone)
     values = {"fp32": x.double(), "int8": rounded(x, -1), "int8_block32": rounded(x, 32)}[act]
-    assert ((alone.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(1000))).all()
+    assert (
+        (alone.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(1000))
+    ).all()
 
 
 @pytest.mark.parametrize("best", TESTED)
@@ -169,7 +197,9 @@ def test_many_rows_and_inputs(name, group, inputs, kind, best):
             result = compiled.linear(given, layout, packed, bias, block)
             limit = bound(values, packed, bias) * (4 if block == compiled.BF16 else 1)
             assert ((result.double() - (values @ exact(packed).T + bias.double())).abs() <= limit).all()
-            if block != compiled.BF16:  # a few rows alone are computed by other instructions, and give the same bits
+            if (
+                block != compiled.BF16
+            ):  # a few rows alone are computed by other instructions, and give the same bits
                 assert torch.equal(compiled.linear(given[-3:], layout, packed, bias, block), result[-3:])
 
 
@@ -196,10 +226,14 @@ def test_many_rows_are_taken_in_parts():
     x = torch.randn(150, 4096)  # parts of 128 rows of int8, of 32 or 132 rows of fp32
     for kernel, values in ((C_FP32, x.double()), (C_INT8, rounded(x, -1))):
         result = kernel.linear(x, kernel.pack(packed), packed, None)
-        assert ((result.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(20))).all()
+        assert (
+            (result.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(20))
+        ).all()
 
 
-@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8), ("int8_block32", C_INT8_BLOCK32)])
+@pytest.mark.parametrize(
+    ("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8), ("int8_block32", C_INT8_BLOCK32)]
+)
 def test_any_strides_shapes_and_dtypes(act, kernel):
     packed = weight(form("int4", 64), 24, 128)
     layer = layer_with([kernel], packed, act, torch.randn(24))
@@ -234,7 +268,10 @@ def test_bf16_activations_are_multiplied_by_weights_in_fp32():
     result = layer_with([row], packed)(x)
     assert result.dtype == torch.bfloat16
     exactly = x.double() @ exact(packed).T
-    assert ((result.double() - exactly).abs() <= 2**-8 * exactly.abs() + bound(x.double(), packed, torch.zeros(24))).all()
+    assert (
+        (result.double() - exactly).abs()
+        <= 2**-8 * exactly.abs() + bound(x.double(), packed, torch.zeros(24))
+    ).all()
     assert torch.equal(layer_with([row], packed, "bf16")(x.float()), row.linear(x, row.pack(packed), packed))
 
 
@@ -246,7 +283,9 @@ def test_fp32_is_exact_for_tiny_and_huge_values(size, best):
     x = torch.randn(3, 128).clamp(-1, 1) * size
     x[:, 5] *= 1e-3
     result = compiled.linear(x, compiled.pack(packed, HERE[best]), packed)
-    limit = bound(x.double(), packed, torch.zeros(24)) + 128 * 2.0**-112  # sums of parts below the smallest normal number
+    limit = (
+        bound(x.double(), packed, torch.zeros(24)) + 128 * 2.0**-112
+    )  # sums of parts below the smallest normal number
     assert ((result.double() - x.double() @ exact(packed).T).abs() <= limit).all()
 
 
@@ -267,7 +306,9 @@ def test_values_that_have_no_scale(value):
     x = torch.randn(3, 128)
     x[1] = value if value == 0 else x[1]
     x[1, 77] = value
-    result, expected = (layer(x) for layer in (layer_with([C_INT8], packed, "int8"), QuantLinear(packed, None, "int8")))
+    result, expected = (
+        layer(x) for layer in (layer_with([C_INT8], packed, "int8"), QuantLinear(packed, None, "int8"))
+    )
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.allclose(result[::2], expected[::2], rtol=1e-4, atol=1e-4)
     assert value != 0 or (result[1] == 0).all()
@@ -281,7 +322,11 @@ def test_values_that_have_no_scale(value):
         (C_FP32, (form("fp8_e4m3", 32), (48, 128), "fp32"), "does not take fp8_e4m3"),
         (C_FP32, (form("nf4", 32), (48, 128), "fp32"), "does not take nf4"),
         (C_FP32, (form(), (7, 128), "bf16"), "fp32 only"),
-        (C_BF16_IN_FP32, (form(), (7, 128), "bf16"), "has instructions for bf16" if "avx512_bf16" in HERE else None),
+        (
+            C_BF16_IN_FP32,
+            (form(), (7, 128), "bf16"),
+            "has instructions for bf16" if "avx512_bf16" in HERE else None,
+        ),
         (C_BF16_FEW_ROWS, (form(), (7, 128), "bf16"), "no avx512f, avx512_vnni, avx512_bf16"),
         (C_BF16, (form(), (7, 128), "bf16"), "no avx512f, avx512_vnni, avx512_bf16"),
         (C_BF16, (form("int8"), (7, 128), "bf16"), "no avx512f"),
@@ -302,16 +347,25 @@ def test_the_user_s_limit_of_instruction_sets_holds(monkeypatch):
     assert compiled.isa() == NUMBERS["avx2"]
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni"))
     assert compiled.isa() == NUMBERS["avx512_vnni"]
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16"))
+    monkeypatch.setattr(
+        cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16")
+    )
     assert compiled.isa() == NUMBERS["avx512_bf16"]
 
 
 @pytest.mark.usefixtures("without_c")
 def test_without_a_compiler_others_compute_and_the_report_says_why():
-    q = nc.quantize(nn.Sequential(nn.Linear(64, 32)).eval(), nc.WeightOnlyConfig("int4", group_size=32, act_dtype="int8"), backend="native")
+    q = nc.quantize(
+        nn.Sequential(nn.Linear(64, 32)).eval(),
+        nc.WeightOnlyConfig("int4", group_size=32, act_dtype="int8"),
+        backend="native",
+    )
     report = nc.report(q)
     assert [layer.kernel for layer in report.layers] == ["bag (M <= 8), blocks"]
-    assert "kernel c int8 is not used for 1 layers: its C code can't be loaded: there is no C compiler" in str(report)
+    assert (
+        "kernel c int8 is not used for 1 layers: its C code can't be loaded: there is no C compiler"
+        in str(report)
+    )
     x = torch.randn(2, 64)
     assert "quantized::embedding_bag_4bit_rowwise_offsets" in ran(lambda: q(x))
     assert torch.allclose(q(x), set_backend(q, "reference")(x), rtol=1e-4, atol=1e-4)
@@ -332,12 +386,16 @@ def test_the_workflow_uses_it_and_the_report_says_so(act, tmp_path, monkeypatch)
     x = torch.randn(3, 64)
     before = q(x)
     bf16 = "c bf16 (M <= 2048), blocks bf16" if "avx512_bf16" in HERE else "c bf16 in fp32"
-    assert {layer.kernel for layer in nc.report(q).layers} == {bf16 if act == "bf16" else f"c {act}".replace("_", " ")}
+    assert {layer.kernel for layer in nc.report(q).layers} == {
+        bf16 if act == "bf16" else f"c {act}".replace("_", " ")
+    }
     assert "quantized::embedding_bag_4bit_rowwise_offsets" not in ran(lambda: q(x))
     nc.save(q, tmp_path / "q")
     again = nc.load(tmp_path / "q", model=model, backend="native")
     assert torch.equal(again(x), before)
-    assert {layer.kernel for layer in nc.report(again).layers} == {layer.kernel for layer in nc.report(q).layers}
+    assert {layer.kernel for layer in nc.report(again).layers} == {
+        layer.kernel for layer in nc.report(q).layers
+    }
     expected = set_backend(q, "reference")(x)
     assert torch.allclose(before, expected, rtol=1e-4, atol=1e-4 if act != "bf16" else 0.02)
     seen, real = [], compiled.call_packed
@@ -348,7 +406,14 @@ def test_the_workflow_uses_it_and_the_report_says_so(act, tmp_path, monkeypatch)
 
 def test_it_comes_first_on_native():
     assert get_backend("native").low_bit_kernels()[: len(KERNELS)] == KERNELS
-    assert {kernel.name for kernel in KERNELS} == {"c fp32", "c bf16", "c bf16 few rows", "c bf16 in fp32", "c int8", "c int8 block32"}
+    assert {kernel.name for kernel in KERNELS} == {
+        "c fp32",
+        "c bf16",
+        "c bf16 few rows",
+        "c bf16 in fp32",
+        "c int8",
+        "c int8 block32",
+    }
     assert str(LowBitEngine("x", KERNELS).kernels_of(QuantLinear(weight(form())), torch.float32)) == "c fp32"
 
 
@@ -373,7 +438,14 @@ layer(x)
 """
 
 
-@pytest.mark.parametrize(("threads", "before"), [("1", "used"), ("2", "used"), ("1", "new"), ("2", "quantized")])
+@pytest.mark.parametrize(
+    ("threads", "before"), [("1", "used"), ("2", "used"), ("1", "new"), ("2", "quantized")]
+)
 @pytest.mark.sample(1)
 def test_a_forked_process_computes_on_one_thread(threads, before):
-    subprocess.run([sys.executable, "-c", FORKED, threads, before], check=True, timeout=100, env={**os.environ, "PYTHONPATH": path()})
+    subprocess.run(
+        [sys.executable, "-c", FORKED, threads, before],
+        check=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": path()},
+    )

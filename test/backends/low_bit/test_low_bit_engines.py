@@ -1,4 +1,7 @@
-"""Kernels of low-bit linears: each against float64, proof of which one ran, refusals, packed layouts, captured graphs."""
+"""Kernels of low-bit linears.
+
+Each against float64, proof of which one ran, refusals, packed layouts, captured graphs.
+"""
 
 import copy
 import dataclasses
@@ -33,7 +36,9 @@ from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.packed_weight import pack
 from nc.weights.speed import layer_speeds
 
-vector_aten = pytest.mark.skipif("aten_avx2" not in kernel_module.features(), reason="needs ATen's vector code")
+vector_aten = pytest.mark.skipif(
+    "aten_avx2" not in kernel_module.features(), reason="needs ATen's vector code"
+)
 NAMES = {
     "bag": tuple(f"quantized::embedding_bag_{size}_rowwise_offsets" for size in ("2bit", "4bit", "byte")),
     "int4pack": ("aten::_weight_int4pack_mm_for_cpu",),
@@ -60,7 +65,9 @@ def test_bag_is_exact_in_fp32(name, group, kind, rows):
     bias = torch.randn(47)
     layer = layer_with([BAG], packed, bias=bias)
     result = layer(x)
-    terms = x.double().abs() @ (w.abs() + packed.params.scale.abs().max() * 2**packed.form.bits).T + bias.abs()
+    terms = (
+        x.double().abs() @ (w.abs() + packed.params.scale.abs().max() * 2**packed.form.bits).T + bias.abs()
+    )
     assert ((result.double() - (x.double() @ w.T + bias)).abs() <= 128 * 2**-24 * terms).all()
     assert ran(lambda: layer(x)) & set(NAMES["bag"])
 
@@ -82,18 +89,28 @@ def test_bag_sums_long_groups_in_parts(group):
     inputs = {24: 120, 100: 300, 256: 512, -1: 1009}[group]
     packed = weight(form(group=group), inputs=inputs)
     x = torch.randn(2, inputs)
-    assert torch.allclose(layer_with([BAG], packed)(x).double(), x.double() @ exact(packed).T, rtol=1e-5, atol=1e-4)
+    assert torch.allclose(
+        layer_with([BAG], packed)(x).double(), x.double() @ exact(packed).T, rtol=1e-5, atol=1e-4
+    )
 
 
 def bf16_bound(x, packed):
     """Of the rounding of activations, scales, middles and results to bf16, 8 bits each, and sums in fp32."""
-    scale = packed.params.scale.abs().double().repeat_interleave(packed.shape[1] // packed.params.scale.shape[1], 1)
+    scale = (
+        packed.params.scale.abs()
+        .double()
+        .repeat_interleave(packed.shape[1] // packed.params.scale.shape[1], 1)
+    )
     largest = exact(packed).abs() + scale * 2**packed.form.bits
     return 2**-7 * (x.double().abs() @ largest.T)
 
 
 BF16_CASES = [
-    *[(INT4PACK, "int4", group, kind) for group in (32, 64, 128, -1) for kind in ("symmetric", "zero point", "minimum")],
+    *[
+        (INT4PACK, "int4", group, kind)
+        for group in (32, 64, 128, -1)
+        for kind in ("symmetric", "zero point", "minimum")
+    ],
     (INT8PACK, "int8", -1, "symmetric"),
     (BAG, "int4", 16, "zero point"),
     (BLOCKS, "nf4", 32, "symmetric"),
@@ -148,7 +165,10 @@ def test_fp16_models_get_fp16_results_of_fp32_sums():
 @pytest.mark.usefixtures("without_c")
 def test_the_number_of_rows_chooses_the_kernel():
     packed = weight(form("int4", 32, scale_dtype="bf16"))
-    for act, expected in (("fp32", {1: "bag", 8: "bag", 9: None}), ("bf16", {1: "int4pack", 32: "int4pack", 33: None})):
+    for act, expected in (
+        ("fp32", {1: "bag", 8: "bag", 9: None}),
+        ("bf16", {1: "int4pack", 32: "int4pack", 33: None}),
+    ):
         layer = QuantLinear(packed, act_dtype=act)
         set_backend(layer, "native")
         for rows, name in expected.items():
@@ -219,7 +239,9 @@ def test_a_saved_model_is_loaded_for_a_backend(tmp_path):
 @native
 def test_a_registered_backend_brings_kernels(monkeypatch):
     calls = []
-    counted = dataclasses.replace(BLOCKS, name="own blocks", linear=lambda *a: calls.append(a[0].shape[0]) or BLOCKS.linear(*a))
+    counted = dataclasses.replace(
+        BLOCKS, name="own blocks", linear=lambda *a: calls.append(a[0].shape[0]) or BLOCKS.linear(*a)
+    )
 
     class Own(Backend):
         name = "own"
@@ -275,7 +297,9 @@ def test_a_cpu_without_vector_code_gets_the_operator(monkeypatch):
     layer.engine = LowBitEngine("native", get_backend("native").low_bit_kernels())
     assert str(layer.engine.kernels_of(layer, torch.float32)) == "reference"
     assert "nc::quant_linear" in ran(lambda: layer(torch.randn(2, 128)))
-    assert ("bag", "this CPU has no avx2") in [(n, r.split(" (")[0]) for n, r in layer.engine.kernels_of(layer, torch.float32).refused]
+    assert ("bag", "this CPU has no avx2") in [
+        (n, r.split(" (")[0]) for n, r in layer.engine.kernels_of(layer, torch.float32).refused
+    ]
 
 
 def test_known_bad_paths_are_refused():
@@ -285,7 +309,8 @@ def test_known_bad_paths_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("fp4_e2m1", True), ("fp6_e2m3", True), ("fp6_e3m2", False), ("nf4", False), ("fp8_e4m3", False)]
+    ("name", "found"),
+    [("fp4_e2m1", True), ("fp6_e2m3", True), ("fp6_e3m2", False), ("nf4", False), ("fp8_e4m3", False)],
 )
 def test_formats_on_a_grid_of_bytes(name, found):
     assert (grid(name) is not None) is found
@@ -309,7 +334,7 @@ def test_packed_layouts_are_never_stored():
     before, keys = q(x), set(nc.quantize(mlp(), CONFIG, backend="reference").state_dict())
     assert q[0].packed_for_engine.packed
     assert set(q.state_dict()) == keys
-    for again in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):  # noqa: S301 - our own bytes
+    for again in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):  # our own bytes
         assert again[0].packed_for_engine is None
         assert again[0].engine.name == "native"
         assert torch.equal(again(x), before)
@@ -360,7 +385,9 @@ def test_other_weights_are_packed_anew_and_the_old_layout_is_freed():
 @native
 def test_threads_that_call_first_at_once_pack_once():
     packs, started = [], threading.Barrier(4)
-    slow = dataclasses.replace(BAG, pack=lambda w: packs.append(1) or threading.Event().wait(0.05) or BAG.pack(w))
+    slow = dataclasses.replace(
+        BAG, pack=lambda w: packs.append(1) or threading.Event().wait(0.05) or BAG.pack(w)
+    )
     layer = layer_with([slow], weight(form()))
     x = torch.randn(2, 128)
     results = []
@@ -418,7 +445,9 @@ def test_shapes_of_inputs_and_what_the_operator_computes():
 def test_inputs_of_another_size_are_refused(shape, act_dtype):
     layer = QuantLinear(weight(form()), act_dtype=act_dtype)
     set_backend(layer, "native")
-    with pytest.raises(RuntimeError, match="cannot be multiplied|at least 1D"):  # torch's own words, as for a float linear
+    with pytest.raises(
+        RuntimeError, match="cannot be multiplied|at least 1D"
+    ):  # torch's own words, as for a float linear
         layer(torch.randn(shape))
 
 
@@ -426,7 +455,10 @@ def test_inputs_of_another_size_are_refused(shape, act_dtype):
 @pytest.mark.parametrize("act_dtype", ["fp32", "bf16", "int8", "int8_block32"])
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_what_new_tensors_are_changes_nothing(backend, act_dtype, warm):
-    """A kernel writes where it is told to: memory of another dtype or on another device gave infinite numbers, or no process."""
+    """A kernel writes where it is told to.
+
+    Memory of another dtype or on another device gave infinite numbers, or no process.
+    """
     if backend == "native" and nc.available_backends()["native"]:
         pytest.skip("needs AVX2")
     packed, x = weight(form()), torch.randn(3, 128)
@@ -447,12 +479,23 @@ def test_what_new_tensors_are_changes_nothing(backend, act_dtype, warm):
 def llama():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
-    mask = torch.full((7, 7), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 7, 7)  # transformers 4.55 exports none
-    return nc.quantize(model, CONFIG), {"input_ids": torch.randint(0, 99, (2, 7)), "attention_mask": mask, "use_cache": False}
+    mask = (
+        torch.full((7, 7), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 7, 7)
+    )  # transformers 4.55 exports none
+    return nc.quantize(model, CONFIG), {
+        "input_ids": torch.randint(0, 99, (2, 7)),
+        "attention_mask": mask,
+        "use_cache": False,
+    }
 
 
 @native
@@ -461,14 +504,18 @@ def test_an_exported_model_holds_one_operator_per_layer(llama):
     expected = q(**inputs).logits
     program = torch.export.export(q, (), inputs, strict=False)
     targets = [str(n.target) for n in program.graph.nodes]
-    assert targets.count("nc.quant_linear.default") == sum(isinstance(m, QuantLinear) for m in q.modules()) == 14
+    assert (
+        targets.count("nc.quant_linear.default") == sum(isinstance(m, QuantLinear) for m in q.modules()) == 14
+    )
     assert not any("embedding_bag" in t or "int4pack" in t for t in targets)
     assert not [name for name in program.state_dict if name not in q.state_dict()]
     assert torch.allclose(program.module()(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @native
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
 def test_a_compiled_model_gives_the_same_numbers(llama, compiler):
     q, inputs = llama
     torch._dynamo.reset()
@@ -478,7 +525,9 @@ def test_a_compiled_model_gives_the_same_numbers(llama, compiler):
 
 
 @native
-@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="in torch.compile, torch 2.8 takes is_exporting() for true")
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="in torch.compile, torch 2.8 takes is_exporting() for true"
+)
 def test_a_compiled_model_runs_on_kernels():
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).eval()
     q = set_backend(nc.quantize(model, CONFIG), "native")
@@ -511,7 +560,11 @@ def test_gradients_of_a_compiled_model(dtype):
     got, x.grad = x.grad, None
     q(x).sum().backward()
     torch.testing.assert_close(got, x.grad)
-    assert all(type(layer.weight.dequantize()) is torch.Tensor for layer in q.modules() if isinstance(layer, QuantLinear))
+    assert all(
+        type(layer.weight.dequantize()) is torch.Tensor
+        for layer in q.modules()
+        if isinstance(layer, QuantLinear)
+    )
 
 
 @native
@@ -544,7 +597,10 @@ def test_groups_of_zeros_cost_no_precision(dtype, backend):
     with torch.no_grad():
         linear.weight.mul_(0.01).view(32, 4, 64)[:, ::2] = 0
         linear.weight[0] = 0
-    q = set_backend(nc.quantize(nn.Sequential(linear).eval(), nc.WeightOnlyConfig(dtype, group_size=64, w_sym=False)), backend)
+    q = set_backend(
+        nc.quantize(nn.Sequential(linear).eval(), nc.WeightOnlyConfig(dtype, group_size=64, w_sym=False)),
+        backend,
+    )
     x = torch.randn(5, 256) + 3
     x[:, 7] = 300
     with torch.no_grad():
@@ -563,7 +619,9 @@ def test_groups_of_one_code_cost_no_precision(name, kind, backend):
     values[:, :64] = 0.003
     found = form(name, 64, kind)
     params = choose(values, found, "minmax")
-    layer = set_backend(nn.Sequential(QuantLinear(pack(encode(values, params, found), params, found))), backend)
+    layer = set_backend(
+        nn.Sequential(QuantLinear(pack(encode(values, params, found), params, found))), backend
+    )
     x = torch.randn(5, 256) + 3
     x[:, 7] = 300
     with torch.no_grad():
@@ -577,7 +635,9 @@ def test_a_program_that_leaves_the_process_calls_no_layer(strict):
     with torch.no_grad():
         program = torch.export.export(q, (torch.randn(3, 64),), strict=strict)
     targets = [str(n.target) for n in program.graph.nodes]
-    assert targets.count("nc.quant_linear.default") == sum(isinstance(m, QuantLinear) for m in q.modules()) > 0
+    assert (
+        targets.count("nc.quant_linear.default") == sum(isinstance(m, QuantLinear) for m in q.modules()) > 0
+    )
     assert not any("nc_layers" in target for target in targets)
 
 
@@ -633,7 +693,9 @@ def test_a_state_dict_of_another_format_is_refused():
     torch.save(state, file)
     file.seek(0)
     for other in (state, torch.load(file)):
-        with pytest.raises(RuntimeError, match="0 holds a weight of format nf4 .* but got one of format int4"):
+        with pytest.raises(
+            RuntimeError, match="0 holds a weight of format nf4 .* but got one of format int4"
+        ):
             second.load_state_dict(other)
         with pytest.raises(RuntimeError, match="holds a weight of format nf4"):
             second.load_state_dict(other, strict=False)
@@ -655,7 +717,9 @@ def test_a_layer_that_is_gone_is_an_error():
 def test_a_package_of_aot_inductor_gives_the_same_numbers(tmp_path):
     q = nc.quantize(mlp(), CONFIG)
     x = torch.randn(3, 64)
-    path = torch._inductor.aoti_compile_and_package(torch.export.export(q, (x,)), package_path=str(tmp_path / "m.pt2"))
+    path = torch._inductor.aoti_compile_and_package(
+        torch.export.export(q, (x,)), package_path=str(tmp_path / "m.pt2")
+    )
     assert torch.allclose(torch._inductor.aoti_load_package(path)(x), q(x), rtol=1e-4, atol=1e-5)
 
 
@@ -681,8 +745,14 @@ def test_the_report_names_kernels_and_why_not_others():
     assert all(layer.speed is None for layer in report.layers)
     assert report.bandwidth is None
     assert "GB/s" not in str(report)
-    assert 'kernel int4pack is not used for 2 layers: it multiplies bf16 only; ask for act_dtype="bf16"' in str(report)
-    assert "kernel c fp32 is not used for 2 layers: its C code can't be loaded: there is no C compiler" in str(report)
+    assert (
+        'kernel int4pack is not used for 2 layers: it multiplies bf16 only; ask for act_dtype="bf16"'
+        in str(report)
+    )
+    assert (
+        "kernel c fp32 is not used for 2 layers: its C code can't be loaded: there is no C compiler"
+        in str(report)
+    )
     assert "int8pack" not in str(report)
     assert {layer.kernel for layer in nc.report(set_backend(q, "reference")).layers} == {"reference"}
 
@@ -724,7 +794,9 @@ def test_bandwidth_is_measured_once_per_number_of_threads(monkeypatch):
         bandwidth.read_bandwidth.cache_clear()
 
 
-@pytest.mark.parametrize("options", [{}, {"refused": "it is slow", "linear": lambda *_: None}], ids=["neither", "both"])
+@pytest.mark.parametrize(
+    "options", [{}, {"refused": "it is slow", "linear": lambda *_: None}], ids=["neither", "both"]
+)
 def test_a_row_computes_or_is_refused(options):
     with pytest.raises(nc.ConfigError, match="'mine': give either"):
         kernel_module.LowBitKernel(name="mine", what="nothing", **options)

@@ -1,4 +1,7 @@
-"""Low-bit linears of captured graphs: the kernels of modules, bit for bit; what reports, artefacts and programs say of them."""
+"""Low-bit linears of captured graphs: the kernels of modules, bit for bit.
+
+What reports, artefacts and programs say of them.
+"""
 
 import copy
 import dataclasses
@@ -38,7 +41,9 @@ def captured(model, x, dynamic_shapes=None):
     return module, lowered
 
 
-def layer_of(name="int4", group=32, kind="symmetric", act="fp32", *, bias=True, scale_dtype="fp32", outputs=48):
+def layer_of(
+    name="int4", group=32, kind="symmetric", act="fp32", *, bias=True, scale_dtype="fp32", outputs=48
+):
     packed = weight(form(name, group, kind, scale_dtype), outputs)
     return QuantLinear(packed, torch.randn(outputs) if bias else None, act)
 
@@ -82,13 +87,23 @@ def test_a_graph_computes_what_the_module_computes_to_the_last_bit(name, group, 
     plans = {} if by_plan is None else by_plan._plans
     calls_of = [[type(e) for e in plan.entries] for key, plan in plans.items() if key[1][0].numel()]
     assert all((AtenCall in entries) != in_c for entries in calls_of)
-    assert act != "fp32" or torch.allclose(expected.double(), x.double() @ exact(layer.packed).T + layer.bias, rtol=1e-5, atol=1e-5)
+    assert act != "fp32" or torch.allclose(
+        expected.double(), x.double() @ exact(layer.packed).T + layer.bias, rtol=1e-5, atol=1e-5
+    )
 
 
 @native
-@pytest.mark.parametrize("fields", [{"double_quant": True, "w_sym": False}, {"w_dtype": "fp4_e2m1", "scale_dtype": "e8m0"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"double_quant": True, "w_sym": False}, {"w_dtype": "fp4_e2m1", "scale_dtype": "e8m0"}],
+    ids=str,
+)
 def test_scales_of_two_levels_and_powers_of_two(fields):
-    (layer,) = nc.quantize(nn.Sequential(nn.Linear(128, 32)).eval(), nc.WeightOnlyConfig(**{"group_size": 32, **fields}), backend="native")
+    (layer,) = nc.quantize(
+        nn.Sequential(nn.Linear(128, 32)).eval(),
+        nc.WeightOnlyConfig(**{"group_size": 32, **fields}),
+        backend="native",
+    )
     _, lowered = captured(nn.Sequential(layer), torch.randn(2, 128))
     for rows in (2, 20):
         x = torch.randn(rows, 128)
@@ -130,7 +145,9 @@ def test_layers_that_are_called_twice_share_what_is_packed():
 
     _, lowered = captured(Twice(), torch.randn(2, 128))
     first, second = calls(lowered, low_bit.operator())
-    assert [n.target for n in first.args[-2] if n is not None] == [n.target for n in second.args[-2] if n is not None]
+    assert [n.target for n in first.args[-2] if n is not None] == [
+        n.target for n in second.args[-2] if n is not None
+    ]
     assert sum(name.startswith("low_bit_layout") for name, _ in lowered.named_buffers()) == 3
 
 
@@ -161,9 +178,12 @@ def test_a_cpu_without_vector_code_gets_the_operator_and_the_reason(monkeypatch)
 def test_a_registered_backend_computes_by_its_own_rows(monkeypatch):
     rows, seen = get_backend("native").low_bit_kernels(), []
     bag = next(row for row in rows if row.name == "bag")
-    own = dataclasses.replace(bag, name="own", max_rows=4, linear=lambda x, *a: seen.append(len(x)) or bag.linear(x, *a))
+    own = dataclasses.replace(
+        bag, name="own", max_rows=4, linear=lambda x, *a: seen.append(len(x)) or bag.linear(x, *a)
+    )
     monkeypatch.setattr(
-        "nc.backends._REGISTERED", {"mine": type("Mine", (Backend,), {"name": "mine", "low_bit_kernels": lambda _: (own,)})()}
+        "nc.backends._REGISTERED",
+        {"mine": type("Mine", (Backend,), {"name": "mine", "low_bit_kernels": lambda _: (own,)})()},
     )
     layer = layer_of()
     lowered, _ = copy_module(export(layer, torch.randn(2, 128)).graph.module)
@@ -204,15 +224,23 @@ def test_the_report_of_a_captured_model_names_kernels_and_refusals(mixed):
     ops = {op.operator: op for op in report.ops}
     assert (ops["enc"].ran, ops["up"].ran, ops["up"].asked) == ("int8", "int4 weight", "int4 weight")
     assert ops["up"].kernel == ops["down"].kernel == KERNELS
-    assert ops["enc"].kernel.partition(" ")[0] == (("matmul" if avx2.why_unavailable() else "function") if planned else "")
+    assert ops["enc"].kernel.partition(" ")[0] == (
+        ("matmul" if avx2.why_unavailable() else "function") if planned else ""
+    )
     refused = dict(ops["up"].refused)
     others = set() if compiled.why_unavailable() == "" else {"c fp32", "int4pack", "dyn_quant_4bit"}
-    assert set(refused) == {"c int8", "c int8 block32"} | others | ({"ipex weight-only"} if backend == "ipex" else set())
-    assert 'kernel c int8 is not used for 2 layers: it multiplies int8 only; ask for act_dtype="int8"' in str(report)
+    assert set(refused) == {"c int8", "c int8 block32"} | others | (
+        {"ipex weight-only"} if backend == "ipex" else set()
+    )
+    assert 'kernel c int8 is not used for 2 layers: it multiplies int8 only; ask for act_dtype="int8"' in str(
+        report
+    )
     assert ("AVX512-FP16" in str(report)) is (backend == "ipex")
     head = next(line for line in str(report).splitlines() if line.startswith("operator"))
     assert head.split() == ["operator", "type", "asked", "ran", "kernel", "why"]
-    assert ("run by" in report.details) is (backend == "native" and not planned)  # an executor without Python between the calls
+    assert ("run by" in report.details) is (
+        backend == "native" and not planned
+    )  # an executor without Python between the calls
     assert report.to_dict()["ops"][1]["refused"] is not None
 
 
@@ -221,9 +249,13 @@ def test_engines_compute_what_the_graph_says_for_other_numbers_of_rows(mixed):
     for rows in (1, 4, 8, 9, 40):
         x = torch.randn(rows, 32)
         expected = q.reference(x)
-        assert (q(x) - expected).abs().max() < 0.02 * expected.abs().max()  # a code of `enc` may be the next one
+        assert (
+            q(x) - expected
+        ).abs().max() < 0.02 * expected.abs().max()  # a code of `enc` may be the next one
     names = ran(lambda: q(torch.randn(4, 32)))
-    in_c = backend == "native" and KERNELS == "c fp32" and not WHY_NO_PLANS  # called from the plan, not from torch
+    in_c = (
+        backend == "native" and KERNELS == "c fp32" and not WHY_NO_PLANS
+    )  # called from the plan, not from torch
     assert ("nc_low_bit::linear" in names) is not in_c
     assert "nc::quant_linear" not in names
     assert ("quantized::embedding_bag_4bit_rowwise_offsets" in names) is (KERNELS != "c fp32")
@@ -241,7 +273,9 @@ def test_packed_layouts_are_no_part_of_artefacts_and_copies(mixed, tmp_path):
         assert b"nc_low_bit" not in data
     again = nc.load(tmp_path / "q", backend=backend)
     assert torch.equal(again(x), q(x))
-    for now, before in zip(again.report().ops, q.report().ops, strict=True):  # before, other numbers of rows may have had other kernels
+    for now, before in zip(
+        again.report().ops, q.report().ops, strict=True
+    ):  # before, other numbers of rows may have had other kernels
         assert now.kernel in before.kernel.split(" or ")
     assert torch.equal(copy.deepcopy(q)(x), q(x))
     plain = nc.load(tmp_path / "q", backend="reference")

@@ -43,7 +43,7 @@ def without_products(monkeypatch):
 
 
 @pytest.fixture
-def on_bf16(monkeypatch, without_products):  # noqa: ARG001 - it patches
+def on_bf16(monkeypatch, without_products):  # it patches
     """Plans as on a CPU with AVX512-BF16; nothing runs there."""
     monkeypatch.setattr(cpu, "features", lambda: FEATURES)
 
@@ -69,7 +69,9 @@ def test_the_remainder_is_what_has_no_int8_kernel(strategy):
 def test_fp32_is_the_default_and_what_is_excluded_stays_fp32():
     x = torch.randn(2, 5, 32)
     assert all(d.spec.precision != "bf16" for d in decisions(Attention(), StaticQuantConfig(), x).values())
-    config = StaticQuantConfig(remainder="bf16").set_local("matmul_1", StaticQuantConfig(excluded_precisions=("bf16",)))
+    config = StaticQuantConfig(remainder="bf16").set_local(
+        "matmul_1", StaticQuantConfig(excluded_precisions=("bf16",))
+    )
     found = decisions(Attention(), config, x)
     assert (found["matmul"].spec.precision, found["matmul_1"].spec.precision) == ("bf16", "fp32")
     config = StaticQuantConfig(remainder="bf16", excluded_precisions=("bf16",))
@@ -80,7 +82,9 @@ def test_fp32_is_the_default_and_what_is_excluded_stays_fp32():
 def test_what_loses_its_kernel_on_another_backend_becomes_remainder():
     """Prepared for one that has an int8 matmul."""
     x = torch.randn(2, 5, 32)
-    config = StaticQuantConfig(remainder="bf16").set_local("matmul_1", StaticQuantConfig(excluded_precisions=("bf16",)))
+    config = StaticQuantConfig(remainder="bf16").set_local(
+        "matmul_1", StaticQuantConfig(excluded_precisions=("bf16",))
+    )
     plan = resolve(config, capture(Attention().eval(), x), get_backend("reference").capabilities())
     assert (plan["matmul"].spec.precision, plan["matmul_1"].spec.precision) == ("int8", "int8")
     fitted = fit(plan, get_backend("native").capabilities())
@@ -94,7 +98,9 @@ def test_rules_ask_for_bf16_by_name_and_type():
     assert (found["fc1"].spec.precision, found["fc2"].spec.precision) == ("int8", "bf16")
     assert found["fc2"].reason == "bf16 was asked for"
     found = decisions(
-        MLP(), DynamicQuantConfig().set_local(nn.Linear, DynamicQuantConfig(w_dtype="bf16", act_dtype="bf16")), torch.randn(4, 16)
+        MLP(),
+        DynamicQuantConfig().set_local(nn.Linear, DynamicQuantConfig(w_dtype="bf16", act_dtype="bf16")),
+        torch.randn(4, 16),
     )
     assert found["fc1"].spec.precision == found["fc2"].spec.precision == "bf16"
     # all of it; sums have too little arithmetic to gain from it
@@ -108,7 +114,10 @@ def test_bf16_that_is_asked_for_and_excluded_is_an_error():
     with pytest.raises(ConfigError, match="'bf16' is asked for, but excluded_precisions"):
         StaticQuantConfig(w_dtype="bf16", act_dtype="bf16", excluded_precisions=("bf16",))
     config = StaticQuantConfig(excluded_precisions=("bf16",)).set_local("fc2", LOW)
-    with pytest.raises(ConfigError, match=r"Operator 'fc2' \(rule: name 'fc2'\): bf16 was asked for, but 'bf16' is in excluded_precisions"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Operator 'fc2' \(rule: name 'fc2'\): bf16 was asked for, but 'bf16' is in excluded_precisions",
+    ):
         decisions(MLP(), config, torch.randn(4, 16))
     for dtypes in ({"w_dtype": "bf16"}, {"act_dtype": "bf16"}, {"w_dtype": "bf16", "act_dtype": "fp32"}):
         with pytest.raises(ConfigError, match="contradicts"):
@@ -119,7 +128,10 @@ def test_bf16_that_is_asked_for_and_excluded_is_an_error():
 @pytest.mark.usefixtures("without_products")
 def test_a_cpu_without_bf16_refuses(monkeypatch, config):
     monkeypatch.setattr(cpu, "features", lambda: FEATURES[:-1])
-    with pytest.raises(UnsupportedError, match="Operator 'matmul' can't compute in bf16 on backend 'native': this CPU has no AVX512-BF16"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Operator 'matmul' can't compute in bf16 on backend 'native': this CPU has no AVX512-BF16",
+    ):
         prepare(Attention().eval(), config, example_inputs=torch.randn(2, 5, 32), backend="native")
     # where everything has an int8 kernel nothing is left to refuse
     prepare(MLP().eval(), REST, example_inputs=torch.randn(4, 16), backend="native")
@@ -132,14 +144,19 @@ def test_onednn_kept_from_bf16_says_by_what(monkeypatch):
 
 
 def test_another_backend_refuses():
-    with pytest.raises(UnsupportedError, match="Operator 'fc2' can't compute in bf16 on backend 'ipex': it has no bf16 kernels"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Operator 'fc2' can't compute in bf16 on backend 'ipex': it has no bf16 kernels",
+    ):
         decisions(MLP(), StaticQuantConfig().set_local("fc2", LOW), torch.randn(4, 16), backend="ipex")
 
 
 def test_inputs_weights_and_results_are_rounded_and_sums_are_not():
     """Against the same in float64."""
     x, model = torch.randn(64, 16), MLP().eval()
-    q = quantized(model, x, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32").set_local("fc1", LOW), "reference")
+    q = quantized(
+        model, x, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32").set_local("fc1", LOW), "reference"
+    )
     with torch.no_grad():
         rounded = [t.bfloat16().double() for t in (x, model.fc1.weight, model.fc1.bias)]
         hidden = torch.nn.functional.linear(*rounded).bfloat16().double().relu()
@@ -154,7 +171,9 @@ def test_inputs_weights_and_results_are_rounded_and_sums_are_not():
 def test_an_artefact_holds_bf16_weights_and_says_what_it_needs(tmp_path, monkeypatch):
     x = torch.randn(4, 16)
     monkeypatch.setattr(cpu, "features", lambda: FEATURES)
-    prepared = prepare(MLP().eval(), StaticQuantConfig().set_local("fc2", LOW), example_inputs=x, backend="native")
+    prepared = prepare(
+        MLP().eval(), StaticQuantConfig().set_local("fc2", LOW), example_inputs=x, backend="native"
+    )
     prepared(x)
     graph = prepared.quantized_graph()
     assert graph.plan.isa == ("avx512_vnni", "avx512_bf16")
@@ -169,7 +188,9 @@ def test_an_artefact_holds_bf16_weights_and_says_what_it_needs(tmp_path, monkeyp
     monkeypatch.setattr(cpu, "features", lambda: FEATURES[:-1])
     for backend in ("native", "ipex"):
         if not available_backends()[backend]:
-            with pytest.raises(UnsupportedError, match=f"computes in bf16, which backend '{backend}' can't here"):
+            with pytest.raises(
+                UnsupportedError, match=f"computes in bf16, which backend '{backend}' can't here"
+            ):
                 load(tmp_path / "a", backend=backend)
     if not available_backends()["native"]:
         with pytest.raises(UnsupportedError, match="computes in bf16, which backend 'native' can't here"):
@@ -204,8 +225,18 @@ CASES = {
     "all": (ResidualCNN, LOW, (2, 3, 8, 8), {"stem", "conv1", "conv2", "fc"}),
     "between": (ResidualCNN, StaticQuantConfig().set_local("conv1", LOW), (2, 3, 8, 8), {"conv1"}),
     "behind a convolution": (Chain, StaticQuantConfig().set_local("second", LOW), (2, 3, 8, 8), {"second"}),
-    "behind one of one dimension": (lambda: Chain(nn.Conv1d), StaticQuantConfig().set_local("second", LOW), (2, 3, 8), {"second"}),
-    "behind one of three": (lambda: Chain(nn.Conv3d), StaticQuantConfig().set_local("second", LOW), (2, 3, 4, 4, 4), {"second"}),
+    "behind one of one dimension": (
+        lambda: Chain(nn.Conv1d),
+        StaticQuantConfig().set_local("second", LOW),
+        (2, 3, 8),
+        {"second"},
+    ),
+    "behind one of three": (
+        lambda: Chain(nn.Conv3d),
+        StaticQuantConfig().set_local("second", LOW),
+        (2, 3, 4, 4, 4),
+        {"second"},
+    ),
     "transposed": (TransposeNet, StaticQuantConfig().set_local("up", LOW), (2, 3, 6, 6), {"up"}),
 }
 
@@ -231,10 +262,18 @@ def test_results_go_from_kernel_to_kernel_in_bf16():
     """No conversion between the projections and the first product, nor between two products."""
     x = torch.randn(2, 32, 128)  # smaller products are no work for oneDNN
     profile = quantized(Attention(128, 4).eval(), x, PRODUCTS, "native").report(profile_inputs=x).profile
-    kernels = {step.operators[0]: str(step.kernels[0]) for step in profile.steps if step.operators and step.kernels}
-    assert all("-> bf16" in kernels[name] for name in ("query", "matmul", "matmul_1"))  # key and value are in query's
+    kernels = {
+        step.operators[0]: str(step.kernels[0]) for step in profile.steps if step.operators and step.kernels
+    }
+    assert all(
+        "-> bf16" in kernels[name] for name in ("query", "matmul", "matmul_1")
+    )  # key and value are in query's
     # the softmax's input and result, and the last product's result on its way to codes
-    assert sorted(step.name for step in profile.steps if "bf16" in step.name) == ["from_bf16", "from_bf16", "to_bf16"]
+    assert sorted(step.name for step in profile.steps if "bf16" in step.name) == [
+        "from_bf16",
+        "from_bf16",
+        "to_bf16",
+    ]
     chain = Function(lambda self, x: self.b(self.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 16))
     x = torch.randn(4, 16)
     profile = quantized(chain.eval(), x, LOW, "native").report(profile_inputs=x).profile

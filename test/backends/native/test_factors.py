@@ -1,4 +1,7 @@
-"""Constant factors behind products go into their scales, and sums behind permutations into their kernels: the numbers stay the same."""
+"""Constant factors behind products go into their scales, and sums behind permutations into their kernels.
+
+The numbers stay the same.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from nc.backends.passes import run_passes
 from nc.graph.fx_utils import copy_module
 from nc.numerics.metrics import worst_sqnr_db
 
-pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+pytestmark = pytest.mark.skipif(
+    bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+)
 
 G = torch.Generator().manual_seed(0)
 X, IMAGE = torch.randn(2, 5, 16, generator=G), torch.randn(2, 8, 9, 9, generator=G)
@@ -23,7 +28,10 @@ CHANNELS[3] = 0.0
 
 
 class Scaled(nn.Module):
-    """A linear from 16 to 24, or a convolution from 8 to 24 channels, and what follows; a buffer as the factor."""
+    """A linear from 16 to 24, or a convolution from 8 to 24 channels, and what follows.
+
+    A buffer as the factor.
+    """
 
     def __init__(self, follow, factor=CHANNELS, product=None, bias=True):
         super().__init__()
@@ -59,7 +67,10 @@ FOLDED = {
     "conv1d": (Scaled(lambda y, f: f[:, None] * y, product=conv(1)), IMAGE[:, :, 0]),
     "conv2d": (Scaled(lambda y, f: f[:, None, None] * y, product=conv(2)), IMAGE),
     "conv2d, 1 x 24 x 1 x 1": (Scaled(lambda y, f: y * f.view(1, 24, 1, 1), product=conv(2)), IMAGE),
-    "conv3d": (Scaled(lambda y, f: f.view(24, 1, 1, 1) * y, product=conv(3)), IMAGE[:, :, None].expand(-1, -1, 4, -1, -1).contiguous()),
+    "conv3d": (
+        Scaled(lambda y, f: f.view(24, 1, 1, 1) * y, product=conv(3)),
+        IMAGE[:, :, None].expand(-1, -1, 4, -1, -1).contiguous(),
+    ),
 }
 
 
@@ -77,7 +88,10 @@ KEPT = {
     "of rows": (Scaled(lambda y, f: f[:5, None] * y), X),
     "of rows as many as channels": (Scaled(lambda y, f: f[:, None] * y), torch.randn(2, 24, 16, generator=G)),
     "the other dimension of a convolution": (Scaled(lambda y, f: f[:7] * y, product=conv(2)), IMAGE),
-    "as many positions as channels": (Scaled(lambda y, f: f * y, product=nn.Conv1d(8, 24, 1)), torch.randn(2, 8, 24, generator=G)),
+    "as many positions as channels": (
+        Scaled(lambda y, f: f * y, product=nn.Conv1d(8, 24, 1)),
+        torch.randn(2, 8, 24, generator=G),
+    ),
     "more dimensions": (Scaled(lambda y, f: f.view(1, 1, 1, 24) * y), X),
     "from the input": (Scaled(lambda y, f: y * y.abs().mean()), X),
     "a square": (Scaled(lambda y, f: y * y), X),
@@ -113,7 +127,11 @@ class Block(nn.Module):
 
     def __init__(self, swap=False):
         super().__init__()
-        self.depth, self.up, self.down = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.depth, self.up, self.down = (
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.Linear(8, 32),
+            nn.Linear(32, 8),
+        )
         self.scale, self.swap = nn.Parameter(torch.randn(8, generator=G)), swap
 
     def forward(self, x):
@@ -141,7 +159,9 @@ def test_a_sum_that_is_returned_has_its_sizes_and_values():
 
 
 def test_sums_of_other_sizes_stay_behind_the_permutation():
-    model = Function(lambda self, x: self.linear(x).permute(0, 2, 1) + x.mean(), linear=nn.Linear(16, 24)).eval()
+    model = Function(
+        lambda self, x: self.linear(x).permute(0, 2, 1) + x.mean(), linear=nn.Linear(16, 24)
+    ).eval()
     q = quantized(model, X, None, "native")
     assert "onednn.qlinear_pointwise.binary" not in targets(q)
     assert worst_sqnr_db([q.reference(X)], [q(X)]) > EXACT

@@ -1,4 +1,7 @@
-"""What `load` does not do again, and where the codes of a loaded model are: in the file, until somebody wants them."""
+"""What `load` does not do again, and where the codes of a loaded model are.
+
+In the file, until somebody wants them.
+"""
 
 import contextlib
 import dataclasses
@@ -22,7 +25,9 @@ from nc.graph.qdq import expected_outputs
 from nc.process.unavailable import Unavailable
 from nc.storage import mapped
 
-native = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+native = pytest.mark.skipif(
+    bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+)
 
 
 class Attention(nn.Module):
@@ -188,16 +193,24 @@ def test_what_happens_to_the_file_of_a_loaded_model(folder, q_model, how, tmp_pa
             file.truncate(10 if how == "cut" else path.stat().st_size + 1)
     same(loaded(x), q_model(x))
     is_compared = how in ("append", "cut") and not WHY_NO_PLANS
-    with pytest.warns(NCWarning, match="can't be compared any more") if is_compared else contextlib.nullcontext():
+    with (
+        pytest.warns(NCWarning, match="can't be compared any more")
+        if is_compared
+        else contextlib.nullcontext()
+    ):
         same(loaded(y), q_model(y))  # new sizes
     if how in ("delete", "replace"):
         same(loaded.reference(x), q_model.reference(x))
         loaded.save(tmp_path / "again")
         q_model.save(tmp_path / "before")
-        assert (tmp_path / "again" / "weights.safetensors").read_bytes() == (tmp_path / "before" / "weights.safetensors").read_bytes()
+        assert (tmp_path / "again" / "weights.safetensors").read_bytes() == (
+            tmp_path / "before" / "weights.safetensors"
+        ).read_bytes()
         return
     for use in (lambda: loaded.reference(x), lambda: loaded.save(tmp_path / "again"), lambda: loaded.graph):
-        with pytest.raises(ArtefactCorruptError, match="was changed while a model that was loaded from it is in use"):
+        with pytest.raises(
+            ArtefactCorruptError, match="was changed while a model that was loaded from it is in use"
+        ):
             use()
 
 

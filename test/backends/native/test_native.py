@@ -35,7 +35,9 @@ from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
 from nc.graph.saturation import narrow
 
-pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+pytestmark = pytest.mark.skipif(
+    bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+)
 
 
 #: Products of two activations in fp32.
@@ -72,7 +74,11 @@ def kernels(monkeypatch, model, inputs, config=None):
 
     def spy(module, **options):
         fuse(module, **options)
-        found[:] = (n for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "onednn")
+        found[:] = (
+            n
+            for n in module.graph.nodes
+            if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "onednn"
+        )
 
     monkeypatch.setattr(passes, "fuse", spy)
     return quantized(model.eval(), inputs, config, "native"), found
@@ -87,8 +93,12 @@ def test_codes_that_nobody_needs_any_more_are_added_to_without_a_copy(monkeypatc
             y = F.relu(second(F.relu(first(y))) + y)
         return self.head(y)
 
-    convolutions = nn.ModuleList(nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)) for _ in range(3))
-    model = Function(forward, stem=nn.Conv2d(3, 8, 3, padding=1), blocks=convolutions, head=nn.Conv2d(8, 4, 1))
+    convolutions = nn.ModuleList(
+        nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)) for _ in range(3)
+    )
+    model = Function(
+        forward, stem=nn.Conv2d(3, 8, 3, padding=1), blocks=convolutions, head=nn.Conv2d(8, 4, 1)
+    )
     x = torch.randn(2, 3, 8, 8)
     q = quantized(model.eval(), x, None, "native")
     assert (names_of(q).count("contiguous"), names_of(q).count("clone")) == (3, 0)
@@ -140,7 +150,9 @@ def test_biases_that_the_call_does_not_take_are_added_as_before(bias):
         return self.b(((y @ y.transpose(-1, -2) + self.bias).softmax(-1) @ y).sum(1))
 
     model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
-    model.register_buffer("bias", torch.randint(0, 3, (1, 1, 5, 5)) if bias == "integers" else torch.randn(1, 4, 5, 5))
+    model.register_buffer(
+        "bias", torch.randint(0, 3, (1, 1, 5, 5)) if bias == "integers" else torch.randn(1, 4, 5, 5)
+    )
     x = torch.randn(2, 5, 16)
     q = quantized(model.eval(), x, NO_PRODUCTS, "native")
     assert "scaled_dot_product_attention" not in names_of(q)
@@ -154,9 +166,15 @@ def names_of(q):
     return [op_name(n) for n in module.graph.nodes]
 
 
-@pytest.mark.skipif(os.environ.get("NC_ONEDNN") == "package", reason="the oneDNN inside torch says what it runs, a packaged one does not")
+@pytest.mark.skipif(
+    os.environ.get("NC_ONEDNN") == "package",
+    reason="the oneDNN inside torch says what it runs, a packaged one does not",
+)
 def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call(monkeypatch):
-    """A batch of 1 is traced as 2, for which AMX kernels want another layout (160 outputs); without AMX this holds all the same."""
+    """A batch of 1 is traced as 2, for which AMX kernels want another layout (160 outputs).
+
+    Without AMX this holds all the same.
+    """
     monkeypatch.setattr(avx2, "why_unavailable", lambda: "left out")  # oneDNN says what it runs
     model = nn.Sequential(nn.Conv2d(576, 160, 1), nn.ReLU6(), nn.Conv2d(160, 960, 1)).eval()
     x = torch.randn(1, 576, 7, 7)
@@ -165,7 +183,11 @@ def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call(monkeypa
     with onednn_verbose.captured() as lines:
         q(x)
     quantizes = [] if WHY_NO_PLANS else ["reorder"]
-    assert [kernel.primitive for kernel in onednn_verbose.parse(lines)] == [*quantizes, "convolution", "convolution"]
+    assert [kernel.primitive for kernel in onednn_verbose.parse(lines)] == [
+        *quantizes,
+        "convolution",
+        "convolution",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +201,9 @@ def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call(monkeypa
 )
 def test_what_torchscript_reads_otherwise_is_run_by_python(without_plans, function, why):
     x = torch.randn(4, 8)
-    q = quantized(Function(lambda self, x: function(self.fc(x), x), fc=nn.Linear(8, 8)).eval(), x, None, "native")
+    q = quantized(
+        Function(lambda self, x: function(self.fc(x), x), fc=nn.Linear(8, 8)).eval(), x, None, "native"
+    )
     assert why in q.report().details["run by"]
     expected, got = (v if isinstance(v, tuple) else (v,) for v in (q.reference(x), q(x)))
     for a, b in zip(expected, got, strict=True):
@@ -212,7 +236,9 @@ def test_bits_of_a_size_are_bits_in_torchscript_too(without_plans):
         assert worst_db([q.reference(x)], [q(x)]) > 60
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU6(), nn.Hardtanh(-2.0, 1.5), nn.LeakyReLU(0.2)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU6(), nn.Hardtanh(-2.0, 1.5), nn.LeakyReLU(0.2)], ids=lambda m: type(m).__name__
+)
 def test_numbers_of_an_activation_behind_a_linear_reach_torchscript(without_plans, activation):
     model = nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 4))
     q = quantized(model, 3 * torch.randn(16, 8), None, "native")
@@ -230,7 +256,12 @@ def test_without_torchscript_python_runs_the_graph(tmp_path):
     code = "import nc, sys; print(nc.load(sys.argv[1], backend='native').report().details['run by'])"
     command = [sys.executable, "-c", code, str(tmp_path / "m")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=True, env={**os.environ, "PYTORCH_JIT": "0", "NC_ONEDNN": "none"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env={**os.environ, "PYTORCH_JIT": "0", "NC_ONEDNN": "none"},
     )
     assert "TorchScript is switched off" in done.stdout
 
@@ -247,8 +278,15 @@ def test_what_torchscript_has_no_words_for_is_run_by_python(monkeypatch, without
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_zeros_are_put_around_codes(dtype):
-    """As TensorFlow's uneven padding is written: the pad stands between two convolutions, and works on codes."""
-    model = Function(lambda self, x: self.b(F.pad(F.silu(self.a(x)), (0, 1, 0, 1))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3, stride=2))
+    """As TensorFlow's uneven padding is written.
+
+    The pad stands between two convolutions, and works on codes.
+    """
+    model = Function(
+        lambda self, x: self.b(F.pad(F.silu(self.a(x)), (0, 1, 0, 1))),
+        a=nn.Conv2d(3, 8, 3),
+        b=nn.Conv2d(8, 8, 3, stride=2),
+    )
     x = torch.randn(2, 3, 9, 9)
     q = quantized(model.eval(), x, StaticQuantConfig(act_dtype=dtype), "native")
     assert names_of(q).count("quantize") == 1  # the model's input
@@ -257,17 +295,34 @@ def test_zeros_are_put_around_codes(dtype):
 
 @pytest.mark.parametrize("options", [{"value": 1.5}, {"mode": "reflect"}])
 def test_other_padding_stays_where_it_is(options):
-    model = Function(lambda self, x: self.b(F.pad(self.a(x), (1, 1, 1, 1), **options)), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3))
+    model = Function(
+        lambda self, x: self.b(F.pad(self.a(x), (1, 1, 1, 1), **options)),
+        a=nn.Conv2d(3, 8, 3),
+        b=nn.Conv2d(8, 8, 3),
+    )
     x = torch.randn(2, 3, 9, 9)
     q = quantized(model.eval(), x, None, "native")
     assert worst_db([q.reference(x)], [q(x)]) > 60
 
 
-ACTIVATIONS = [F.relu, F.gelu, F.silu, F.relu6, F.hardswish, F.leaky_relu, torch.tanh, torch.sigmoid, lambda x: x.clamp(-1, 1)]
+ACTIVATIONS = [
+    F.relu,
+    F.gelu,
+    F.silu,
+    F.relu6,
+    F.hardswish,
+    F.leaky_relu,
+    torch.tanh,
+    torch.sigmoid,
+    lambda x: x.clamp(-1, 1),
+]
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize(("make", "shape"), [(lambda: nn.Linear(8, 8), (4, 8)), (lambda: nn.Conv2d(8, 8, 3, padding=1), (2, 8, 6, 6))])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda: nn.Linear(8, 8), (4, 8)), (lambda: nn.Conv2d(8, 8, 3, padding=1), (2, 8, 6, 6))],
+)
 def test_activations_are_computed_by_the_kernel_or_behind_it(act, make, shape, monkeypatch):
     model = Function(lambda self, x: self.b(act(self.a(x))), a=make(), b=make())
     x = torch.randn(shape)
@@ -275,7 +330,9 @@ def test_activations_are_computed_by_the_kernel_or_behind_it(act, make, shape, m
     assert worst_db([q.reference(x)], [q(x)]) > 100
     dtype = next(a for a in first.args if isinstance(a, torch.dtype))
     fused = first.args[-3] != "none"
-    assert fused == (act not in (torch.sigmoid, *(() if len(shape) == 2 else (F.gelu, F.leaky_relu, torch.tanh))))
+    assert fused == (
+        act not in (torch.sigmoid, *(() if len(shape) == 2 else (F.gelu, F.leaky_relu, torch.tanh)))
+    )
     assert dtype == (torch.uint8 if fused else torch.float32)
 
 
@@ -309,7 +366,9 @@ def test_what_is_added_to_in_place_is_not_lost(same, monkeypatch):
         z = F.relu(self.b(y) + y)
         return self.c(z) + (y if same else 0)
 
-    model = Function(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 8, 3, padding=1), c=nn.Conv2d(8, 8, 1))
+    model = Function(
+        forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 8, 3, padding=1), c=nn.Conv2d(8, 8, 1)
+    )
     x = torch.randn(2, 3, 8, 8)
     q, found = kernels(monkeypatch, model, x)
     assert any("binary" in n.target._overloadname for n in found)
@@ -328,7 +387,9 @@ def test_the_image_may_be_large():
 def test_what_has_no_kernel_stays_fp32_and_says_so(monkeypatch):
     monkeypatch.setattr("nc.backends.native.OPS", tuple(row for row in OPS if row.kind != "conv_transpose2d"))
     x = torch.randn(2, 8, 6, 6)
-    report = quantized(nn.Sequential(nn.ConvTranspose2d(8, 8, 3), nn.ReLU()).eval(), x, None, "native").report()
+    report = quantized(
+        nn.Sequential(nn.ConvTranspose2d(8, 8, 3), nn.ReLU()).eval(), x, None, "native"
+    ).report()
     assert [(op.asked, op.ran, op.reason) for op in report.ops][0] == (
         "fp32",
         "fp32",
@@ -336,14 +397,24 @@ def test_what_has_no_kernel_stays_fp32_and_says_so(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("other", [engine for engine in ("ipex", "reference") if not available_backends()[engine]])
+@pytest.mark.parametrize(
+    "other", [engine for engine in ("ipex", "reference") if not available_backends()[engine]]
+)
 def test_an_artefact_of_another_engine_runs_here(tmp_path, other):
-    """Never wrong numbers: where this CPU adds products in 16 bits, what the reference was quantized for would saturate and is changed."""
+    """Never wrong numbers.
+
+    Where this CPU adds products in 16 bits, what the reference was quantized for would saturate and is
+    changed.
+    """
     x = torch.randn(2, 3, 8, 8)
     q = quantized(ResidualCNN().eval(), x, None, other)
     q.save(tmp_path / "a")
     changes = other == "reference" and not cpu.accumulates_wide()
-    with pytest.warns(NCWarning, match="4 of 5 quantized layers could saturate") if changes else contextlib.nullcontext():
+    with (
+        pytest.warns(NCWarning, match="4 of 5 quantized layers could saturate")
+        if changes
+        else contextlib.nullcontext()
+    ):
         native = load(tmp_path / "a", backend="native")
     assert worst_db([q(x)], [native(x)]) > 30
     assert worst_db([native.reference(x)], [native(x)]) > 40
@@ -354,7 +425,10 @@ def test_an_artefact_of_another_engine_runs_here(tmp_path, other):
 def test_weights_that_can_not_saturate_are_taken_as_they_are(tmp_path):
     model = MLP().eval()
     for parameter in model.parameters():
-        parameter.data = parameter.data.abs().clamp(min=0.01) * torch.tensor([1.0, -1.0]).repeat(parameter.shape[-1])[: parameter.shape[-1]]
+        parameter.data = (
+            parameter.data.abs().clamp(min=0.01)
+            * torch.tensor([1.0, -1.0]).repeat(parameter.shape[-1])[: parameter.shape[-1]]
+        )
     x = torch.randn(4, 16)
     q = quantized(model, x, StaticQuantConfig(post=()), "reference")
     q.save(tmp_path / "a")
@@ -365,14 +439,19 @@ def test_weights_that_can_not_saturate_are_taken_as_they_are(tmp_path):
 def test_wrong_numbers_are_noticed(monkeypatch):
     real = regions.codes_behind
     monkeypatch.setattr(regions, "codes_behind", lambda node: real(node) and (0.5, 7, torch.uint8))
-    with pytest.raises(VerificationError, match="The native backend computes something else than the quantized graph"):
+    with pytest.raises(
+        VerificationError, match="The native backend computes something else than the quantized graph"
+    ):
         quantized(MLP().eval(), torch.randn(4, 16), None, "native")
 
 
 @pytest.mark.parametrize("faulty", ["0", "3", "7"])
 @pytest.mark.parametrize("kind", ["linear", "conv2d"])
 def test_a_broken_kernel_is_named(monkeypatch, kind, faulty):
-    """One layer of four gets scales of another model: the error names it, wherever it is, and its advice helps."""
+    """One layer of four gets scales of another model.
+
+    The error names it, wherever it is, and its advice helps.
+    """
     layers = [nn.Linear(8, 8) if kind == "linear" else nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)]
     a, b, c, d = layers
     model = nn.Sequential(a, nn.ReLU(), nn.Identity(), b, nn.Identity(), c, nn.ReLU(), d).eval()
@@ -380,12 +459,18 @@ def test_a_broken_kernel_is_named(monkeypatch, kind, faulty):
     real = fuse._scales
 
     def wrong(module, region, scales):
-        return real(module, region, scales.flip(0) * 3 if region.anchor.meta["operator"] == faulty else scales)
+        return real(
+            module, region, scales.flip(0) * 3 if region.anchor.meta["operator"] == faulty else scales
+        )
 
     monkeypatch.setattr(fuse, "_scales", wrong)
-    with pytest.raises(VerificationError, match=f"The first operator that differs is '{faulty}'; give it fp32"):
+    with pytest.raises(
+        VerificationError, match=f"The first operator that differs is '{faulty}'; give it fp32"
+    ):
         quantized(model, x, None, "native")
-    monkeypatch.setattr(regions, "codes_behind", lambda node: None)  # a kernel that gives fp32 is searched for in the same way
+    monkeypatch.setattr(
+        regions, "codes_behind", lambda node: None
+    )  # a kernel that gives fp32 is searched for in the same way
     with pytest.raises(VerificationError, match=f"The first operator that differs is '{faulty}'"):
         quantized(model, x, None, "native")
     fp32 = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")
@@ -408,7 +493,9 @@ class Halves:
         self.built += 1
         running = execute.PYTHON.build(lowered, example)
         call = running.call
-        return dataclasses.replace(running, call=lambda *inputs: [y if self.fault is None else self.fault(y) for y in call(*inputs)])
+        return dataclasses.replace(
+            running, call=lambda *inputs: [y if self.fault is None else self.fault(y) for y in call(*inputs)]
+        )
 
 
 def test_executors_are_tried_in_order_and_python_is_the_last(monkeypatch):
@@ -424,13 +511,18 @@ def test_executors_are_tried_in_order_and_python_is_the_last(monkeypatch):
     assert run_by(right) is None
     assert run_by(refuses, right, unused) == "halves: not here"
     assert (refuses.built, unused.built) == (0, 0)
-    assert run_by(refuses, halves) == "Python: not here; halves computes something else: 6.0 dB, expected at least 20"
+    assert (
+        run_by(refuses, halves)
+        == "Python: not here; halves computes something else: 6.0 dB, expected at least 20"
+    )
     assert run_by() == "Python: there is no other executor"
 
 
 def test_a_torch_without_the_operators(monkeypatch):
     monkeypatch.setattr("nc.backends.native._NEEDED", ("qlinear_prepack", "no_such_operator"))
-    with pytest.raises(BackendUnavailableError, match="has no onednn::no_such_operator: pip install 'torch>=2.8'"):
+    with pytest.raises(
+        BackendUnavailableError, match="has no onednn::no_such_operator: pip install 'torch>=2.8'"
+    ):
         quantized(MLP().eval(), torch.randn(4, 16), None, "native")
 
 
@@ -438,9 +530,21 @@ SEQUENCES = {
     "a single row": ((nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), (16,), 2),
     "an image without a batch": ((nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), (3, 8, 8), 2),
     "a row of samples without a batch": ((nn.Conv1d(3, 8, 3), nn.ReLU()), (3, 8), 1),
-    "uneven padding": ((nn.Conv2d(3, 8, 4, padding="same"), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same")), (2, 3, 8, 8), 2),
-    "circular padding": ((nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.Conv2d(8, 8, 3)), (2, 3, 8, 8), 2),
-    "dilated depthwise": ((nn.Conv2d(8, 8, 3, groups=8, dilation=2), nn.ReLU6(), nn.Conv2d(8, 8, 1)), (2, 8, 9, 9), 2),
+    "uneven padding": (
+        (nn.Conv2d(3, 8, 4, padding="same"), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same")),
+        (2, 3, 8, 8),
+        2,
+    ),
+    "circular padding": (
+        (nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        (2, 3, 8, 8),
+        2,
+    ),
+    "dilated depthwise": (
+        (nn.Conv2d(8, 8, 3, groups=8, dilation=2), nn.ReLU6(), nn.Conv2d(8, 8, 1)),
+        (2, 8, 9, 9),
+        2,
+    ),
 }
 
 
@@ -456,7 +560,12 @@ def test_odd_shapes_run_in_int8_or_say_why_not(name):
 
 
 REFUSED = {
-    "matmul": (lambda self, x: self.a(x) @ self.b(x)[0, 0, 0], nn.Conv2d, "matmul", "one of its inputs is a vector"),
+    "matmul": (
+        lambda self, x: self.a(x) @ self.b(x)[0, 0, 0],
+        nn.Conv2d,
+        "matmul",
+        "one of its inputs is a vector",
+    ),
     "add": (lambda self, x: F.relu(self.a(x)) + F.relu(self.b(x)), nn.Conv2d, "add", "in front of it"),
     "sum that is read elsewhere": (
         lambda self, x: (lambda y, z: (y + z, y * z))(self.a(x), self.b(x)),
@@ -473,7 +582,9 @@ def test_every_refusal_has_its_reason(name):
     forward, layer, operator, why = REFUSED[name]
     x = torch.randn(2, 8, 8, 8)
     config = StaticQuantConfig().set_local("add", StaticQuantConfig()) if operator == "add" else None
-    graph = quantized(Function(forward, a=layer(8, 8, 1), b=layer(8, 8, 1)).eval(), x, config, "reference").graph
+    graph = quantized(
+        Function(forward, a=layer(8, 8, 1), b=layer(8, 8, 1)).eval(), x, config, "reference"
+    ).graph
     graph, _ = narrow(graph, get_backend("native").capabilities())  # as `load` does, for CPUs without VNNI
     runs = {run.operator: run for run in get_backend("native").lower(graph).report().ops}
     assert runs[operator].ran == "fp32"
@@ -495,16 +606,24 @@ class Encoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.head = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, activation="gelu"), nn.Linear(32, 8)
+        self.layer, self.head = (
+            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, activation="gelu"),
+            nn.Linear(32, 8),
+        )
 
     def forward(self, x):
         return self.head(self.layer(x))
 
 
-@pytest.mark.parametrize(("make", "shape"), [(ResidualCNN, (2, 3, 8, 8)), pytest.param(Encoder, (2, 5, 32), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(ResidualCNN, (2, 3, 8, 8)), pytest.param(Encoder, (2, 5, 32), marks=pytest.mark.exhaustive)],
+)
 def test_compiled_is_the_same_model(make, shape, tmp_path):
     model, x = make().eval(), torch.randn(shape)
-    prepared = prepare(model, NO_PRODUCTS if make is Encoder else StaticQuantConfig(), example_inputs=x, backend="native")
+    prepared = prepare(
+        model, NO_PRODUCTS if make is Encoder else StaticQuantConfig(), example_inputs=x, backend="native"
+    )
     prepared(x)
     q = convert(prepared, compile=True)
     assert q.report().ran_int8 == q.report().asked_int8 > 0
@@ -521,10 +640,15 @@ def test_compile_says_what_it_needs(monkeypatch):
     x = torch.randn(4, 16)
     prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=x, backend="native")
     prepared(x)
-    with pytest.raises(ConfigError, match="compile=True is for backend=\"native\"; 'reference' has no such option"):
+    with pytest.raises(
+        ConfigError, match="compile=True is for backend=\"native\"; 'reference' has no such option"
+    ):
         convert(prepared, backend="reference", compile=True)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BackendUnavailableError, match="compile=True needs a C\\+\\+ compiler, and 'no-such-compiler' is not found"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match="compile=True needs a C\\+\\+ compiler, and 'no-such-compiler' is not found",
+    ):
         convert(prepared, compile=True)
 
 
@@ -532,7 +656,10 @@ OTHER_CODES = StaticQuantConfig().set_local("b", StaticQuantConfig(act_sym=True)
 
 
 def test_linears_that_read_the_same_codes_are_one_call(monkeypatch):
-    """Also without a bias, of other sizes, and where views follow; not those that compute something behind them."""
+    """Also without a bias, of other sizes, and where views follow.
+
+    Not those that compute something behind them.
+    """
 
     def forward(self, x):
         a, b = self.a(x), self.b(x)
@@ -542,7 +669,12 @@ def test_linears_that_read_the_same_codes_are_one_call(monkeypatch):
             self.d(x) + 1,
         )
 
-    layers = {"a": nn.Linear(16, 32), "b": nn.Linear(16, 32, bias=False), "c": nn.Linear(16, 8), "d": nn.Linear(16, 4)}
+    layers = {
+        "a": nn.Linear(16, 32),
+        "b": nn.Linear(16, 32, bias=False),
+        "c": nn.Linear(16, 8),
+        "d": nn.Linear(16, 4),
+    }
     q, found = kernels(monkeypatch, Function(forward, **layers), torch.randn(2, 5, 16), NO_PRODUCTS)
     assert [node.meta["operators"] for node in found] == [["a", "b", "d"], ["c", "relu"]]
     assert q.report().ran_int8 == q.report().asked_int8 == 4
@@ -558,12 +690,17 @@ def test_linears_that_read_the_same_codes_are_one_call(monkeypatch):
 
 def test_what_is_returned_lies_in_one_piece():
     """Whoever got a tensor of his own from the fp32 model may view it as he likes."""
-    model = Function(lambda self, x: (self.a(x), self.b(x).view(-1), self.c(x).tanh()), **{name: nn.Linear(16, 8) for name in "abc"})
+    model = Function(
+        lambda self, x: (self.a(x), self.b(x).view(-1), self.c(x).tanh()),
+        **{name: nn.Linear(16, 8) for name in "abc"},
+    )
     x = torch.randn(4, 16)
     assert all(y.is_contiguous() for y in quantized(model.eval(), x, None, "native")(x))
 
 
-@pytest.mark.parametrize(("config", "calls"), [(StaticQuantConfig(), [["a", "b"]]), (OTHER_CODES, [["a"], ["b"]])])
+@pytest.mark.parametrize(
+    ("config", "calls"), [(StaticQuantConfig(), [["a", "b"]]), (OTHER_CODES, [["a"], ["b"]])]
+)
 def test_linears_of_different_codes_are_not_merged(monkeypatch, config, calls):
     """One tensor, quantized in two ways."""
     model = Function(lambda self, x: torch.sin(self.a(x)) * self.b(x), a=nn.Linear(16, 8), b=nn.Linear(16, 8))
@@ -573,7 +710,9 @@ def test_linears_of_different_codes_are_not_merged(monkeypatch, config, calls):
 
 @pytest.mark.parametrize("act_algo", ["minmax", "percentile", "kl"])
 def test_another_default_dtype_changes_nothing(act_algo):
-    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False), nn.GELU()).eval()
+    model = nn.Sequential(
+        nn.ConvTranspose2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False), nn.GELU()
+    ).eval()
     x, config = torch.randn(2, 3, 6, 6), StaticQuantConfig(act_algo=act_algo)
     expected = quantized(model, x, config, "native")(x)
     torch.set_default_dtype(torch.float64)
@@ -609,7 +748,13 @@ print(os.wait()[1], torch.get_num_threads())
 @pytest.mark.sample(1)
 def test_a_forked_process_goes_on_with_one_thread(config, backend):
     """OpenMP's threads do not survive a fork, and a call would wait for them for ever."""
-    done = subprocess.run([sys.executable, "-c", FORKED, config, backend], capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, config, backend],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert done.stdout.split("\n")[:2] == ["True 1 1 <string>", "0 2"], done.stdout + done.stderr
 
 
@@ -636,7 +781,9 @@ def test_torch_compile_leaves_the_engine_alone():
     """Also with sizes that have no plan yet, inside a larger model, and for what calls it."""
     x = torch.randn(4, 16)
     q = quantized(MLP(), x, None, "native")
-    outer = Function(lambda self, x: self.last(self.inner(2 * x)).relu(), inner=q, last=nn.Linear(*2 * q(x).shape[1:])).eval()
+    outer = Function(
+        lambda self, x: self.last(self.inner(2 * x)).relu(), inner=q, last=nn.Linear(*2 * q(x).shape[1:])
+    ).eval()
     for model in (q, outer):
         compiled = torch.compile(model, backend="eager")
         with torch.no_grad():

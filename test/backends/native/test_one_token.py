@@ -49,7 +49,9 @@ def planned(function, run_by=None):
 def calls(call):
     """Names of torch's operators in the plan, and how many functions in C there are."""
     (plan,) = (plan for plan in call._plans.values() if not isinstance(plan, str))
-    return [e.step.name for e in plan.entries if isinstance(e, AtenCall)], sum(isinstance(e, FunctionCall) for e in plan.entries)
+    return [e.step.name for e in plan.entries if isinstance(e, AtenCall)], sum(
+        isinstance(e, FunctionCall) for e in plan.entries
+    )
 
 
 def check(function, *inputs, torch_calls=()):
@@ -100,10 +102,30 @@ def test_functions_of_one_value(name, dtype):
 @pytest.mark.parametrize("name", ["exp", "sigmoid", "silu", "gelu_tanh"])
 def test_the_ends_of_functions(name):
     """What overflows, vanishes, or is no number."""
-    x = torch.tensor([[0.0, -0.0, 88.5, 88.8, 1e4, -87.5, -100.0, -104.5, -1e4, float("inf"), float("-inf"), float("nan"), 1e-40]])
+    x = torch.tensor(
+        [
+            [
+                0.0,
+                -0.0,
+                88.5,
+                88.8,
+                1e4,
+                -87.5,
+                -100.0,
+                -104.5,
+                -1e4,
+                float("inf"),
+                float("-inf"),
+                float("nan"),
+                1e-40,
+            ]
+        ]
+    )
     expected = UNARY[name](x)
     (got,) = planned(lambda x: (UNARY[name](x),))(x)
-    assert torch.equal(got.isnan(), expected.isnan()) or name == "gelu_tanh"  # which gives zeros for what is far below zero
+    assert (
+        torch.equal(got.isnan(), expected.isnan()) or name == "gelu_tanh"
+    )  # which gives zeros for what is far below zero
     known = ~expected.isnan() & ~got.isnan()
     torch.testing.assert_close(got[known], expected[known], rtol=3e-6, atol=1e-37)
 
@@ -148,8 +170,17 @@ def test_numbers_and_conversions():
 def test_views_of_inputs_need_no_call():
     """Parts of an input, and of what an operator of torch made, are read where they lie."""
     x = torch.randn(4, 6, 8)
-    check(lambda x: (aten.mul.Tensor(aten.select.int(x, 0, 2), aten.slice.Tensor(aten.select.int(x, 0, 3), 0, 0, 9)),), x)
-    check(lambda x: (aten.neg.default(aten.select.int(aten.flip.default(x, [0]), 1, 4)),), x, torch_calls=["aten::flip"])
+    check(
+        lambda x: (
+            aten.mul.Tensor(aten.select.int(x, 0, 2), aten.slice.Tensor(aten.select.int(x, 0, 3), 0, 0, 9)),
+        ),
+        x,
+    )
+    check(
+        lambda x: (aten.neg.default(aten.select.int(aten.flip.default(x, [0]), 1, 4)),),
+        x,
+        torch_calls=["aten::flip"],
+    )
     call = planned(lambda x: (aten.transpose.int(aten.select.int(x, 0, 1), 0, 1),))
     for other in (x, x + 1):
         (got,) = call(other)
@@ -158,9 +189,18 @@ def test_views_of_inputs_need_no_call():
 
 def test_parts_put_together():
     x = torch.randn(2, 3, 8)
-    half = (lambda x: (aten.cat.default([aten.neg.default(aten.slice.Tensor(x, -1, 4, 99)), aten.slice.Tensor(x, -1, 0, 4)], -1),), x)
+    half = (
+        lambda x: (
+            aten.cat.default(
+                [aten.neg.default(aten.slice.Tensor(x, -1, 4, 99)), aten.slice.Tensor(x, -1, 0, 4)], -1
+            ),
+        ),
+        x,
+    )
     check(*half)
-    check(lambda x: (aten.cat.default([x, aten.slice.Tensor(x, 1, 3, 3), x], 1),), x)  # one part has no elements
+    check(
+        lambda x: (aten.cat.default([x, aten.slice.Tensor(x, 1, 3, 3), x], 1),), x
+    )  # one part has no elements
     check(lambda x: (aten.neg.default(aten.reshape.default(aten.transpose.int(x, 0, 1), [6, 8])),), x)
 
 
@@ -183,7 +223,9 @@ def test_layer_norm(width, dtype):
     weight, bias = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
     x = (torch.randn(3, width) * 4 + 1).to(dtype)
     norm = aten.layer_norm.default
-    call = planned(Constants(lambda self, x: (norm(x, [width], self.weight, self.bias, 1e-3),), weight=weight, bias=bias))
+    call = planned(
+        Constants(lambda self, x: (norm(x, [width], self.weight, self.bias, 1e-3),), weight=weight, bias=bias)
+    )
     (got,) = call(x)
     expected = F.layer_norm(x.double(), [width], weight.double(), bias.double(), 1e-3)
     assert (got.double() - expected).abs().max() <= CLOSE[dtype] * expected.abs().max()
@@ -197,10 +239,17 @@ def test_layer_norm(width, dtype):
 def test_rms_norm(rows, width, dtype, eps, has_weight):
     """Of many rows with several threads too."""
     weight, x = torch.randn(width).to(dtype), (torch.randn(2, rows, width) * 1e-2 + 0.02).to(dtype)
-    call = planned(Constants(lambda self, x: (aten.rms_norm.default(x, [width], self.weight if has_weight else None, eps),), weight=weight))
+    call = planned(
+        Constants(
+            lambda self, x: (aten.rms_norm.default(x, [width], self.weight if has_weight else None, eps),),
+            weight=weight,
+        )
+    )
     (got,) = call(x)
     wide = x.double()
-    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps))
+    expected = wide * torch.rsqrt(
+        wide.square().mean(-1, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps)
+    )
     expected = expected * weight.double() if has_weight else expected
     assert got.dtype is dtype
     assert (got.double() - expected).abs().max() <= CLOSE[dtype] * expected.abs().max()
@@ -285,21 +334,30 @@ def test_attention(heads, of_keys, mask, dtype):
         if group > 1:
             k, v = (
                 aten.reshape.default(
-                    aten.expand.default(aten.unsqueeze.default(t, 2), [batch, of_keys, group, keys, width]), [batch, heads, keys, width]
+                    aten.expand.default(aten.unsqueeze.default(t, 2), [batch, of_keys, group, keys, width]),
+                    [batch, heads, keys, width],
                 )
                 for t in (k, v)
             )
         return (aten.scaled_dot_product_attention.default(q, k, v, *mask),)
 
-    masked = (lambda q, k, v, m: attend(q, k, v, m)) if hides is not None else (lambda q, k, v: attend(q, k, v))
-    inputs = (q, k, v) if hides is None else (q, k, v, hides if hides.dtype is torch.bool else hides.to(dtype))
+    masked = (
+        (lambda q, k, v, m: attend(q, k, v, m)) if hides is not None else (lambda q, k, v: attend(q, k, v))
+    )
+    inputs = (
+        (q, k, v) if hides is None else (q, k, v, hides if hides.dtype is torch.bool else hides.to(dtype))
+    )
     call = planned(masked)
     (got,) = call(*inputs)
     assert calls(call)[0] == []
     k, v = (t.double().repeat_interleave(group, 1) for t in (k[1], v[2]))
     scores = q.double() @ k.mT / width**0.5
     if hides is not None:
-        scores = scores.masked_fill(~hides, float("-inf")) if hides.dtype is torch.bool else scores + hides.to(dtype).double()
+        scores = (
+            scores.masked_fill(~hides, float("-inf"))
+            if hides.dtype is torch.bool
+            else scores + hides.to(dtype).double()
+        )
     expected = scores.softmax(-1).nan_to_num() @ v
     assert (got.double() - expected).abs().max() <= CLOSE[dtype] * expected.abs().max()
 
@@ -315,8 +373,14 @@ def test_keys_that_are_no_numbers():
     """They reach the result, as in torch, unless they are hidden."""
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     k[0, 0, 3] = float("nan")
-    for mask in (torch.ones(1, 1, 1, 5, dtype=torch.bool), torch.arange(5).ge(3).view(1, 1, 1, 5), torch.arange(5).ne(3).view(1, 1, 1, 5)):
-        (got,) = planned(lambda q, k, v, m: (aten.scaled_dot_product_attention.default(q, k, v, m),))(q, k, v, mask)
+    for mask in (
+        torch.ones(1, 1, 1, 5, dtype=torch.bool),
+        torch.arange(5).ge(3).view(1, 1, 1, 5),
+        torch.arange(5).ne(3).view(1, 1, 1, 5),
+    ):
+        (got,) = planned(lambda q, k, v, m: (aten.scaled_dot_product_attention.default(q, k, v, m),))(
+            q, k, v, mask
+        )
         assert torch.equal(got.isnan().all(-1).flatten(), torch.tensor([bool(mask[..., 3]), False]))
 
 
@@ -336,7 +400,11 @@ def test_attention_over_many_keys_is_divided(threads):
 def test_what_has_no_function_is_torchs():
     """Several queries, large tensors, other dtypes, means over other dimensions."""
     q = torch.randn(1, 2, 3, 8)
-    check(lambda q: (aten.scaled_dot_product_attention.default(q, q, q),), q, torch_calls=["aten::scaled_dot_product_attention"])
+    check(
+        lambda q: (aten.scaled_dot_product_attention.default(q, q, q),),
+        q,
+        torch_calls=["aten::scaled_dot_product_attention"],
+    )
     check(lambda x: (aten.mean.dim(x, [0], True),), torch.randn(3, 4), torch_calls=["aten::mean"])
     check(lambda x: (aten.cos.default(x),), torch.randn(300, 300), torch_calls=["aten::cos"])
     (got,) = planned(lambda x: (aten.add.Tensor(x, 1),))(torch.arange(4))
@@ -345,7 +413,9 @@ def test_what_has_no_function_is_torchs():
 
 def test_without_the_compiled_runner_functions_are_called_one_by_one():
     x = torch.randn(2, 70)
-    call = planned(lambda x: (aten.silu.default(aten.mul.Tensor(x, x)),), PythonRunner(library().maker.library))
+    call = planned(
+        lambda x: (aten.silu.default(aten.mul.Tensor(x, x)),), PythonRunner(library().maker.library)
+    )
     (got,) = call(x)
     torch.testing.assert_close(got, F.silu(x * x))
     assert calls(call) == ([], 2)
@@ -361,7 +431,9 @@ def by_hand(build, **buffers):
     source = library()
     never = (lambda: pytest.fail("no plan"),)
     run_by = runner(source.maker.library)[0]
-    return planning.PlannedModel(fx.GraphModule(root, nodes), source, run_by, *never, operators.table(one_token=True))
+    return planning.PlannedModel(
+        fx.GraphModule(root, nodes), source, run_by, *never, operators.table(one_token=True)
+    )
 
 
 def test_what_changes_in_place_is_made_in_each_call():
@@ -370,7 +442,9 @@ def test_what_changes_in_place_is_made_in_each_call():
     def build(nodes, x):
         total = call_function(nodes, aten.full.default, ([2, 3], 1.0))
         row = call_function(nodes, aten.select.int, (total, 0, 0))
-        first = call_function(nodes, aten.add_.Tensor, (row, call_function(nodes, aten.select.int, (x, 0, 0))))
+        first = call_function(
+            nodes, aten.add_.Tensor, (row, call_function(nodes, aten.select.int, (x, 0, 0)))
+        )
         return (first, total)
 
     call = by_hand(build)
@@ -381,7 +455,10 @@ def test_what_changes_in_place_is_made_in_each_call():
 
 
 def test_a_constant_of_the_model_that_changes_has_no_plan():
-    call = by_hand(lambda nodes, x: (call_function(nodes, aten.add_.Tensor, (nodes.get_attr("count"), x)),), count=torch.zeros(2))
+    call = by_hand(
+        lambda nodes, x: (call_function(nodes, aten.add_.Tensor, (nodes.get_attr("count"), x)),),
+        count=torch.zeros(2),
+    )
     with pytest.raises(BackendError, match="changes a constant"):
         call.check([torch.ones(2)])
 
@@ -407,7 +484,9 @@ def test_a_query_that_is_the_key():
 
 def test_concatenation_of_nothing():
     def function(x):
-        return aten.cat.default([aten.slice.Tensor(x, 0, 0, 0), aten.slice.Tensor(x, 0, 0, 0)]), aten.mul.Tensor(x, 2.0)
+        return aten.cat.default(
+            [aten.slice.Tensor(x, 0, 0, 0), aten.slice.Tensor(x, 0, 0, 0)]
+        ), aten.mul.Tensor(x, 2.0)
 
     assert planned(function)(torch.randn(2, 3))[0].shape == (0, 3)
 
@@ -435,7 +514,9 @@ def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
 def test_a_plan_quantizes_images_by_the_function():
     x = torch.randn(2, 3, 20, 23)
     q = quantized(nn.Conv2d(3, 8, 3).eval(), x, None, "native")
-    kernels = [kernel.implementation for step in q.report(profile_inputs=x).profile.steps for kernel in step.kernels]
+    kernels = [
+        kernel.implementation for step in q.report(profile_inputs=x).profile.steps for kernel in step.kernels
+    ]
     assert "c:image" in kernels
     for each in (x, torch.randn(1, 3, 31, 18), x.to(memory_format=torch.channels_last)):
         assert worst_sqnr_db((q.reference(each),), (q(each),)) > 40

@@ -32,7 +32,11 @@ except BackendUnavailableError as error:
     WHY = str(error)
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")
 
-LINEAR, CONVOLUTION, SUM = "qlinear_pointwise_tensor", "qconv_pointwise_tensor", "qconv2d_pointwise_binary_tensor"
+LINEAR, CONVOLUTION, SUM = (
+    "qlinear_pointwise_tensor",
+    "qconv_pointwise_tensor",
+    "qconv2d_pointwise_binary_tensor",
+)
 
 
 def row():
@@ -48,13 +52,23 @@ NO_PRODUCTS = StaticQuantConfig().set_local("matmul", StaticQuantConfig(w_dtype=
 #: Model, configuration, input shape, and the int8 kernels that the program calls.
 CASES = {
     "linears": (MLP, StaticQuantConfig(), (4, 16), {LINEAR: 2}),
-    "signed": (MLP, StaticQuantConfig(act_dtype="int8", act_sym=True, w_granularity="per_tensor"), (4, 16), {LINEAR: 2}),
+    "signed": (
+        MLP,
+        StaticQuantConfig(act_dtype="int8", act_sym=True, w_granularity="per_tensor"),
+        (4, 16),
+        {LINEAR: 2},
+    ),
     "convolutions": (ResidualCNN, StaticQuantConfig(), (2, 3, 8, 8), {LINEAR: 1, CONVOLUTION: 2, SUM: 1}),
     "rows": (row, StaticQuantConfig(), (2, 3, 20), {CONVOLUTION: 2}),
     "volumes": (volume, StaticQuantConfig(), (2, 3, 6, 6, 6), {CONVOLUTION: 2}),
     "attention": (Attention, NO_PRODUCTS, (2, 5, 32), {LINEAR: 2}),  # query, key and value are one
     "some in fp32": (MLP, StaticQuantConfig().exclude("fc2"), (4, 16), {LINEAR: 1}),
-    "some in bf16": (MLP, StaticQuantConfig().set_local("fc2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")), (4, 16), {LINEAR: 1}),
+    "some in bf16": (
+        MLP,
+        StaticQuantConfig().set_local("fc2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")),
+        (4, 16),
+        {LINEAR: 1},
+    ),
 }
 
 
@@ -74,12 +88,18 @@ def run(path, *inputs):
 def test_products_of_activations_are_computed_in_fp32_with_a_warning(tmp_path):
     x = torch.randn(2, 5, 32)
     q = quantized(Attention().eval(), x, None, "native")
-    with pytest.warns(NCWarning, match="The program computes 2 of 6 quantized operators in fp32, between codes: matmul, matmul_1"):
+    with pytest.warns(
+        NCWarning,
+        match="The program computes 2 of 6 quantized operators in fp32, between codes: matmul, matmul_1",
+    ):
         export_pt2(q, tmp_path / "m.pt2")
     assert worst_db([q.reference(x)], [run(tmp_path / "m.pt2", x)]) > 35
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "convolutions" else pytest.mark.exhaustive) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case == "convolutions" else pytest.mark.exhaustive) for case in CASES],
+)
 def test_the_program_computes_the_quantized_graph(tmp_path, case):
     make, config, shape, kernels = CASES[case]
     why = get_backend("native").capabilities().why_no_bf16
@@ -107,7 +127,11 @@ def test_sizes_stay_free_where_that_was_asked(tmp_path, case):
 
 
 def test_outputs_come_flat_and_a_file_that_was_there_is_replaced(tmp_path):
-    model = Function(lambda self, x: {"y": self.a(x), "none": None, "both": (self.b(x), 3)}, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    model = Function(
+        lambda self, x: {"y": self.a(x), "none": None, "both": (self.b(x), 3)},
+        a=nn.Linear(8, 8),
+        b=nn.Linear(8, 4),
+    )
     x = torch.randn(2, 8)
     q = quantized(model.eval(), x, None, "reference")
     (tmp_path / "m.pt2").write_bytes(b"old")
@@ -128,17 +152,25 @@ def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeyp
 
     q = quantized(MLP().eval(), torch.randn(4, 16), None, "native")
     monkeypatch.setattr(passes, "fuse", negated)  # not in the engine that runs here
-    with pytest.raises(VerificationError, match="AOTInductor's program computes something else.*first operator that differs is 'fc1'"):
+    with pytest.raises(
+        VerificationError,
+        match="AOTInductor's program computes something else.*first operator that differs is 'fc1'",
+    ):
         export_pt2(q, tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_program_in_which_an_operator_would_be_fp32_is_refused_with_the_list(tmp_path, monkeypatch):
     why = fuse.why_not_int8
-    monkeypatch.setattr(fuse, "why_not_int8", lambda node: "no kernel" if kind_of_node(node) == "conv2d" else why(node))
+    monkeypatch.setattr(
+        fuse, "why_not_int8", lambda node: "no kernel" if kind_of_node(node) == "conv2d" else why(node)
+    )
     layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4))
     q = quantized(nn.Sequential(*layers).eval(), torch.randn(2, 3, 8, 8), None, "native")
-    with pytest.raises(UnsupportedError, match=r"no int8 kernel for 2 of 3 quantized operators: 0, 2\. .* config\.exclude\(name\)"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no int8 kernel for 2 of 3 quantized operators: 0, 2\. .* config\.exclude\(name\)",
+    ):
         export_pt2(q, tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
 
@@ -153,7 +185,10 @@ def test_dynamic_quantization_is_refused(tmp_path):
 def test_without_a_compiler_and_for_what_is_no_quantized_model(tmp_path, monkeypatch):
     q = quantized(MLP().eval(), torch.randn(4, 16), None, "native")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BackendUnavailableError, match=r"export_pt2\(\) needs a C\+\+ compiler, and 'no-such-compiler' is not found"):
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"export_pt2\(\) needs a C\+\+ compiler, and 'no-such-compiler' is not found",
+    ):
         export_pt2(q, tmp_path / "m.pt2")
     with pytest.raises(StateError, match=r"export_pt2\(\) expects the result of convert"):
         export_pt2(MLP(), tmp_path / "m.pt2")

@@ -50,7 +50,9 @@ from nc.process.env import NC_ONEDNN
 
 pytestmark = [
     pytest.mark.isas,
-    pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"),
+    pytest.mark.skipif(
+        bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+    ),
 ]
 
 
@@ -93,7 +95,10 @@ def mask_of(batch, length):
 
 CASES = {
     "residual": (Residual, [(torch.randn(b, 3, s, s),) for b, s in ((1, 16), (2, 16), (3, 11), (1, 16))]),
-    "encoder": (Encoder, [(torch.randn(b, s, 32), mask_of(b, s)) for b, s in ((2, 7), (1, 7), (3, 12), (2, 7))]),
+    "encoder": (
+        Encoder,
+        [(torch.randn(b, s, 32), mask_of(b, s)) for b, s in ((2, 7), (1, 7), (3, 12), (2, 7))],
+    ),
 }
 
 
@@ -151,7 +156,10 @@ def test_small_windows_of_an_image_are_not_multiplied_by_amx(channels, window, a
     """It multiplies 64 values at once; VNNI is faster for 27."""
     x = torch.randn(2, channels, 20, 20)
     _, module, call = planned(nn.Sequential(nn.Conv2d(channels, 32, window), nn.ReLU()), x)
-    for each in (x, torch.randn(1, channels, 31, 24)):  # the second plan takes the weight as the first one packed it
+    for each in (
+        x,
+        torch.randn(1, channels, 31, 24),
+    ):  # the second plan takes the weight as the first one packed it
         assert worst_sqnr_db(module(each), call(each)) > 35
     kernels = [
         e.primitive.kernel
@@ -179,7 +187,11 @@ def test_operations_of_two_tensors_write_codes():
     assert worst_sqnr_db(module(x), call(x)) > 35
     assert worst_sqnr_db((q.reference(x),), call(x)) > 35
     plan = next(iter(call._plans.values()))
-    written = {e.primitive.layouts[DST].dtype for e in plan.entries if isinstance(e, Call) and e.primitive.kind == "binary"}
+    written = {
+        e.primitive.layouts[DST].dtype
+        for e in plan.entries
+        if isinstance(e, Call) and e.primitive.kind == "binary"
+    }
     assert written == {torch.uint8}
 
 
@@ -193,7 +205,9 @@ def test_the_first_call_and_all_others_agree_whoever_calls_the_kernels(name):
         for run_by in (compiled, PythonRunner(provider().maker.library)):
             call = planning.PlannedModel(module, provider(), run_by, lambda: pytest.fail("no plan"))
             first, second, third = (call(*inputs[0]) for _ in range(3))
-            assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, third, strict=True))
+            assert all(
+                torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, third, strict=True)
+            )
             if run_by is compiled:
                 expected = first
             assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
@@ -214,13 +228,22 @@ def onednn_alone(monkeypatch):
 @pytest.mark.parametrize("most", [0, 2**29])
 @pytest.mark.parametrize("reads", [False, True])
 def test_making_a_plan_computes_only_what_torch_reads(monkeypatch, reads, most):
-    """Positions of a look-up come from products, so they must be there when torch looks up; nothing else has to be."""
+    """Positions of a look-up come from products, so they must be there when torch looks up.
+
+    Nothing else has to be.
+    """
     parts = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8), "table": nn.Embedding(73, 8)}
-    model = Function(_looked_up if reads else (lambda self, x: self.c(F.relu(self.a(F.relu(self.b(x)))))), **parts)
+    model = Function(
+        _looked_up if reads else (lambda self, x: self.c(F.relu(self.a(F.relu(self.b(x)))))), **parts
+    )
     monkeypatch.setattr(recorder, "_MOST_HELD", most)
     made = []
     run_once = recorder.run_once
-    monkeypatch.setattr(recorder, "run_once", lambda maker, primitive, now: made.append(primitive) or run_once(maker, primitive, now))
+    monkeypatch.setattr(
+        recorder,
+        "run_once",
+        lambda maker, primitive, now: made.append(primitive) or run_once(maker, primitive, now),
+    )
     x = torch.randn(5, 8)
     _, module, call = planned(model, x)
     made.clear()
@@ -230,19 +253,26 @@ def test_making_a_plan_computes_only_what_torch_reads(monkeypatch, reads, most):
     primitives = [entry.primitive for entry in plan.entries if isinstance(entry, Call)]
     products = [primitive for primitive in primitives if primitive.kind == "matmul"]
     assert len(products) == 3
-    assert [p for p in made if p.kind == "matmul"] == (products if not most else products[:2] if reads else [])
+    assert [p for p in made if p.kind == "matmul"] == (
+        products if not most else products[:2] if reads else []
+    )
 
 
 @pytest.mark.usefixtures("onednn_alone")
 def test_layers_that_are_alike_share_a_primitive():
     """Those with other sizes, or with something else behind the product, have their own."""
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 8))
+    model = nn.Sequential(
+        *(nn.Linear(16, 16) for _ in range(4)), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 8)
+    )
     x = torch.randn(5, 16)
     _, module, call = planned(model, x)
     with torch.no_grad():
         assert worst_sqnr_db(module(x), call(x)) > 100
         call(torch.randn(6, 16))
-    by_rows = [[e.primitive for e in plan.entries if isinstance(e, Call) and e.primitive.kind == "matmul"] for plan in call._plans.values()]
+    by_rows = [
+        [e.primitive for e in plan.entries if isinstance(e, Call) and e.primitive.kind == "matmul"]
+        for plan in call._plans.values()
+    ]
     for products in by_rows:
         assert [products.index(p) for p in products] == [0, 0, 0, 3, 0, 5]
     assert not set(map(id, by_rows[0])) & set(map(id, by_rows[1])), "of other sizes"
@@ -250,7 +280,11 @@ def test_layers_that_are_alike_share_a_primitive():
 
 def test_results_stay_what_they_are():
     """The next call writes neither to what a call returned nor to what it was given, nor does a caller write to constants."""
-    model = Function(lambda self, x: (self.b(F.relu(self.a(x))), x + 0, torch.arange(3.0)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    model = Function(
+        lambda self, x: (self.b(F.relu(self.a(x))), x + 0, torch.arange(3.0)),
+        a=nn.Linear(8, 8),
+        b=nn.Linear(8, 8),
+    )
     x, z = torch.randn(4, 8), torch.randn(4, 8)
     _, _, call = planned(model, x)
     with torch.no_grad():
@@ -269,14 +303,20 @@ def test_inputs_may_lie_in_memory_in_any_way():
     x = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         expected = call(x)
-        others = x.to(memory_format=torch.channels_last), torch.stack([x, x], -1)[..., 0], x.transpose(2, 3).contiguous().transpose(2, 3)
+        others = (
+            x.to(memory_format=torch.channels_last),
+            torch.stack([x, x], -1)[..., 0],
+            x.transpose(2, 3).contiguous().transpose(2, 3),
+        )
         for other in others:
             assert worst_sqnr_db(expected, call(other)) > 100
     assert worst_sqnr_db([q(x)], expected) > 100
 
 
 def test_rows_of_one_element_may_have_any_stride():
-    model = Function(lambda self, x: self.b(self.a(x).transpose(-1, -2)), a=nn.Linear(1, 1), b=nn.Linear(4, 3)).eval()
+    model = Function(
+        lambda self, x: self.b(self.a(x).transpose(-1, -2)), a=nn.Linear(1, 1), b=nn.Linear(4, 3)
+    ).eval()
     q_model = quantized(model, torch.randn(4, 1), None, "native")
     x = torch.randn(1, 4).t()
     assert x.stride() == (1, 4)
@@ -322,23 +362,37 @@ def in_vain_first(way):
 
 
 def remains(call):
-    """What the only plan of a model holds: its entries, where blocks lie and how long they live, slots, bytes of weights."""
+    """What the only plan of a model holds.
+
+    Its entries, where blocks lie and how long they live, slots, bytes of weights.
+    """
     (plan,) = call._plans.values()
     blocks = sorted((offset, block.size, block.first, block.last) for block, offset in plan.offsets.items())
-    return [type(e) for e in plan.entries], blocks, plan.arena, plan.slots, plan.scratchpad, call._weights.size()
+    return (
+        [type(e) for e in plan.entries],
+        blocks,
+        plan.arena,
+        plan.slots,
+        plan.scratchpad,
+        call._weights.size(),
+    )
 
 
 @pytest.mark.parametrize("held", [2**29, 0], ids=["at once", "call by call"])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_left_of_a_way_that_was_given_up(monkeypatch, name, held):
-    monkeypatch.setattr(recorder, "_MOST_HELD", held)  # with 0, each call is made when it is recorded: also those of a way that is given up
+    monkeypatch.setattr(
+        recorder, "_MOST_HELD", held
+    )  # with 0, each call is made when it is recorded: also those of a way that is given up
     make, inputs = CASES[name]
     _, module, call = planned(make(), inputs[0])
     known = {
         target: dataclasses.replace(row, ways={name: in_vain_first(way) for name, way in row.ways.items()})
         for target, row in operators.table().items()
     }
-    again = planning.PlannedModel(module, provider(), runner(provider().maker.library)[0], lambda: pytest.fail("no plan"), known)
+    again = planning.PlannedModel(
+        module, provider(), runner(provider().maker.library)[0], lambda: pytest.fail("no plan"), known
+    )
     with torch.no_grad():
         expected, got = call(*inputs[0]), again(*inputs[0])
     assert all(map(torch.equal, expected, got))
@@ -346,7 +400,10 @@ def test_nothing_is_left_of_a_way_that_was_given_up(monkeypatch, name, held):
 
 
 def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch):
-    """Where too much memory waits while a way is tried, all calls are made: those before it must not be made again, nor its own."""
+    """Where too much memory waits while a way is tried, all calls are made.
+
+    Those before it must not be made again, nor its own.
+    """
     _, module, _ = planned(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8))
     plan = recorder.Recorder(module, provider().maker, values.Weights(), {})
     made, text = [], "no more"
@@ -376,7 +433,9 @@ def test_weights_that_were_packed_for_a_way_that_was_given_up_go(monkeypatch):
 
     def way():
         call._weights.formed(weight, "sums", lambda: (torch.ones(1000),))
-        call._weights.add(weight, Desc.of(weight.tensor), plan.maker.layout(Desc.of(weight.tensor)), weight.tensor)
+        call._weights.add(
+            weight, Desc.of(weight.tensor), plan.maker.layout(Desc.of(weight.tensor)), weight.tensor
+        )
         assert call._weights.size() == size + 4016
         raise Unimplemented
 
@@ -390,11 +449,15 @@ def test_weights_that_were_packed_for_a_way_that_was_given_up_go(monkeypatch):
 
 def test_threads_that_want_the_same_new_sizes_record_them_once(monkeypatch):
     monkeypatch.setattr(planning, "_MOST_PLANS", 4)
-    _, module, call = planned(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(2, 64))
+    _, module, call = planned(
+        nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(2, 64)
+    )
     inputs = [torch.randn(rows, 64) for rows in range(1, 31)]
     recorded, wrong, lock = [], [], threading.Barrier(4)
     record = call._record
-    monkeypatch.setattr(call, "_record", lambda inputs: recorded.append(len(inputs[0])) or time.sleep(0.005) or record(inputs))
+    monkeypatch.setattr(
+        call, "_record", lambda inputs: recorded.append(len(inputs[0])) or time.sleep(0.005) or record(inputs)
+    )
 
     def work():
         with torch.no_grad():
@@ -483,16 +546,25 @@ def test_a_plan_that_goes_takes_its_contexts_with_it(monkeypatch):
 
 
 class Between(nn.Module):
-    """Operators of torch's between two products: single and double results, views, one that is returned, one over a constant."""
+    """Operators of torch's between two products.
+
+    Single and double results, views, one that is returned, one over a constant.
+    """
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.table = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 1), nn.Parameter(torch.rand(1, 16, 1, 1) + 0.5)
+        self.a, self.b, self.table = (
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.Conv2d(16, 8, 1),
+            nn.Parameter(torch.rand(1, 16, 1, 1) + 0.5),
+        )
 
     def forward(self, x):
         y = self.a(x)
         mean = y.mean(1, keepdim=True)
-        y = (y - mean) / ((y - mean).pow(2).mean(1, keepdim=True).sqrt() + 1e-5) * self.table.exp()  # no layer norm: eps is not in the root
+        y = (
+            (y - mean) / ((y - mean).pow(2).mean(1, keepdim=True).sqrt() + 1e-5) * self.table.exp()
+        )  # no layer norm: eps is not in the root
         largest, where = y.transpose(2, 3).max(dim=1)
         z = self.b(y * (1 + largest.transpose(1, 2)[:, None].cumsum(-1).tanh()))
         return z, largest, where, y[:, 1:3].abs().log1p().flip(1), z.amax((2, 3)).cos()
@@ -502,18 +574,31 @@ CASES_OF_TORCH = {"between": (Between, [(torch.randn(2, 3, 12, 12),), (torch.ran
 
 
 def test_torchs_operators_write_into_the_memory_of_the_plan():
-    """New memory for large results took up to 100 of the 340 ms of ConvNeXt at batch 16. What is returned is the caller's."""
+    """New memory for large results took up to 100 of the 340 ms of ConvNeXt at batch 16.
+
+    What is returned is the caller's.
+    """
     make, inputs = CASES_OF_TORCH["between"]
     _, module, call = planned(make(), inputs[0])
     with torch.no_grad():
         kept = [(call(*each), module(*each)) for each, _ in itertools.product(inputs, range(3))]
     for got, expected in kept:  # no later call has written into earlier results
         assert worst_sqnr_db([e.float() for e in expected], [g.float() for g in got]) > 35
-        assert [(g.dtype, g.shape, g.stride()) for g in got] == [(e.dtype, e.shape, e.stride()) for e in expected]
+        assert [(g.dtype, g.shape, g.stride()) for g in got] == [
+            (e.dtype, e.shape, e.stride()) for e in expected
+        ]
     for plan in call._plans.values():
         calls = {str(entry.target): entry.results for entry in plan.entries if isinstance(entry, AtenCall)}
-        assert {"aten.mean.out", "aten.pow.Tensor_Scalar_out", "aten.max.dim_max", "aten.cumsum.out", "aten.cos.out"} <= set(calls)
-        assert {target for target, results in calls.items() if results} <= {"aten.flip.default"}, "others have memory of the plan"
+        assert {
+            "aten.mean.out",
+            "aten.pow.Tensor_Scalar_out",
+            "aten.max.dim_max",
+            "aten.cumsum.out",
+            "aten.cos.out",
+        } <= set(calls)
+        assert {target for target, results in calls.items() if results} <= {"aten.flip.default"}, (
+            "others have memory of the plan"
+        )
 
 
 @pytest.mark.parametrize(
@@ -530,7 +615,10 @@ def test_torchs_operators_write_into_the_memory_of_the_plan():
         (torch.ops.aten.cat.default, ([torch.randn(2, 3), torch.randn(2, 3)], 1)),
         (torch.ops.aten.bmm.default, (torch.randn(2, 3, 4), torch.randn(2, 4, 5))),
         (torch.ops.aten.upsample_bilinear2d.default, (torch.randn(1, 2, 3, 4), [6, 8], False)),
-        (torch.ops.aten.avg_pool2d.default, (torch.randn(1, 2, 6, 6).contiguous(memory_format=torch.channels_last), [2, 2])),
+        (
+            torch.ops.aten.avg_pool2d.default,
+            (torch.randn(1, 2, 6, 6).contiguous(memory_format=torch.channels_last), [2, 2]),
+        ),
         (torch.ops.aten.eq.Scalar, (torch.arange(6).view(2, 3), 2)),
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
@@ -621,7 +709,9 @@ def test_what_depends_on_values_is_not_planned(name):
     assert WHY_NO_PLANS or "can't follow" in str(q.report().details)
     for _ in range(3):
         x = torch.randn(6, 8)
-        for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (q.reference(x), q(x))), strict=True):
+        for a, b in zip(
+            *((v if isinstance(v, tuple) else (v,)) for v in (q.reference(x), q(x))), strict=True
+        ):
             assert a.shape == b.shape
             assert worst_sqnr_db([a], [b]) > 60
 
@@ -640,7 +730,9 @@ def test_linears_over_other_dimensions_are_planned():
 
     def forward(self, x):
         y = self.a(x)
-        return y + self.c(F.gelu(self.b(y.transpose(1, 2)))).transpose(1, 2), self.b(y.mT) + y.mT[..., :4].tile(1, 1, 8)
+        return y + self.c(F.gelu(self.b(y.transpose(1, 2)))).transpose(1, 2), self.b(y.mT) + y.mT[
+            ..., :4
+        ].tile(1, 1, 8)
 
     inputs = [(torch.randn(*shape),) for shape in ((2, 12, 16), (1, 12, 16), (5, 12, 16))]
     model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(12, 32), c=nn.Linear(32, 12))
@@ -669,7 +761,9 @@ def test_sizes_without_a_plan_run_all_the_same_and_the_report_says_so(monkeypatc
 @pytest.mark.needs_plans
 def test_a_kernel_that_no_primitive_stands_for_is_left_to_torchs_operators(monkeypatch):
     """As where oneDNN has a reference kernel only."""
-    known = {target: row for target, row in operators.table().items() if not str(target).startswith("onednn.")}
+    known = {
+        target: row for target, row in operators.table().items() if not str(target).startswith("onednn.")
+    }
     monkeypatch.setattr(operators, "table", lambda: known)
     make, inputs = CASES["residual"]
     q = quantized(make().eval(), inputs[0], None, "native")
@@ -683,7 +777,11 @@ def test_where_onednn_has_plain_code_only_the_plan_is_kept(monkeypatch):
     """Torch's own operator would run the same code, and products of two activations would have no kernel."""
     monkeypatch.setattr(fuse, "joined", lambda node: 1)
     make, inputs = CASES["encoder"]
-    model = Function(lambda self, x, mask, z: (*self.encoder(x, mask), self.odd(z)), encoder=make(), odd=nn.Conv3d(6, 9, 3, groups=3))
+    model = Function(
+        lambda self, x, mask, z: (*self.encoder(x, mask), self.odd(z)),
+        encoder=make(),
+        odd=nn.Conv3d(6, 9, 3, groups=3),
+    )
     inputs = *inputs[0], torch.randn(2, 6, 4, 5, 6)
     q = quantized(model.eval(), inputs, None, "native")
     report = q.report()
@@ -699,12 +797,24 @@ def test_where_onednn_has_plain_code_only_the_plan_is_kept(monkeypatch):
     [
         (make, *sizes)
         for make in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        for sizes in ((32, 64, 64), (32, 32, 64), (8, 8, 16), (4, 8, 8), (16, 16, 16), (3, 9, 9), (5, 15, 30), (31, 62, 31))
+        for sizes in (
+            (32, 64, 64),
+            (32, 32, 64),
+            (8, 8, 16),
+            (4, 8, 8),
+            (16, 16, 16),
+            (3, 9, 9),
+            (5, 15, 30),
+            (31, 62, 31),
+        )
     ],
 )
 @pytest.mark.parametrize("how", [{"padding": 1}, {"dilation": 2, "stride": 2}])
 def test_grouped_convolutions_have_fast_kernels(make, groups, inputs, outputs, how):
-    """Groups are joined where oneDNN has none for them: the numbers stay the same, also at the ends of the ranges."""
+    """Groups are joined where oneDNN has none for them.
+
+    The numbers stay the same, also at the ends of the ranges.
+    """
     dims = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[make]
     conv = make(inputs, outputs, 3, groups=groups, **how)
     x = torch.rand(2, inputs, *[7] * dims) * 4 - 2
@@ -725,7 +835,13 @@ def test_joined_groups_give_the_same_sums():
 
 
 @pytest.mark.parametrize(
-    "move", [lambda y: y.transpose(-1, -2), lambda y: y.permute(0, 3, 1, 2), lambda y: y.transpose(1, 2), lambda y: y.permute(1, 0, 3, 2)]
+    "move",
+    [
+        lambda y: y.transpose(-1, -2),
+        lambda y: y.permute(0, 3, 1, 2),
+        lambda y: y.transpose(1, 2),
+        lambda y: y.permute(1, 0, 3, 2),
+    ],
 )
 @pytest.mark.parametrize("follow", [lambda y, m: y, lambda y, m: y / 4 + m, lambda y, m: y * m])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 9), (2, 4, 9, 9), (2, 1, 9, 9), (1, 4, 1, 1)])
@@ -740,7 +856,9 @@ def test_products_of_activations_may_be_moved_in_any_way(move, follow, shape):
     inputs = torch.randn(2, 9, 32), torch.randn(shape)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sizes of the masks can't stay free
-        q = quantized(Function(attend, q=nn.Linear(32, 32), k=nn.Linear(32, 32)).eval(), inputs, None, "native")
+        q = quantized(
+            Function(attend, q=nn.Linear(32, 32), k=nn.Linear(32, 32)).eval(), inputs, None, "native"
+        )
     assert_all_int8(q.report())
     assert worst_sqnr_db([q.reference(*inputs)], [q(*inputs)]) > 60
 
@@ -759,7 +877,9 @@ def test_the_report_names_kernels_without_running():
     make, inputs = CASES["residual"]
     q = quantized(make().eval(), inputs[0], None, "native")
     ops = {op.operator: op for op in q.engine.report().ops}
-    assert all(":" in ops[name].primitive and "ref" not in ops[name].primitive for name in ("a", "b", "depth", "fc"))
+    assert all(
+        ":" in ops[name].primitive and "ref" not in ops[name].primitive for name in ("a", "b", "depth", "fc")
+    )
     assert str(provider()) in q.report().details["kernels"]
 
 
@@ -774,7 +894,11 @@ def test_torchs_own_copy_is_found_in_its_symbol_table(anew):
 
 @pytest.mark.parametrize(
     ("value", "why"),
-    [("none", "NC_ONEDNN is 'none'"), ("/no/such/libdnnl.so", "can't be loaded"), ("libc.so.6", "it lacks dnnl_")],
+    [
+        ("none", "NC_ONEDNN is 'none'"),
+        ("/no/such/libdnnl.so", "can't be loaded"),
+        ("libc.so.6", "it lacks dnnl_"),
+    ],
 )
 def test_a_library_that_is_of_no_use_is_said(monkeypatch, value, why):
     monkeypatch.setenv(NC_ONEDNN.name, value)
@@ -799,10 +923,19 @@ def anew(monkeypatch, tmp_path):
 
 TABLES = {
     "without a symbol": ({}, "has no symbol table"),
-    "without some": (lambda found: {name: at for name, at in found.items() if "memory" not in name}, "it lacks dnnl_memory"),
+    "without some": (
+        lambda found: {name: at for name, at in found.items() if "memory" not in name},
+        "it lacks dnnl_memory",
+    ),
     "at the begin of the file": (lambda found: dict.fromkeys(found, 64), "where it has no instructions"),
-    "in front of it": (lambda found: {**found, "dnnl_version": -4096}, "puts dnnl_version where it has no instructions"),
-    "far behind it": (lambda found: {**found, "dnnl_version": 2**50}, "puts dnnl_version where it has no instructions"),
+    "in front of it": (
+        lambda found: {**found, "dnnl_version": -4096},
+        "puts dnnl_version where it has no instructions",
+    ),
+    "far behind it": (
+        lambda found: {**found, "dnnl_version": 2**50},
+        "puts dnnl_version where it has no instructions",
+    ),
 }
 
 
@@ -825,8 +958,12 @@ def test_a_release_of_torch_without_the_symbols_costs_speed_only(monkeypatch, ta
 def test_without_the_symbols_the_next_library_is_asked(monkeypatch):
     monkeypatch.setattr(elf, "_functions", lambda *_: {})
     asked = []
-    monkeypatch.setattr(providers, "_SOURCES", (*providers._SOURCES[:1], ("another", lambda: asked.append(1) or {})))
-    with pytest.raises(BackendUnavailableError, match="torch: torch .* has no symbol table.*; another: it lacks dnnl_"):
+    monkeypatch.setattr(
+        providers, "_SOURCES", (*providers._SOURCES[:1], ("another", lambda: asked.append(1) or {}))
+    )
+    with pytest.raises(
+        BackendUnavailableError, match="torch: torch .* has no symbol table.*; another: it lacks dnnl_"
+    ):
         provider()
     assert asked
 
@@ -864,7 +1001,9 @@ def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
     monkeypatch.delenv(NC_ONEDNN.name, raising=False)
     providers._find.cache_clear()
     try:
-        with pytest.raises(BackendUnavailableError, match="torch: its int8 matmul differs; package: .*; system: "):
+        with pytest.raises(
+            BackendUnavailableError, match="torch: its int8 matmul differs; package: .*; system: "
+        ):
             provider()
     finally:
         providers._find.cache_clear()
@@ -872,19 +1011,30 @@ def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
 
 def test_addresses_are_kept_for_the_next_process_and_only_trusted_files_are_read(tmp_path, monkeypatch):
     code = "import torch; from nc.kernels.onednn.providers import provider; print(provider())"
-    env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), NC_ONEDNN.name: "torch"}
+    env = {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        NC_ONEDNN.name: "torch",
+    }
 
     def run():
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=env)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=env
+        )
         return done.stdout.strip()
 
     first = run()
     (kept,) = (tmp_path / "nc").glob("functions-*.json")
     assert run() == first
-    kept.write_text(kept.read_text().replace("dnnl_primitive_execute", "dnnl_primitive_exekute"))  # a file that is read is believed
+    kept.write_text(
+        kept.read_text().replace("dnnl_primitive_execute", "dnnl_primitive_exekute")
+    )  # a file that is read is believed
     assert (
         "it lacks dnnl_primitive_execute"
-        in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=env).stderr
+        in subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=env
+        ).stderr
     )
     kept.chmod(0o666)  # anybody could have written it
     assert run() == first
@@ -964,11 +1114,23 @@ def _sum_of_uneven(self, x):
 
 #: Model, sizes that fit, and sizes that do not.
 FIT = {
-    "linear": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)), (3, 8, 8), (3, 9, 9)),
+    "linear": (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)),
+        (3, 8, 8),
+        (3, 9, 9),
+    ),
     "channels": (Function(_then_in_rows, a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(14, 8, 3)), (4, 16), (4, 20)),
-    "groups": (Function(_then_in_rows, a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(32, 32, 3, groups=32)), (4, 34), (4, 20)),
+    "groups": (
+        Function(_then_in_rows, a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(32, 32, 3, groups=32)),
+        (4, 34),
+        (4, 20),
+    ),
     "window": (nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 5, 2)), (4, 16, 16), (4, 6, 16)),
-    "sum": (Function(_sum_of_uneven, a=nn.Conv2d(4, 8, 3, padding=1), b=nn.Conv2d(4, 8, 1)), (4, 16, 16), (4, 9, 9)),
+    "sum": (
+        Function(_sum_of_uneven, a=nn.Conv2d(4, 8, 3, padding=1), b=nn.Conv2d(4, 8, 1)),
+        (4, 16, 16),
+        (4, 9, 9),
+    ),
 }
 
 
@@ -980,8 +1142,12 @@ def test_kernels_are_given_no_sizes_that_do_not_fit(name, threads):
     try:
         torch.set_num_threads(threads)
         q = quantized(model.eval(), torch.randn(2, *shape), nc.StaticQuantConfig(), backend="native")
-        # past the signature, which may have a condition: kernels compute addresses from sizes, and read and write what lies there
-        with pytest.raises((ValueError, RuntimeError), match="do not fit|must match|invalid|match|could not create a primitive"):
+        # past the signature, which may have a condition: kernels compute addresses from sizes, and read and
+        # write what lies there
+        with pytest.raises(
+            (ValueError, RuntimeError),
+            match="do not fit|must match|invalid|match|could not create a primitive",
+        ):
             q.engine.run([torch.randn(2, *other)])
         assert torch.isfinite(q(torch.randn(2, *shape))).all()
     finally:

@@ -1,4 +1,7 @@
-"""Functions in C leave the threads of the OpenMP library as they are: a smaller team would end some, and the next make new ones."""
+"""Functions in C leave the threads of the OpenMP library as they are.
+
+A smaller team would end some, and the next make new ones.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +20,11 @@ from nc.backends.native.plans import c_functions
 from nc.kernels.c_code.calls import call_once
 
 THREADS = 6
-_WHY = available_backends()["native"] or c_functions.why_unavailable() or ("" if sys.platform == "linux" else "reads /proc")
+_WHY = (
+    available_backends()["native"]
+    or c_functions.why_unavailable()
+    or ("" if sys.platform == "linux" else "reads /proc")
+)
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
 
 
@@ -50,7 +57,9 @@ def attention():
 
 def product():
     x, w = torch.randint(0, 256, (61, 64), dtype=torch.uint8), paired(64, 64)
-    return lambda: check(x, w, x.double() @ w.double().T, ((61, 64), (64, 1)), None, "nothing", None, THREADS, zero_point=0)
+    return lambda: check(
+        x, w, x.double() @ w.double().T, ((61, 64), (64, 1)), None, "nothing", None, THREADS, zero_point=0
+    )
 
 
 def low_bit():

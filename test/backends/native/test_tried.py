@@ -1,4 +1,7 @@
-"""torch's int8 convolutions without plans: tried before they are used, and in fp32 where their sums are wrong."""
+"""torch's int8 convolutions without plans.
+
+Tried before they are used, and in fp32 where their sums are wrong.
+"""
 
 import itertools
 
@@ -15,7 +18,9 @@ from nc.numerics import affine
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [
-    pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"),
+    pytest.mark.skipif(
+        bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+    ),
     pytest.mark.usefixtures("without_plans"),
 ]
 WRONG = "kernel for it whose sums are wrong"
@@ -32,7 +37,10 @@ def without_plans(monkeypatch):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Makes one of torch's unary kernels wrong, for inputs of chosen sizes; gives the list of sizes that it has computed."""
+    """Makes one of torch's unary kernels wrong, for inputs of chosen sizes.
+
+    Gives the list of sizes that it has computed.
+    """
 
     def spoiled(dims, is_wrong):
         kernel, seen = tried._UNARY[dims], []
@@ -110,8 +118,14 @@ def test_sizes_that_come_later_are_tried_too(spoil):
 def test_each_distinct_convolution_is_tried_once_and_usual_ones_never(monkeypatch):
     asked = []
     right = tried.trials.adds_up
-    monkeypatch.setattr(tried.trials, "adds_up", lambda wanted, run: (asked.append(wanted.source.sizes), right(wanted, run))[1])
-    usual = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    monkeypatch.setattr(
+        tried.trials,
+        "adds_up",
+        lambda wanted, run: (asked.append(wanted.source.sizes), right(wanted, run))[1],
+    )
+    usual = nn.Sequential(
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1)
+    )
     x = torch.randn(1, 64, 6, 6)
     quantized(usual.eval(), x, None, "native")(x)
     assert asked == []
@@ -131,7 +145,10 @@ class Sum(nn.Module):
 
     def __init__(self, groups, codes):
         super().__init__()
-        self.a, self.b = nn.Conv2d(64, 64, 3, padding=1, groups=groups), nn.Conv2d(64, 64, 3, padding=1, groups=groups, bias=False)
+        self.a, self.b = (
+            nn.Conv2d(64, 64, 3, padding=1, groups=groups),
+            nn.Conv2d(64, 64, 3, padding=1, groups=groups, bias=False),
+        )
         self.end = nn.Conv2d(64, 4, 1) if codes else nn.Identity()
 
     def forward(self, x):
@@ -156,7 +173,10 @@ ACTIVATIONS = {"none": [], "relu": [], "swish": [], "hardtanh": [-0.5, 0.75], "h
 
 
 def call(codes_of, weight, activation, dtype, accumulator=None, scales=None):
-    """Arguments of one of our operators, for a convolution whose kernels are known to be right: 64 channels, 8 columns."""
+    """Arguments of one of our operators, for a convolution whose kernels are known to be right.
+
+    64 channels, 8 columns.
+    """
     scales = torch.rand(len(weight)) / 1000 + 1e-4 if scales is None else scales
     how = [1, 1], [1, 1], [1, 1], codes_of.shape[1] // weight.shape[1]
     packed = torch.ops.onednn.qconv_prepack(weight, scales, 0.02, 117, *how, list(codes_of.shape))
@@ -178,7 +198,9 @@ def test_both_ways_compute_the_same_and_trials_let_right_kernels_pass(monkeypatc
     x = torch.randint(0, 256, (2, 64, 8, 8), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     arguments = call(x, torch.randint(-127, 128, (32, 64, 3, 3), dtype=torch.int8), activation, dtype)
     by_torch = torch.ops.nc_tried.qconv(*arguments)
-    (verdict,) = tried._verdicts(tried._Asked.of(dict(zip(tried._NAMES, arguments[:-1], strict=True)), (32, 64, 3, 3))).values()
+    (verdict,) = tried._verdicts(
+        tried._Asked.of(dict(zip(tried._NAMES, arguments[:-1], strict=True)), (32, 64, 3, 3))
+    ).values()
     assert verdict
     monkeypatch.setattr(tried, "_is_right", lambda *_: False)
     ours = torch.ops.nc_tried.qconv(*arguments)
@@ -193,24 +215,36 @@ def test_both_ways_compute_the_same_and_trials_let_right_kernels_pass(monkeypatc
 def test_a_sum_is_that_of_float64_by_both_ways(monkeypatch, activation, dtype):
     tried.library()
     monkeypatch.setattr(tried.trials, "fills_tiles_in_part", lambda wanted: True)
-    x, weight = torch.randint(0, 256, (2, 64, 8, 8), dtype=torch.uint8), torch.randint(-127, 128, (32, 64, 3, 3), dtype=torch.int8)
+    x, weight = (
+        torch.randint(0, 256, (2, 64, 8, 8), dtype=torch.uint8),
+        torch.randint(-127, 128, (32, 64, 3, 3), dtype=torch.int8),
+    )
     other = torch.randint(0, 256, (2, 32, 8, 8), dtype=torch.uint8)
     other = other if dtype is torch.uint8 else other.float() / 64
     arguments = call(x, weight, activation, dtype, other)
     a = dict(zip(tried._NAMES_OF_SUM, arguments, strict=False))
     values = nn.functional.conv2d(
-        (x.double() - 117) * 0.02, weight.double() * a["w_scale"].double().view(-1, 1, 1, 1), a["bias"].double(), padding=1
+        (x.double() - 117) * 0.02,
+        weight.double() * a["w_scale"].double().view(-1, 1, 1, 1),
+        a["bias"].double(),
+        padding=1,
     )
     values = values + ((other.double() - 90) * 0.01 if dtype is torch.uint8 else other.double())
     values = values.relu() if activation == "relu" else values
-    expected = affine.quantize(values.float(), 0.02, 100, 0, 255, dtype=torch.uint8) if dtype is torch.uint8 else values
+    expected = (
+        affine.quantize(values.float(), 0.02, 100, 0, 255, dtype=torch.uint8)
+        if dtype is torch.uint8
+        else values
+    )
     for verdict in (None, False):
         if verdict is not None:
             monkeypatch.setattr(tried, "_is_right", lambda *_: False)
         before = other.clone()
         found = torch.ops.nc_tried.qconv_sum(*arguments)
         assert torch.equal(before, other)
-        assert float((found.double() - expected.double()).abs().max()) <= (1.0 if dtype is torch.uint8 else 1e-4)
+        assert float((found.double() - expected.double()).abs().max()) <= (
+            1.0 if dtype is torch.uint8 else 1e-4
+        )
     asked = tried._Asked.of(a, weight.shape)
     assert list(tried._verdicts(asked).values()) == [True]
 
@@ -227,7 +261,9 @@ def test_a_trial_notices_a_kernel_that_computes_something_else(monkeypatch, adds
         tensors[tried.DST][-1, :, -2, -1] = before[-1, :, -2, -1]
 
     geometry = tried.Geometry((1, 1), (1, 1), (1, 1), (1, 1), window=(3, 3), channels=64)
-    asked = tried._Asked((32, 64, 3, 3), geometry, 1, True, True, (True, True), torch.uint8, adds, ("relu", (), ""))
+    asked = tried._Asked(
+        (32, 64, 3, 3), geometry, 1, True, True, (True, True), torch.uint8, adds, ("relu", (), "")
+    )
     assert tried._is_right(asked, (2, 64, 8, 8))
     monkeypatch.setattr(tried, "_try", spoiled)
     assert not tried._is_right(asked, (2, 64, 8, 9))
@@ -249,7 +285,9 @@ def test_the_callers_modes_are_of_no_account():
 
 def test_a_torch_that_compiles_has_right_sums_too(spoil):
     spoil(4, lambda sizes: True)
-    model = Function(lambda self, x: self.b(torch.relu(self.a(x)) * 2), a=nn.Conv2d(8, 8, 3), b=nn.Conv2d(8, 4, 3))
+    model = Function(
+        lambda self, x: self.b(torch.relu(self.a(x)) * 2), a=nn.Conv2d(8, 8, 3), b=nn.Conv2d(8, 4, 3)
+    )
     x = torch.randn(2, 8, 9, 9)
     q = quantized(model.eval(), x, None, "native", compile=True)
     assert worst_sqnr_db([q.reference(x)], [q(x)]) > 60
@@ -258,7 +296,9 @@ def test_a_torch_that_compiles_has_right_sums_too(spoil):
     assert "wrong sums, so in fp32" in report.details
 
 
-@pytest.mark.parametrize("sizes", [(1, 64, 2, 8), (1, 65, 8, 8), (1, 64, 8)], ids=["window", "channels", "dimensions"])
+@pytest.mark.parametrize(
+    "sizes", [(1, 64, 2, 8), (1, 65, 8, 8), (1, 64, 8)], ids=["window", "channels", "dimensions"]
+)
 def test_inputs_that_do_not_fit_are_refused(sizes):
     """torch gives values for a window that is larger than its input by one."""
     tried.library()
@@ -285,8 +325,16 @@ def test_linears_of_nothing_keep_their_dimensions(monkeypatch, script):
 
 def test_generation_without_plans_is_refused_with_the_reason_and_the_model_stays_as_it_is():
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)).eval()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)
+    ).eval()
     model = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32))
     ids = torch.randint(1, 32, (1, 5))
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)

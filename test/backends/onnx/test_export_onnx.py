@@ -18,7 +18,15 @@ from models import MLP, Attention, Function, ResidualCNN, call, prepared_for, qu
 from torch import nn
 
 import nc
-from nc import BackendError, BackendUnavailableError, ConfigError, StateError, UnsupportedError, VerificationError, export_onnx
+from nc import (
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    StateError,
+    UnsupportedError,
+    VerificationError,
+    export_onnx,
+)
 from nc.backends.onnx import program, sums
 from nc.backends.onnx.runtime import EXACT
 from nc.backends.passes import Pass
@@ -30,7 +38,9 @@ from nc.numerics.int16_pairs import largest_pair
 from nc.ops import quantize_per_tensor
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-needs_packages = pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in PACKAGES), reason="needs nc-quant[onnx]")
+needs_packages = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in PACKAGES), reason="needs nc-quant[onnx]"
+)
 
 
 def converted(model, x, config=None, placement="inputs", backend="reference"):
@@ -45,7 +55,9 @@ def net(name):
 def bert():
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
     ids = torch.randint(0, 50, (2, 7))
     return BertModel(config).eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -85,7 +97,10 @@ ALL_BUT = {"transposed": 2}
 
 
 def far_from_ties(graph):
-    """Inputs like the example whose codes have one right value: near to a tie the file and the graph may round either way."""
+    """Inputs like the example whose codes have one right value.
+
+    Near to a tie the file and the graph may round either way.
+    """
     inputs, distances = graph.example, []
 
     def note(node, value, env):
@@ -133,7 +148,9 @@ def test_codes_as_outputs_run_in_int8(name, tmp_path):
     report = export_onnx(q, tmp_path / "m.onnx")
     assert len(report.operators) - report.int8 == ALL_BUT.get(name, 0), str(report)
     assert report.sqnr_db >= required_db(q.graph)
-    assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 40  # int32 biases
+    assert (
+        worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 40
+    )  # int32 biases
 
 
 @needs_packages
@@ -221,7 +238,11 @@ def test_free_sizes_names_and_no_need_of_torch_and_nc(tmp_path):
 def test_linears_are_products_in_int8_whatever_their_rank(shape, fixed, tmp_path):
     x = torch.randn(*shape)
     prepared = nc.prepare(
-        MLP().eval(), nc.StaticQuantConfig(), example_inputs=x, backend="reference", dynamic_shapes={"x": {}} if fixed else None
+        MLP().eval(),
+        nc.StaticQuantConfig(),
+        example_inputs=x,
+        backend="reference",
+        dynamic_shapes={"x": {}} if fixed else None,
     )
     prepared(x)
     report = export_onnx(nc.convert(prepared), tmp_path / "m.onnx")
@@ -244,7 +265,9 @@ def test_codes_of_fewer_bits_than_their_type():
 
 @needs_packages
 @pytest.mark.parametrize("act_dtype", ["fp32", "int8"])
-@pytest.mark.parametrize(("dtype", "kind"), [("int4", "UINT4"), ("int2", "UINT4"), ("int8", "UINT8"), ("nf4", None)])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("int4", "UINT4"), ("int2", "UINT4"), ("int8", "UINT8"), ("nf4", None)]
+)
 def test_low_bit_weights_keep_their_codes(dtype, kind, act_dtype, tmp_path):
     import onnx
 
@@ -302,7 +325,10 @@ def test_many_constants_go_into_a_second_file(tmp_path, monkeypatch):
 
 @needs_packages
 def test_an_operator_without_a_translation_is_named(tmp_path):
-    q = converted(Function(lambda self, x: torch.igamma(self.fc(x).abs(), x.abs()), fc=nn.Linear(8, 8)), torch.randn(4, 8))
+    q = converted(
+        Function(lambda self, x: torch.igamma(self.fc(x).abs(), x.abs()), fc=nn.Linear(8, 8)),
+        torch.randn(4, 8),
+    )
     with pytest.raises(BackendError, match=r"conversion of the quantized graph to ONNX failed: .*igamma"):
         export_onnx(q, tmp_path / "new" / "m.onnx")
     assert list(tmp_path.iterdir()) == []
@@ -357,7 +383,12 @@ def test_a_failure_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
 @needs_packages
 def test_an_artefact_of_any_backend_is_exported(tmp_path):
     model, x = MODELS["residual"]()
-    q = converted(model, x, placement="outputs", backend="native" if not nc.available_backends()["native"] else "reference")
+    q = converted(
+        model,
+        x,
+        placement="outputs",
+        backend="native" if not nc.available_backends()["native"] else "reference",
+    )
     q.save(tmp_path / "q")
     loaded = nc.load(tmp_path / "q")
     report = export_onnx(loaded, tmp_path / "m.onnx")
@@ -376,7 +407,10 @@ def test_inputs_in_bf16_are_refused(tmp_path):
 
 
 def a_pair_saturates(codes, groups):
-    """By trying the ends of all pairs: rows of the matrix as ONNX Runtime makes it, positions of the kernel outside, channels inside."""
+    """By trying the ends of all pairs.
+
+    Rows of the matrix as ONNX Runtime makes it, positions of the kernel outside, channels inside.
+    """
     rows = codes.flatten(2).transpose(1, 2).flatten(1).tolist()
     if codes.shape[1] == 1 and len(rows) == groups and codes.dim() > 2:
         return False  # depthwise: 32 bits
@@ -393,12 +427,22 @@ def a_pair_saturates(codes, groups):
 @pytest.mark.parametrize("largest", [60, 64, 65, 70])
 @pytest.mark.parametrize(
     ("shape", "groups"),
-    [((4, 6, 1), 1), ((4, 5, 1), 1), ((2, 4, 3, 3), 1), ((2, 3, 2, 2), 1), ((4, 3, 3), 2), ((4, 1, 3, 3), 4), ((8, 1, 3, 3), 4)],
+    [
+        ((4, 6, 1), 1),
+        ((4, 5, 1), 1),
+        ((2, 4, 3, 3), 1),
+        ((2, 3, 2, 2), 1),
+        ((4, 3, 3), 2),
+        ((4, 1, 3, 3), 4),
+        ((8, 1, 3, 3), 4),
+    ],
 )
 def test_what_can_saturate_by_brute_force(shape, groups, largest):
     seen = set()
     for seed in range(30):
-        codes = torch.randint(-largest, largest + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+        codes = torch.randint(
+            -largest, largest + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8
+        )
         if seed % 2:  # two neighbours of a row of the matrix: of one pair or of two
             rows = torch.zeros(shape[0], codes[0].numel(), dtype=torch.int8)
             at = seed // 2 % (rows.shape[1] - 1)
@@ -435,7 +479,10 @@ def test_operators_that_can_saturate_are_named_and_can_be_reduced(verify, tmp_pa
     x = torch.rand(8, 16)
     q = converted(same_sign(MLP()), x)
     here = r"( On this CPU they do: .* dB only\.)?"
-    with pytest.warns(nc.NCWarning, match=rf'can saturate there.*: fc1, fc2\.{here} Set the session option "{EXACT}".*without_vnni'):
+    with pytest.warns(
+        nc.NCWarning,
+        match=rf'can saturate there.*: fc1, fc2\.{here} Set the session option "{EXACT}".*without_vnni',
+    ):
         report = export_onnx(q, tmp_path / "a.onnx", verify=verify)
     assert report.saturating == ("fc1", "fc2")
     with warnings.catch_warnings():
@@ -445,7 +492,10 @@ def test_operators_that_can_saturate_are_named_and_can_be_reduced(verify, tmp_pa
     import onnx
     from onnx import numpy_helper
 
-    codes = [torch.from_numpy(numpy_helper.to_array(c).copy()) for c in weights(onnx.load(tmp_path / "b.onnx")).values()]
+    codes = [
+        torch.from_numpy(numpy_helper.to_array(c).copy())
+        for c in weights(onnx.load(tmp_path / "b.onnx")).values()
+    ]
     assert [bool(largest_pair(c.T) <= 128) for c in codes] == [True, True]
     assert worst_db(q.graph.module(x), as_it_is(tmp_path / "b.onnx", [x])) > 30
 
@@ -462,7 +512,9 @@ def test_the_file_is_checked_by_exact_kernels_and_what_the_others_do_here_is_sai
     monkeypatch.setattr(write, "run", saturated)
     x = torch.rand(8, 16)
     monkeypatch.setattr(write, "required_db", lambda graph: 25.0)
-    with pytest.warns(nc.NCWarning, match=r"On this CPU they do: .* to (20|19)\.\d dB only\. Set the session option"):
+    with pytest.warns(
+        nc.NCWarning, match=r"On this CPU they do: .* to (20|19)\.\d dB only\. Set the session option"
+    ):
         report = export_onnx(converted(same_sign(MLP()), x), tmp_path / "m.onnx")
     assert report.sqnr_db > 40
     assert 19 < report.saturated_db < 21
@@ -497,9 +549,15 @@ def test_a_directory_is_not_replaced(tmp_path):
 def test_a_weight_that_is_used_twice(kind, tmp_path):
     """ONNX Runtime refuses such files where it is to run kernels that can't saturate."""
     if kind == "lstm":
-        model, x = Function(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(8, 8, batch_first=True)), torch.randn(2, 5, 8)
+        model, x = (
+            Function(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(8, 8, batch_first=True)),
+            torch.randn(2, 5, 8),
+        )
     else:
-        model, x = Function(lambda self, x: self.fc(self.fc(x).relu()), fc=nn.Linear(16, 16)), torch.randn(4, 16)
+        model, x = (
+            Function(lambda self, x: self.fc(self.fc(x).relu()), fc=nn.Linear(16, 16)),
+            torch.randn(4, 16),
+        )
     q = converted(model.eval(), x, None if kind == "static" else nc.DynamicQuantConfig())
     report = nc.export_onnx(q, tmp_path / "m.onnx")
     assert report.sqnr_db > 40
@@ -552,9 +610,14 @@ def test_what_is_no_quantized_model_and_other_names(tmp_path):
 @pytest.mark.parametrize("missing", [("onnxruntime",), PACKAGES])
 def test_without_the_packages(missing, tmp_path, monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in missing else name in PACKAGES or real(name, *rest))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *rest: None if name in missing else name in PACKAGES or real(name, *rest),
+    )
     q = quantized(MLP(), torch.randn(4, 16))
-    with pytest.raises(BackendUnavailableError, match=r"export_onnx\(\) needs .*onnxruntime: pip install 'nc-quant\[onnx\]'") as error:
+    with pytest.raises(
+        BackendUnavailableError, match=r"export_onnx\(\) needs .*onnxruntime: pip install 'nc-quant\[onnx\]'"
+    ) as error:
         export_onnx(q, tmp_path / "m.onnx")
     assert ('verify="off"' in str(error.value)) == (missing == ("onnxruntime",))
     assert list(tmp_path.iterdir()) == []
@@ -564,7 +627,9 @@ def test_without_the_packages(missing, tmp_path, monkeypatch):
 def test_sizes_that_decide_about_the_path_are_fixed(tmp_path):
     import onnx
 
-    model = Function(lambda self, x: self.layer(x * 2 if x.shape[2] % 2 else x), layer=nn.Conv2d(3, 4, 3)).eval()
+    model = Function(
+        lambda self, x: self.layer(x * 2 if x.shape[2] % 2 else x), layer=nn.Conv2d(3, 4, 3)
+    ).eval()
     q = converted(model, torch.randn(2, 3, 9, 9))
     with pytest.warns(nc.NCWarning, match=r"asks for sizes in Python.*\(x.shape\[2\] % 2\) != 0"):
         export_onnx(q, tmp_path / "model.onnx")

@@ -36,12 +36,18 @@ from nc.graph.saturation import narrow
 from nc.ops import quant_linear
 from nc.planning.rules import fit, resolve
 
-pytestmark = pytest.mark.skipif(bool(available_backends()["openvino"]), reason=available_backends()["openvino"] or "it can run")
+pytestmark = pytest.mark.skipif(
+    bool(available_backends()["openvino"]), reason=available_backends()["openvino"] or "it can run"
+)
 
 
 class TestOpenVINO(BackendSuite):
     backend = "openvino"
-    without_kernel = () if cpu.accumulates_wide() else ("matmul", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    without_kernel = (
+        ()
+        if cpu.accumulates_wide()
+        else ("matmul", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    )
 
     @pytest.mark.parametrize("name", MODELS)
     def test_what_was_asked_runs_in_int8(self, converted, name):
@@ -71,11 +77,15 @@ def test_the_report_names_layers_and_kernels(residual):
 def test_what_does_not_run_in_int8_says_what_it_is():
     """A graph for the reference, whose matmul is affine: OpenVINO takes symmetric codes only."""
     x = torch.randn(2, 6, 32)
-    graph, _ = narrow(quantized(Attention(), x, None, "reference").graph, get_backend("openvino").capabilities())
+    graph, _ = narrow(
+        quantized(Attention(), x, None, "reference").graph, get_backend("openvino").capabilities()
+    )
     runs = {run.operator: run for run in get_backend("openvino").lower(graph).report().ops}
     assert runs["query"].ran == "int8"
     assert runs["matmul"].ran == "fp32"
-    assert runs["matmul"].reason.startswith(("OpenVINO computes it by a layer", "OpenVINO's runtime model names no layer"))
+    assert runs["matmul"].reason.startswith(
+        ("OpenVINO computes it by a layer", "OpenVINO's runtime model names no layer")
+    )
 
 
 def test_products_of_two_activations_need_vnni(monkeypatch):
@@ -91,8 +101,13 @@ def test_products_of_two_activations_need_vnni(monkeypatch):
 def test_products_of_two_activations_are_symmetric_and_int8():
     x = torch.randn(2, 6, 32)
     q = quantized(Attention(), x, None, "openvino")
-    assert {op.operator: op.ran for op in q.report().ops if op.kind == "matmul"} == {"matmul": "int8", "matmul_1": "int8"}
-    specs = {d.operator: str(d.spec.activation) for d in q.graph.plan.decisions if d.kind in ("matmul", "linear")}
+    assert {op.operator: op.ran for op in q.report().ops if op.kind == "matmul"} == {
+        "matmul": "int8",
+        "matmul_1": "int8",
+    }
+    specs = {
+        d.operator: str(d.spec.activation) for d in q.graph.plan.decisions if d.kind in ("matmul", "linear")
+    }
     assert specs["matmul"] == specs["matmul_1"] == "int8 sym"
     assert specs["query"] == "uint8 affine"
 
@@ -103,15 +118,33 @@ def test_affine_products_are_refused_where_a_rule_asks_for_them_and_stay_fp32_fr
     graph = capture(Attention().eval(), x)
     capabilities = get_backend("openvino").capabilities()
     affine = StaticQuantConfig(act_dtype="uint8", act_sym=False)
-    with pytest.raises(UnsupportedError, match=r"act_dtype='uint8' \(rule: .*'matmul'.*\) has no kernel .* legal there: int8"):
+    with pytest.raises(
+        UnsupportedError, match=r"act_dtype='uint8' \(rule: .*'matmul'.*\) has no kernel .* legal there: int8"
+    ):
         resolve(StaticQuantConfig().set_local("matmul", affine), graph, capabilities)
-    with pytest.raises(UnsupportedError, match=r"act_sym=False \(rule: .*'matmul'.*\) has no kernel .* legal there: True"):
-        resolve(StaticQuantConfig().set_local("matmul", StaticQuantConfig(act_dtype="int8", act_sym=False)), graph, capabilities)
-    assert resolve(affine, graph, capabilities)["matmul"].spec.activation.symmetric  # a rule for all says nothing of this kernel
+    with pytest.raises(
+        UnsupportedError, match=r"act_sym=False \(rule: .*'matmul'.*\) has no kernel .* legal there: True"
+    ):
+        resolve(
+            StaticQuantConfig().set_local("matmul", StaticQuantConfig(act_dtype="int8", act_sym=False)),
+            graph,
+            capabilities,
+        )
+    assert resolve(affine, graph, capabilities)[
+        "matmul"
+    ].spec.activation.symmetric  # a rule for all says nothing of this kernel
     plan = resolve(StaticQuantConfig(), graph, get_backend("reference").capabilities())
-    assert (plan["matmul"].spec.precision, fit(plan, capabilities)["matmul"].spec.precision) == ("int8", "fp32")
-    other = resolve(StaticQuantConfig(act_dtype="uint8", act_sym=True), graph, get_backend("native").capabilities())
-    assert (other["matmul"].spec.precision, fit(other, capabilities)["matmul"].spec.precision) == ("int8", "fp32")
+    assert (plan["matmul"].spec.precision, fit(plan, capabilities)["matmul"].spec.precision) == (
+        "int8",
+        "fp32",
+    )
+    other = resolve(
+        StaticQuantConfig(act_dtype="uint8", act_sym=True), graph, get_backend("native").capabilities()
+    )
+    assert (other["matmul"].spec.precision, fit(other, capabilities)["matmul"].spec.precision) == (
+        "int8",
+        "fp32",
+    )
 
 
 @pytest.mark.parametrize("value", ["contiguous", "transposed"])
@@ -129,7 +162,12 @@ def test_outputs_stay_and_inputs_are_read_where_they_lie(residual, value):
 
 def test_outputs_that_are_no_tensors():
     x = torch.randn(2, 8)
-    q = quantized(Function(lambda self, x: (self.fc(x), x.shape[0] * 2, None, "name"), fc=nn.Linear(8, 4)), x, None, "openvino")
+    q = quantized(
+        Function(lambda self, x: (self.fc(x), x.shape[0] * 2, None, "name"), fc=nn.Linear(8, 4)),
+        x,
+        None,
+        "openvino",
+    )
     for batch in (2, 5):
         y, size, nothing, text = q(torch.randn(batch, 8))
         assert (y.shape, size, nothing, text) == ((batch, 4), 2 * batch, None, "name")
@@ -165,7 +203,12 @@ def test_values_that_are_returned_more_than_once(outputs):
 def test_a_squeeze_removes_no_free_size():
     """OpenVINO removes a free size, and then writes past the end of its result."""
     model = Function(
-        lambda self, x: (self.a(x).squeeze(0), self.a(x)[:, None].squeeze(), self.a(x)[None, :, None].squeeze((0, 1, 2))), a=nn.Linear(8, 8)
+        lambda self, x: (
+            self.a(x).squeeze(0),
+            self.a(x)[:, None].squeeze(),
+            self.a(x)[None, :, None].squeeze((0, 1, 2)),
+        ),
+        a=nn.Linear(8, 8),
     )
     q = quantized(model, torch.randn(4, 8), None, "openvino")
     for rows in (4, 7):
@@ -191,7 +234,9 @@ def test_a_squeeze_removes_no_free_size():
 def test_the_largest_and_the_smallest_value_are_quantized(reduce):
     """OpenVINO's kernel for these gives 0 to 20 dB where it is fused with the quantization behind it."""
     torch.manual_seed(0)
-    model = Function(lambda self, x: self.b(reduce(self.a(x))), a=nn.Conv2d(3, 16, 3, padding=1), b=nn.Conv2d(16, 8, 1))
+    model = Function(
+        lambda self, x: self.b(reduce(self.a(x))), a=nn.Conv2d(3, 16, 3, padding=1), b=nn.Conv2d(16, 8, 1)
+    )
     q = quantized(model, torch.randn(2, 3, 16, 16), None, "openvino")
     assert q.report().ran_int8 == 2
     for shape in ((2, 3, 16, 16), (3, 3, 24, 20)):
@@ -203,24 +248,37 @@ def test_a_pool_that_openvino_divides_otherwise_is_refused():
     """Its frontend gives 25 dB where the last window leaves the padded input; other pools are right."""
 
     def net(**options):
-        return Function(lambda self, x: self.b(F.avg_pool2d(self.a(x), 3, 2, **options)), a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 4, 1))
+        return Function(
+            lambda self, x: self.b(F.avg_pool2d(self.a(x), 3, 2, **options)),
+            a=nn.Conv2d(3, 8, 1),
+            b=nn.Conv2d(8, 4, 1),
+        )
 
     x = torch.randn(2, 3, 20, 20)
     with pytest.raises(BackendError, match="an average pool with ceil_mode"):
         quantized(net(padding=1, ceil_mode=True), x, None, "openvino")
-    for options in ({"padding": 1}, {"ceil_mode": True}, {"padding": 1, "ceil_mode": True, "count_include_pad": False}):
+    for options in (
+        {"padding": 1},
+        {"ceil_mode": True},
+        {"padding": 1, "ceil_mode": True, "count_include_pad": False},
+    ):
         q = quantized(net(**options), x, None, "openvino")
         assert worst_db([q.reference(x)], [q(x)]) > 40
 
 
 @pytest.mark.parametrize("window", [8, (8, 6)])
 def test_a_pool_with_a_window_beyond_its_input(window):
-    """OpenVINO refuses it; EfficientNet of transformers has one. Where a larger input has several windows, the graph computes them."""
+    """OpenVINO refuses it; EfficientNet of transformers has one.
+
+    Where a larger input has several windows, the graph computes them.
+    """
     model = Function(lambda self, x: F.avg_pool2d(self.a(x), window, ceil_mode=True), a=nn.Conv2d(3, 8, 1))
     x, larger = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 9, 6)
     q = quantized(model, x, None, "openvino")
     assert worst_db([q.reference(x)], [q(x)]) > 100
-    with pytest.warns(nc.NCWarning, match="OpenVINO is not used .*: it gives outputs of other shapes\. The quantized graph"):
+    with pytest.warns(
+        nc.NCWarning, match="OpenVINO is not used .*: it gives outputs of other shapes\. The quantized graph"
+    ):
         found = q(larger)
     assert torch.equal(found, q.reference(larger))
     unchecked = quantized(model, x, None, "openvino", verify_sizes=False)
@@ -228,8 +286,14 @@ def test_a_pool_with_a_window_beyond_its_input(window):
 
 
 def test_vectors_of_no_element_that_are_joined():
-    """As the caches that transformers return begin; OpenVINO takes no vector beside tensors of more dimensions."""
-    model = Function(lambda self, x: (torch.cat([torch.tensor([]), self.a(x)], -2), torch.cat([torch.tensor([])])), a=nn.Linear(8, 8))
+    """As the caches that transformers return begin.
+
+    OpenVINO takes no vector beside tensors of more dimensions.
+    """
+    model = Function(
+        lambda self, x: (torch.cat([torch.tensor([]), self.a(x)], -2), torch.cat([torch.tensor([])])),
+        a=nn.Linear(8, 8),
+    )
     x = torch.randn(2, 4, 8)
     q = quantized(model, x, None, "openvino")
     assert worst_db([q.reference(x)[0]], [q(x)[0]]) > 100
@@ -238,10 +302,20 @@ def test_vectors_of_no_element_that_are_joined():
 
 def test_mixtures_of_experts_say_what_to_do():
     transformers = pytest.importorskip("transformers", "5")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
-    config = transformers.MixtralConfig(**sizes, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, use_cache=False)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 96,
+    }
+    config = transformers.MixtralConfig(
+        **sizes, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, use_cache=False
+    )
     ids = torch.randint(0, 96, (2, 7))
-    with pytest.raises(BackendError, match=r"model\.set_experts_implementation\('batched_mm'\) before prepare"):
+    with pytest.raises(
+        BackendError, match=r"model\.set_experts_implementation\('batched_mm'\) before prepare"
+    ):
         quantized(transformers.MixtralForCausalLM(config).eval(), {"input_ids": ids}, None, "openvino")
     model = transformers.MixtralForCausalLM(config).eval()
     model.set_experts_implementation("batched_mm")
@@ -251,11 +325,16 @@ def test_mixtures_of_experts_say_what_to_do():
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-8, 1e-10])
 def test_sums_of_tiny_values(scale):
-    """As untrained networks have them: OpenVINO loses a zero point whose product with its scale is below 1e-6."""
+    """As untrained networks have them.
+
+    OpenVINO loses a zero point whose product with its scale is below 1e-6.
+    """
     layers = {name: nn.Conv2d(3 if name == "a" else 24, 24, 1, bias=False) for name in "abc"}
     model = Function(lambda self, x: self.c(self.a(x) + self.b(self.a(x))), **layers)
     x = scale * torch.randn(1, 3, 16, 16)
-    if "amx_int8" in cpu.features() and scale < 1e-6:  # there it loses the zero points of convolutions too, which is noticed
+    if (
+        "amx_int8" in cpu.features() and scale < 1e-6
+    ):  # there it loses the zero points of convolutions too, which is noticed
         with pytest.raises(VerificationError):
             quantized(model, x, None, "openvino")
         return
@@ -266,7 +345,11 @@ def test_sums_of_tiny_values(scale):
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_zeros_are_put_around_codes(dtype):
-    model = Function(lambda self, x: self.b(F.pad(F.silu(self.a(x)), (0, 1, 0, 1))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3, stride=2))
+    model = Function(
+        lambda self, x: self.b(F.pad(F.silu(self.a(x)), (0, 1, 0, 1))),
+        a=nn.Conv2d(3, 8, 3),
+        b=nn.Conv2d(8, 8, 3, stride=2),
+    )
     x = torch.randn(2, 3, 9, 9)
     q = quantized(model, x, StaticQuantConfig(act_dtype=dtype), "openvino")
     assert q.report().ran_int8 == 2
@@ -284,7 +367,11 @@ def test_a_model_with_ranges_of_each_call_runs():
 def test_a_linear_of_one_vector():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Softmax(-1)).eval()
     q = nc.quantize(
-        model, StaticQuantConfig(), lambda m: [m(torch.randn(4)) for _ in range(4)], example_inputs=torch.randn(4), backend="openvino"
+        model,
+        StaticQuantConfig(),
+        lambda m: [m(torch.randn(4)) for _ in range(4)],
+        example_inputs=torch.randn(4),
+        backend="openvino",
     )
     assert {op.operator for op in q.report().ops if op.ran == "int8"} == {"0", "2"}
     x = torch.randn(4)
@@ -292,7 +379,10 @@ def test_a_linear_of_one_vector():
 
 
 def test_inputs_and_outputs_in_bf16():
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16(), torch.randn(3, 4).bfloat16()
+    model, x = (
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16(),
+        torch.randn(3, 4).bfloat16(),
+    )
     with pytest.warns(nc.NCWarning, match="Nothing is quantized"):
         prepared = nc.prepare(model, StaticQuantConfig(), example_inputs=x, backend="openvino", strict=False)
     prepared(x)
@@ -304,7 +394,10 @@ def test_inputs_and_outputs_in_bf16():
 @pytest.mark.parametrize("dtype", ["int4", "int8", "nf4"])
 def test_low_bit_weights(dtype):
     x = torch.randn(4, 64)
-    layer = nc.quantize(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), nc.WeightOnlyConfig(dtype, group_size=16))
+    layer = nc.quantize(
+        nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(),
+        nc.WeightOnlyConfig(dtype, group_size=16),
+    )
     prepared = nc.prepare(layer, StaticQuantConfig(), example_inputs=x, backend="reference")
     prepared(x)
     graph = nc.convert(prepared).graph
@@ -336,7 +429,8 @@ def test_wrong_numbers_are_noticed_and_named(monkeypatch):
     passes = tuple(Pass("weights", wrong) if each.name == "weights" else each for each in program._PASSES)
     monkeypatch.setattr(program, "_PASSES", passes)
     with pytest.raises(
-        VerificationError, match="OpenVINO computes something else than the quantized graph.*operator that differs is 'fc1'"
+        VerificationError,
+        match="OpenVINO computes something else than the quantized graph.*operator that differs is 'fc1'",
     ):
         quantized(MLP(), torch.randn(4, 16), None, "openvino")
 
@@ -344,12 +438,19 @@ def test_wrong_numbers_are_noticed_and_named(monkeypatch):
 def test_an_operator_without_a_translation_is_named():
     x = torch.randn(4, 8)
     with pytest.raises(BackendError, match=r"OpenVINO's conversion of the quantized graph failed: .*igamma"):
-        quantized(Function(lambda self, x: torch.igamma(self.fc(x).abs(), x.abs()), fc=nn.Linear(8, 8)), x, None, "openvino")
+        quantized(
+            Function(lambda self, x: torch.igamma(self.fc(x).abs(), x.abs()), fc=nn.Linear(8, 8)),
+            x,
+            None,
+            "openvino",
+        )
 
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    with pytest.raises(BackendUnavailableError, match=r"openvino is not installed: pip install 'nc-quant\[openvino\]'"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"openvino is not installed: pip install 'nc-quant\[openvino\]'"
+    ):
         prepare(MLP(), StaticQuantConfig(), example_inputs=torch.randn(4, 16), backend="openvino")
 
 
@@ -369,7 +470,13 @@ def test_a_call_after_a_fork_is_an_error_and_no_hang(residual, tmp_path):
         "    os._exit(0)\n"
         "os.wait(); print('parent:', tuple(q(x).shape))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert "child: OpenVINO was started before this process was forked" in done.stdout
     assert "parent: (2, 5)" in done.stdout
 
@@ -464,7 +571,9 @@ def test_bf16():
 def test_a_number_for_each_channel_in_front_of_a_quantization(make):
     """OpenVINO makes ranges of channels of it, and its kernel takes wrong ones where it does not know the sizes."""
     torch.manual_seed(0)
-    model = Function(lambda self, x: self.fc(make(self, x)), fc=nn.Linear(8, 8), v=nn.Parameter(torch.randn(8).exp()))
+    model = Function(
+        lambda self, x: self.fc(make(self, x)), fc=nn.Linear(8, 8), v=nn.Parameter(torch.randn(8).exp())
+    )
     q = quantized(model, torch.randn(6, 5, 8), None, "openvino")
     assert q.report().ran_int8 == 1
     x = torch.randn(3, 5, 8)
@@ -478,14 +587,25 @@ def test_a_batch_norm_in_front_of_a_quantization(activation):
     norm = nn.BatchNorm2d(8)
     for parameter in norm.parameters():
         nn.init.normal_(parameter, 1.0, 0.5)
-    q = quantized(nn.Sequential(norm, activation(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(2, 8, 9, 9), None, "openvino")
+    q = quantized(
+        nn.Sequential(norm, activation(), nn.Conv2d(8, 8, 3)).eval(),
+        torch.randn(2, 8, 9, 9),
+        None,
+        "openvino",
+    )
     assert q.report().ran_int8 == 1
     x = torch.randn(3, 8, 7, 7)
     assert worst_db([q.reference(x)], [q(x)]) > 60
 
 
 @pytest.mark.parametrize(
-    "conv", [nn.Conv2d(8, 16, 3, groups=8), nn.Conv1d(9, 9, 3, groups=3), nn.Conv3d(6, 12, 3, groups=6), nn.Conv2d(15, 30, 3, groups=5)]
+    "conv",
+    [
+        nn.Conv2d(8, 16, 3, groups=8),
+        nn.Conv1d(9, 9, 3, groups=3),
+        nn.Conv3d(6, 12, 3, groups=6),
+        nn.Conv2d(15, 30, 3, groups=5),
+    ],
 )
 def test_groups_with_an_odd_number_of_inputs(conv):
     """The kernel of CPUs without VNNI adds products of two positions in 16 bits."""
@@ -501,12 +621,16 @@ def windows(x):
     return x.unflatten(3, (2, -1)).unflatten(2, (2, -1)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2)
 
 
-@pytest.mark.parametrize(("cut", "last"), [(nn.PixelShuffle(2), nn.Conv2d(3, 3, 1)), (windows, nn.Linear(12, 5))])
+@pytest.mark.parametrize(
+    ("cut", "last"), [(nn.PixelShuffle(2), nn.Conv2d(3, 3, 1)), (windows, nn.Linear(12, 5))]
+)
 @pytest.mark.sample(4)
 def test_codes_that_are_cut_into_more_dimensions(cut, last):
     """The end of super-resolution networks, and windows of attention."""
     torch.manual_seed(0)
-    model = Function(lambda self, x: self.last(cut(self.conv(x))), conv=nn.Conv2d(3, 12, 3, padding=1), last=last)
+    model = Function(
+        lambda self, x: self.last(cut(self.conv(x))), conv=nn.Conv2d(3, 12, 3, padding=1), last=last
+    )
     x = torch.randn(1, 3, 12, 12)
     q = quantized(model.eval(), x, None, "openvino")
     assert q.report().ran_int8 == 2
@@ -514,8 +638,13 @@ def test_codes_that_are_cut_into_more_dimensions(cut, last):
 
 
 def test_products_of_symmetric_codes_stay_fp32_on_a_cpu_without_vnni(monkeypatch, tmp_path):
-    """A model that was prepared for another backend: OpenVINO's int8 kernel would add pairs of products in 16 bits."""
-    model = Function(lambda self, x: self.a(x) @ self.b(x).transpose(-1, -2), a=nn.Linear(32, 32), b=nn.Linear(32, 32)).eval()
+    """A model that was prepared for another backend.
+
+    OpenVINO's int8 kernel would add pairs of products in 16 bits.
+    """
+    model = Function(
+        lambda self, x: self.a(x) @ self.b(x).transpose(-1, -2), a=nn.Linear(32, 32), b=nn.Linear(32, 32)
+    ).eval()
     config = nc.StaticQuantConfig()
     config.set_local("matmul", nc.StaticQuantConfig(act_dtype="int8", act_sym=True))
     x = torch.randn(2, 32, 32)

@@ -27,7 +27,9 @@ from nc.backends.reference import ReferenceBackend
 ROOT = Path(__file__).parents[3]
 IMAGE, ROWS = torch.zeros(2, 3, 16, 16), torch.zeros(4, 16)
 
-native = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+native = pytest.mark.skipif(
+    bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+)
 BACKENDS = [pytest.param("native", marks=native), pytest.param("ipex", marks=pytest.mark.ipex)]
 
 # ---- the stream ----
@@ -38,19 +40,30 @@ onednn_verbose,v1,primitive,info,template:operation,engine,primitive,implementat
 onednn_verbose,v1,primitive,create:cache_hit,cpu,matmul,gemm:jit,undef,src:u8:a:blocked:ab::f0 wei:s8::blocked:ab::f0,,,4x16:16x8,0.01
 """
 _MATMUL = (
-    "cpu,matmul,brg_matmul:avx512_core_vnni,undef,src:u8:a:blocked:ab::f0 wei:s8::blocked:ab::f0 bia:f32:a:blocked:ab::f0_mask2 "
-    "dst:f32:a:blocked:ab::f0,attr-scratchpad:user attr-scales:src0:0:f32+wei:2:f32 attr-zero-points:src0:0:s32,,4x16:16x8,7.73999"
+    "cpu,matmul,brg_matmul:avx512_core_vnni,undef,src:u8:a:blocked:ab::f0 wei:s8::blocked:ab::f0 "
+    "bia:f32:a:blocked:ab::f0_mask2 dst:f32:a:blocked:ab::f0,attr-scratchpad:user "
+    "attr-scales:src0:0:f32+wei:2:f32 attr-zero-points:src0:0:s32,,4x16:16x8,7.73999"
 )
-_REORDER = "cpu,reorder,jit:uni,undef,src:u8::blocked:abcd::f0 dst:u8::blocked:acdb::f0,attr-scratchpad:user,,4x3x32x32,7.5"
+_REORDER = (
+    "cpu,reorder,jit:uni,undef,src:u8::blocked:abcd::f0 "
+    "dst:u8::blocked:acdb::f0,attr-scratchpad:user,,4x3x32x32,7.5"
+)
 _GRAPH = (
     "graph,exec,cpu,100046,quantized_matmul_post_ops,aten::dequantize;aten::dequantize;aten::linear,,in0_u8:0:strided:variable:4x16:16s1 "
-    "in1_s8:2:strided:constant:16x16:16s1 out0_f32:5:strided:variable:4x16:16s1,fpm:strict,matmul_t,dnnl_backend,7.9"
+    "in1_s8:2:strided:constant:16x16:16s1 "
+    "out0_f32:5:strided:variable:4x16:16s1,fpm:strict,matmul_t,dnnl_backend,7.9"
 )
 MATMUL = Kernel("matmul", "brg_matmul:avx512_core_vnni", ("u8", "s8"), "f32", 7.73999)
 
 
 @pytest.mark.parametrize(
-    "prefix", ["onednn_verbose,v1,primitive,exec,", "onednn_verbose,primitive,exec,", "onednn_verbose,exec,", "dnnl_verbose,exec,"]
+    "prefix",
+    [
+        "onednn_verbose,v1,primitive,exec,",
+        "onednn_verbose,primitive,exec,",
+        "onednn_verbose,exec,",
+        "dnnl_verbose,exec,",
+    ],
 )
 def test_a_line_says_kernel_types_and_time(prefix):
     assert parse([*_INFO.splitlines(), prefix + _MATMUL]) == [MATMUL]
@@ -63,7 +76,9 @@ def test_times_of_beginning_are_read():
 
 
 def test_types_in_the_short_form():
-    (kernel,) = parse(["onednn_verbose,v1,primitive,exec,cpu,gemm_api,,undef,src_s8 wei_s8 dst_s32,,,m4n8k16,0.5"])
+    (kernel,) = parse(
+        ["onednn_verbose,v1,primitive,exec,cpu,gemm_api,,undef,src_s8 wei_s8 dst_s32,,,m4n8k16,0.5"]
+    )
     assert (kernel.reads, kernel.writes, kernel.computes_on_codes) == (("s8", "s8"), "s32", True)
 
 
@@ -74,7 +89,8 @@ def test_a_reorder_of_codes_is_no_arithmetic():
 
 def test_a_partition_takes_the_primitives_that_began_after_it_did():
     lines = [
-        f"onednn_verbose,v1,{start},{text}" for start, text in ((1.0, f"primitive,exec,{_REORDER}"), (2.5, f"primitive,exec,{_MATMUL}"))
+        f"onednn_verbose,v1,{start},{text}"
+        for start, text in ((1.0, f"primitive,exec,{_REORDER}"), (2.5, f"primitive,exec,{_MATMUL}"))
     ]
     found = parse([*lines, f"onednn_verbose,v1,2.25,{_GRAPH}", f"onednn_verbose,v1,9.5,{_GRAPH}"])
     assert [type(entry) for entry in found] == [Kernel, Partition, Partition]
@@ -110,7 +126,12 @@ _MOVE = Kernel("reorder", "jit:uni", ("u8",), "u8", 1.0)
 PROFILE = Profile(
     steps=(
         Step(name="aten::quantize_per_tensor", converts=True, ms=1.0),
-        Step(name="ipex::LlgaFusionGroup", operators=("conv", "relu"), kernels=(_MOVE, _CONV, _CONV, _MOVE), ms=4.0),
+        Step(
+            name="ipex::LlgaFusionGroup",
+            operators=("conv", "relu"),
+            kernels=(_MOVE, _CONV, _CONV, _MOVE),
+            ms=4.0,
+        ),
         Step(name="aten::layer_norm", operators=("norm",), ms=2.0),
         Step(name="aten::mul", operators=("norm",), ms=1.0),
         Step(name="aten::view", ms=2.0),
@@ -132,7 +153,8 @@ def test_operators_in_one_kernel_point_at_the_first():
 def test_parts_of_the_time():
     assert PROFILE.parts() == {"int8": 0.4, "conversion": 0.1, "fp32": 0.3, "other": 0.2}
     assert PROFILE.summary() == (
-        "profile: 12.50 ms per call, the fastest of 10, 2 threads; 40% int8 kernels, 10% conversions, 30% float operators, 20% other"
+        "profile: 12.50 ms per call, the fastest of 10, 2 threads; 40% int8 kernels, 10% conversions, 30% "
+        "float operators, 20% other"
     )
 
 
@@ -177,7 +199,13 @@ def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leave
     q = quantized(model(), x, backend=backend)
     with leaves_nothing():
         report = q.report(profile_inputs=x)
-    kernels = {name: k for step in report.profile.steps for name in step.operators for k in step.kernels if k.computes_on_codes}
+    kernels = {
+        name: k
+        for step in report.profile.steps
+        for name in step.operators
+        for k in step.kernels
+        if k.computes_on_codes
+    }
     weighted = [op for op in report.ops if op.kind in ("conv2d", "linear")]
     assert len(weighted) == (4 if model is ResidualCNN else 2)
     for op in weighted:
@@ -216,7 +244,11 @@ def test_a_group_of_several_int8_operators_counts_once():
     ],
 )
 def test_other_inputs_than_the_examples(backend):
-    model = Function(lambda self, x, scale: self.fc2(self.fc1(x) * scale), fc1=torch.nn.Linear(16, 8), fc2=torch.nn.Linear(8, 4))
+    model = Function(
+        lambda self, x, scale: self.fc2(self.fc1(x) * scale),
+        fc1=torch.nn.Linear(16, 8),
+        fc2=torch.nn.Linear(8, 4),
+    )
     example = {"x": torch.randn(4, 16), "scale": torch.randn(4, 1)}
     q = quantized(model, example, backend=backend)
     other = {"scale": torch.randn(7, 1), "x": torch.randn(7, 16)}
@@ -227,13 +259,16 @@ def test_other_inputs_than_the_examples(backend):
     plain = q.report()
     assert (plain.profile, {op.share for op in plain.ops}) == (None, {None})
     planned = "matmul" if avx2.why_unavailable() else "function"
-    assert {op.kernel.partition(" ")[0] for op in plain.ops} == {planned if backend == "native" and not WHY_NO_PLANS else ""}
+    assert {op.kernel.partition(" ")[0] for op in plain.ops} == {
+        planned if backend == "native" and not WHY_NO_PLANS else ""
+    }
     assert "share" not in str(plain)
 
 
 @native
 @pytest.mark.parametrize(
-    "redirect", [*(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("<&-", ">&-", ">/dev/null")), ">&- 2>&- <&-"]
+    "redirect",
+    [*(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("<&-", ">&-", ">/dev/null")), ">&- 2>&- <&-"],
 )
 def test_a_process_without_standard_streams(redirect, tmp_path):
     code = f"""
@@ -246,7 +281,9 @@ report = quantized(MLP(), x, backend="native").report(profile_inputs=x)
 open("out", "w").write(report.ops[0].kernel)
 """
     (tmp_path / "script.py").write_text(code)
-    subprocess.run(["sh", "-c", f"{sys.executable} script.py {redirect}"], cwd=tmp_path, timeout=200, check=True)
+    subprocess.run(
+        ["sh", "-c", f"{sys.executable} script.py {redirect}"], cwd=tmp_path, timeout=200, check=True
+    )
     assert "(u8, s8 -> u8)" in (tmp_path / "out").read_text()
 
 
@@ -257,7 +294,11 @@ def simulated():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"), [("x", "to be a tensor, a tuple, a list or a dict, but got str"), (torch.zeros(4, 3), "expected size 16")]
+    ("inputs", "message"),
+    [
+        ("x", "to be a tensor, a tuple, a list or a dict, but got str"),
+        (torch.zeros(4, 3), "expected size 16"),
+    ],
 )
 def test_inputs_that_do_not_fit(inputs, message, simulated):
     with pytest.raises(InputError, match=message):
@@ -297,17 +338,24 @@ def test_a_registered_backend_is_profiled_where_it_can_be_imported(monkeypatch, 
 
     monkeypatch.setitem(nc.backends._REGISTERED, "borrowed", maker())
     q = quantized(MLP(), ROWS, backend="borrowed")
-    assert [op.kernel for op in q.report(profile_inputs=ROWS).ops] == ["torch aten::linear", "torch aten::relu", "torch aten::linear"]
+    assert [op.kernel for op in q.report(profile_inputs=ROWS).ops] == [
+        "torch aten::linear",
+        "torch aten::relu",
+        "torch aten::linear",
+    ]
     monkeypatch.setitem(nc.backends._REGISTERED, "borrowed", Local())
     with pytest.raises(UnsupportedError, match=r"its class .*Local is defined in a script or function"):
         q.report(profile_inputs=ROWS)
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(-11, "crashed .signal 11."), (1, "failed: RuntimeError: no"), (0, "failed: it ended without a result")]
+    ("code", "text"),
+    [(-11, "crashed .signal 11."), (1, "failed: RuntimeError: no"), (0, "failed: it ended without a result")],
 )
 def test_a_child_that_ends_badly(code, text, monkeypatch, simulated, leaves_nothing):
-    done = subprocess.CompletedProcess([], code, stdout="", stderr="Traceback\nRuntimeError: no\n" if code == 1 else "")
+    done = subprocess.CompletedProcess(
+        [], code, stdout="", stderr="Traceback\nRuntimeError: no\n" if code == 1 else ""
+    )
     monkeypatch.setattr(process, "run_module", lambda *_, **__: done)
     with leaves_nothing(), pytest.raises(BackendError, match=text):
         simulated.report(profile_inputs=ROWS)
@@ -319,5 +367,8 @@ def test_a_child_that_does_not_end(simulated, leaves_nothing):
 
 
 def test_the_child_says_what_is_wrong(simulated, leaves_nothing):
-    with leaves_nothing(), pytest.raises(BackendError, match="in a process of its own failed: .*shapes cannot be multiplied"):
+    with (
+        leaves_nothing(),
+        pytest.raises(BackendError, match="in a process of its own failed: .*shapes cannot be multiplied"),
+    ):
         process.profile_in_child(simulated.graph, ReferenceBackend(), [torch.zeros(4, 3)])

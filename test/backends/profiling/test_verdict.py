@@ -1,4 +1,7 @@
-"""The verdict: how fast against fp32, what costs more than it gains, and which rule excludes that. No test here reads a real clock."""
+"""The verdict: how fast against fp32, what costs more than it gains, and which rule excludes that.
+
+No test here reads a real clock.
+"""
 
 import dataclasses
 import gc
@@ -25,7 +28,9 @@ from nc.backends.reference import ReferenceBackend
 from nc.graph.plan import Decision, Plan
 from nc.planning.rules import spec_of
 
-native = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+native = pytest.mark.skipif(
+    bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+)
 ROWS = torch.randn(4, 16)
 INT8 = spec_of("static_quant", StaticQuantConfig().defaults(), "linear")
 
@@ -33,7 +38,9 @@ INT8 = spec_of("static_quant", StaticQuantConfig().defaults(), "linear")
 def plan_of(**kinds):
     """Kinds by operator; int8 but for activations and norms."""
     decisions = [
-        Decision(operator=name, kind=kind, module_type="", **({} if kind in ("relu", "norm") else {"spec": INT8}))
+        Decision(
+            operator=name, kind=kind, module_type="", **({} if kind in ("relu", "norm") else {"spec": INT8})
+        )
         for name, kind in kinds.items()
     ]
     return Plan(decisions=tuple(decisions), backend="native")
@@ -45,19 +52,25 @@ def plan_of(**kinds):
 def test_ratio_and_words():
     fast = Verdict(fp32_ms=9.0, engine_ms=4.0, calls=20, threads=2, costs=())
     assert fast.ratio == 2.25
-    assert str(fast) == "2.25 times as fast as fp32: 4.00 ms against 9.00 ms (example inputs, 2 threads, median of 20 calls each)"
+    assert str(fast) == (
+        "2.25 times as fast as fp32: 4.00 ms against 9.00 ms (example inputs, 2 threads, median of 20 "
+        "calls each)"
+    )
     slow = Verdict(fp32_ms=4.0, engine_ms=10.0, calls=1, threads=1)
     assert str(slow).splitlines() == [
         "SLOWER than fp32: it takes 2.50 times as long, 10.00 ms against 4.00 ms "
         "(example inputs, 1 thread, only one call each, for lack of time)",
-        "which operators cost more than they gain was not measured; report(profile_inputs=...) shows the time of each",
+        "which operators cost more than they gain was not measured; report(profile_inputs=...) shows the "
+        "time of each",
     ]
     assert str(dataclasses.replace(fast, engine_ms=8.99)).startswith("1.00 times as fast as fp32")
 
 
 def test_microseconds():
     small = Verdict(fp32_ms=0.0137, engine_ms=0.0285, calls=600, threads=1, costs=())
-    assert str(small).startswith("SLOWER than fp32: it takes 2.08 times as long, 28.5 us against 13.7 us (example inputs, 1 thread, ")
+    assert str(small).startswith(
+        "SLOWER than fp32: it takes 2.08 times as long, 28.5 us against 13.7 us (example inputs, 1 thread, "
+    )
 
 
 def test_spread_doubt_and_what_was_timed():
@@ -75,14 +88,26 @@ def test_spread_doubt_and_what_was_timed():
     assert found.certain
     assert str(found) == (
         "2.20 times as fast as fp32: 4.00 ms against 9.00 ms "
-        "(example inputs, 1 thread, median of 40 calls each; in half of 20 rounds 2.00 to 2.40; fp32 is a copy)"
+        "(example inputs, 1 thread, median of 40 calls each; in half of 20 rounds 2.00 to 2.40; fp32 is a "
+        "copy)"
     )
     doubtful = dataclasses.replace(found, doubt="the moon is full")
     assert not doubtful.certain
-    assert str(doubtful).startswith("cannot tell whether it is faster than fp32: the moon is full. Measured: 4.00 ms against 9.00 ms")
+    assert str(doubtful).startswith(
+        "cannot tell whether it is faster than fp32: the moon is full. Measured: 4.00 ms against 9.00 ms"
+    )
     assert json.loads(json.dumps(doubtful.to_dict())) == {
         **{f.name: None for f in dataclasses.fields(Verdict)},
-        **{"fp32_ms": 9.0, "engine_ms": 4.0, "calls": 40, "threads": 1, "rounds": 20, "round_ratio": 2.2, "ratio": 2.2, "losses": []},
+        **{
+            "fp32_ms": 9.0,
+            "engine_ms": 4.0,
+            "calls": 40,
+            "threads": 1,
+            "rounds": 20,
+            "round_ratio": 2.2,
+            "ratio": 2.2,
+            "losses": [],
+        },
         **{
             "interval": [2.1, 2.3],
             "quartiles": [2.0, 2.4],
@@ -122,7 +147,10 @@ def test_in_doubt_nothing_is_said_of_operators():
     assert "\n" not in str(found)
 
 
-@pytest.mark.parametrize(("times", "lost"), [((50, 50, 50, 50, 50), True), ((10, 50, 50, 50, 50), True), ((10, 10, 50, 50, 50), False)])
+@pytest.mark.parametrize(
+    ("times", "lost"),
+    [((50, 50, 50, 50, 50), True), ((10, 50, 50, 50, 50), True), ((10, 10, 50, 50, 50), False)],
+)
 def test_a_loss_is_beyond_the_spread_of_single_runs(times, lost):
     runs = [[cost("fc", ms, 20), cost("head", 1, 2)] for ms in times]
     assert bool(judged(CALL, [cost("fc", 50, 20), cost("head", 1, 2)], PLAN, runs).losses) is lost
@@ -142,7 +170,10 @@ def test_conversions_count_for_the_operator_that_they_serve():
         Step(name="view", ms=256.0),
     ]
     fp32 = [
-        *(Step(name=name, operators=(name,), ms=ms) for name, ms in zip(("a", "relu", "norm", "b", "q", "k"), range(1, 7), strict=True)),
+        *(
+            Step(name=name, operators=(name,), ms=ms)
+            for name, ms in zip(("a", "relu", "norm", "b", "q", "k"), range(1, 7), strict=True)
+        ),
         Step(name="view", ms=100.0),
     ]
     assert operator_costs(fp32, engine, plan) == (
@@ -153,7 +184,10 @@ def test_conversions_count_for_the_operator_that_they_serve():
 
 
 def test_the_fastest_run_of_each_step_counts():
-    runs = [[Step(name="a", ms=3.0), Step(name="b", ms=1.0)], [Step(name="a", ms=2.0), Step(name="b", ms=5.0)]]
+    runs = [
+        [Step(name="a", ms=3.0), Step(name="b", ms=1.0)],
+        [Step(name="a", ms=2.0), Step(name="b", ms=5.0)],
+    ]
     assert [step.ms for step in fastest(runs)] == [2.0, 1.0]
 
 
@@ -166,10 +200,13 @@ def cost(name, engine_ms, fp32_ms):
 
 
 def test_losses_the_largest_first_and_the_rule_that_excludes_them():
-    found = judged(CALL, [cost("c1+relu", 30, 20), cost("c2", 10, 40), cost("fc", 50, 20), cost("head", 1, 2)], PLAN)
+    found = judged(
+        CALL, [cost("c1+relu", 30, 20), cost("c2", 10, 40), cost("fc", 50, 20), cost("head", 1, 2)], PLAN
+    )
     assert found.losses == (cost("fc", 50, 20), cost("c1+relu", 30, 20))
     assert str(found).splitlines()[1:] == [
-        "2 of 4 int8 kernels cost more than they gain: fc (50.00 ms, fp32 20.00 ms), c1 + relu (30.00 ms, fp32 20.00 ms)",
+        "2 of 4 int8 kernels cost more than they gain: fc (50.00 ms, fp32 20.00 ms), c1 + relu (30.00 ms, "
+        "fp32 20.00 ms)",
         'config.exclude("fc", "c1") leaves their operators in fp32',
     ]
 
@@ -185,27 +222,42 @@ def test_a_hundredth_of_the_call_is_no_loss(engine_ms, lost):
 
 
 def test_a_type_of_which_all_lose_is_excluded_as_a_type():
-    found = judged(CALL, [cost("c1+relu", 30, 20), cost("c2", 60, 40), cost("fc", 30, 20), cost("head", 2, 2)], PLAN)
+    found = judged(
+        CALL, [cost("c1+relu", 30, 20), cost("c2", 60, 40), cost("fc", 30, 20), cost("head", 2, 2)], PLAN
+    )
     assert found.exclude == ("torch.nn.Conv2d", '"fc"')
 
 
 def test_fp32_is_better_where_everything_loses():
     costs = [cost("c1+relu", 30, 20), cost("fc", 30, 20)]
-    assert str(judged(CALL, costs, PLAN)).splitlines()[-1] == "on this machine the fp32 model is the better choice"
+    assert (
+        str(judged(CALL, costs, PLAN)).splitlines()[-1]
+        == "on this machine the fp32 model is the better choice"
+    )
     faster = dataclasses.replace(CALL, engine_ms=90.0)
-    assert str(judged(faster, costs, PLAN)).splitlines()[-1] == 'config.exclude("c1", "fc") leaves their operators in fp32'
+    assert (
+        str(judged(faster, costs, PLAN)).splitlines()[-1]
+        == 'config.exclude("c1", "fc") leaves their operators in fp32'
+    )
 
 
 def test_long_lists_are_cut_and_say_where_the_rest_is():
     plan = plan_of(**{f"l{i}": "linear" for i in range(8)})
-    lines = str(judged(CALL, [cost(f"l{i}", 20, 10) for i in range(7)] + [cost("l7", 1, 1)], plan)).splitlines()
+    lines = str(
+        judged(CALL, [cost(f"l{i}", 20, 10) for i in range(7)] + [cost("l7", 1, 1)], plan)
+    ).splitlines()
     assert lines[1].endswith("l4 (20.00 ms, fp32 10.00 ms), …")
-    assert lines[2] == 'config.exclude("l0", "l1", "l2", "l3", "l4", …) leaves their operators in fp32 (all: report.verdict.exclude)'
+    assert lines[2] == (
+        'config.exclude("l0", "l1", "l2", "l3", "l4", …) leaves their operators in fp32 (all: '
+        "report.verdict.exclude)"
+    )
 
 
 def test_the_rule_is_one_that_a_configuration_takes():
     model, x = (
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 4)),
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 4)
+        ),
         torch.randn(1, 3, 6, 6),
     )
     plan = nc.describe(model.eval(), StaticQuantConfig(), x, backend="reference")
@@ -250,15 +302,24 @@ def machine(monkeypatch):
     """Makes a measurement in which one call of fp32, of the engine, and of either's steps takes so many seconds."""
     prepared = prepared_for(MLP(), ROWS)
     q = convert(prepared)
-    steps = [Step(name="linear", operators=("fc1", "act"), ms=2.0), Step(name="linear", operators=("fc2",), ms=1.0)]
+    steps = [
+        Step(name="linear", operators=("fc1", "act"), ms=2.0),
+        Step(name="linear", operators=("fc2",), ms=1.0),
+    ]
 
     def run(fp32, engine, in_steps=None, seconds=1.0):
         made = Machine()
         module = q.graph.module
-        monkeypatch.setattr(verdict, "copy_module", lambda _: (made_module(module, made.takes("fp32", fp32)), {}))
+        monkeypatch.setattr(
+            verdict, "copy_module", lambda _: (made_module(module, made.takes("fp32", fp32)), {})
+        )
         steps_of_fp32 = [Step(name="x", operators=("fc1",), ms=1.0)]
         monkeypatch.setattr(verdict, "node_steps", made.takes("fp32 steps", fp32, steps_of_fp32))
-        lowered = EngineModel(run=made.takes("engine", engine), report=None, steps=in_steps and made.takes("engine steps", in_steps, steps))
+        lowered = EngineModel(
+            run=made.takes("engine", engine),
+            report=None,
+            steps=in_steps and made.takes("engine steps", in_steps, steps),
+        )
         return measure(prepared.graph.module, q.graph, lowered, seconds, made.clock, watch=Quiet()), made
 
     return run
@@ -312,7 +373,10 @@ def test_what_costs_more_is_found(machine):
 
 
 def test_one_slow_moment_does_not_decide():
-    """The ratio is the median over rounds of both times; a round in which the machine does something else is one of many."""
+    """The ratio is the median over rounds of both times.
+
+    A round in which the machine does something else is one of many.
+    """
     made, turns = Machine(), itertools.count()
 
     def sometimes():
@@ -347,13 +411,23 @@ def own_verdict(own, calls):
     prepared = prepared_for(MLP(), ROWS)
     q = convert(prepared)
     lowered = EngineModel(run=lambda _: calls.append("engine"), report=None, steps=None)
-    return measure(prepared.graph.module, q.graph, lowered, 0.0, own=own, quantized=lambda *a, **k: calls.append((a, k)), watch=Quiet())
+    return measure(
+        prepared.graph.module,
+        q.graph,
+        lowered,
+        0.0,
+        own=own,
+        quantized=lambda *a, **k: calls.append((a, k)),
+        watch=Quiet(),
+    )
 
 
 def test_what_the_user_calls_is_timed():
     model, calls = MLP().train(), []
     modes, x = [], ROWS.clone()
-    model.register_forward_pre_hook(lambda m, args: modes.append((m.training, torch.is_grad_enabled(), args[0] is x)))
+    model.register_forward_pre_hook(
+        lambda m, args: modes.append((m.training, torch.is_grad_enabled(), args[0] is x))
+    )
     found = own_verdict(OwnModel(model, (x,), {}), calls)
     assert found.timed == ""
     ((args, kwargs),) = calls
@@ -450,7 +524,9 @@ def test_it_is_not_saved(engine, tmp_path):
 
 
 @native
-@pytest.mark.parametrize(("build", "shape"), [(MLP, (4, 16)), (ResidualCNN, (2, 3, 16, 16)), (Attention, (2, 5, 32))])
+@pytest.mark.parametrize(
+    ("build", "shape"), [(MLP, (4, 16)), (ResidualCNN, (2, 3, 16, 16)), (Attention, (2, 5, 32))]
+)
 def test_every_int8_operator_of_native_has_its_times(build, shape, monkeypatch):
     """Each step takes one millisecond, whatever the machine does."""
     x = torch.randn(shape)
@@ -472,9 +548,14 @@ def test_every_int8_operator_of_native_has_its_times(build, shape, monkeypatch):
 
 @native
 def test_conversions_of_native_are_attributed(monkeypatch):
-    """quantize → fc1 → dequantize → tanh and norm → quantize → fc2: four conversions or less, none left over."""
+    """quantize → fc1 → dequantize → tanh and norm → quantize → fc2.
+
+    Four conversions or less, none left over.
+    """
     model = Function(
-        lambda m, x: (lambda y: (m.fc2(y), y))(m.norm(torch.tanh(m.fc1(x)))),  # y is an output too: the norm does not write codes
+        lambda m, x: (lambda y: (m.fc2(y), y))(
+            m.norm(torch.tanh(m.fc1(x)))
+        ),  # y is an output too: the norm does not write codes
         fc1=nn.Linear(16, 16),
         norm=nn.LayerNorm(16),
         fc2=nn.Linear(16, 16),

@@ -1,4 +1,7 @@
-"""Where the C code comes from: what is kept, what can't be loaded, what was compiled, and who could have written it."""
+"""Where the C code comes from.
+
+What is kept, what can't be loaded, what was compiled, and who could have written it.
+"""
 
 import ctypes
 import os
@@ -85,14 +88,33 @@ def test_a_library_of_an_earlier_process_is_taken(kept, monkeypatch):
 def of_another_c_library(path):
     """A library that needs another one which does not exist here, as one version of the C library does."""
     folder = path.parent.parent
-    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", folder / "libelsewhere.so"], input=b"int x;", check=True)
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path, "-x", "none", "-Wl,--no-as-needed", folder / "libelsewhere.so"]
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", folder / "libelsewhere.so"],
+        input=b"int x;",
+        check=True,
+    )
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-x",
+        "c",
+        "-",
+        "-o",
+        path,
+        "-x",
+        "none",
+        "-Wl,--no-as-needed",
+        folder / "libelsewhere.so",
+    ]
     subprocess.run(command, input=b"int nc_run;", check=True)
     (folder / "libelsewhere.so").unlink()
 
 
 def of_other_sources(path):
-    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=b"int nc_run;", check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=b"int nc_run;", check=True
+    )
 
 
 DAMAGE = {
@@ -141,17 +163,22 @@ def test_where_nothing_can_be_loaded_python_calls_and_the_report_says_why(kept, 
     assert isinstance(found, PythonRunner)
     assert "failed to map segment" in why
     x = torch.randn(2, 8)
-    q = nc.quantize(nn.Linear(8, 4).eval(), nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="native")
+    q = nc.quantize(
+        nn.Linear(8, 4).eval(), nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="native"
+    )
     assert torch.isfinite(q(x)).all()
     assert re.search(
-        r"called by ctypes \(.*failed to map.*operators between products by torch: .*failed to map", q.report().details["kernels"]
+        r"called by ctypes \(.*failed to map.*operators between products by torch: .*failed to map",
+        q.report().details["kernels"],
     )
 
 
 def test_the_low_bit_kernels_go_on_without_it(kept, monkeypatch):
     refuse(monkeypatch, "/")
     assert "its C code can't be loaded: " in compiled.why_unavailable()
-    q = nc.quantize(nn.Sequential(nn.Linear(64, 32)).eval(), nc.WeightOnlyConfig("int4", group_size=32), backend="native")
+    q = nc.quantize(
+        nn.Sequential(nn.Linear(64, 32)).eval(), nc.WeightOnlyConfig("int4", group_size=32), backend="native"
+    )
     assert torch.isfinite(q(torch.randn(2, 64))).all()
     assert "failed to map segment" in str(nc.report(q))
 
@@ -259,7 +286,10 @@ def test_libraries_that_are_loaded_by_descriptor_are_told_apart(kept):
 @pytest.mark.parametrize("name", build.sources())
 def test_each_library_says_what_it_is(name):
     found = build.loaded(name)
-    assert found.library.nc_source_hash() == flags.source_hash(Path(build.__file__).parent / f"{name}.c").encode()
+    assert (
+        found.library.nc_source_hash()
+        == flags.source_hash(Path(build.__file__).parent / f"{name}.c").encode()
+    )
     assert found.compiler.startswith(("gcc ", "clang "))
     assert found.missing == ()
 
@@ -285,7 +315,11 @@ def test_only_instruction_sets_that_were_compiled_are_chosen(monkeypatch):
     assert compiled.usable() == ("avx2",)
     for act in ("int8", "int8_block32", "fp32", "bf16"):
         layer = nn.Linear(64, 48)
-        q = nc.quantize(nn.Sequential(layer).eval(), nc.WeightOnlyConfig("int8", group_size=32, act_dtype=act), backend="native")
+        q = nc.quantize(
+            nn.Sequential(layer).eval(),
+            nc.WeightOnlyConfig("int8", group_size=32, act_dtype=act),
+            backend="native",
+        )
         x = torch.randn(3, 64)
         assert torch.nn.functional.cosine_similarity(q(x).flatten(), layer(x).flatten(), 0) > 0.99
 
@@ -303,8 +337,12 @@ def test_kernels_for_bf16_say_that_they_were_not_compiled(monkeypatch):
 @pytest.mark.needs_plans
 def test_the_report_says_that_there_is_no_code_for_avx():
     x = torch.randn(2, 8)
-    q = nc.quantize(nn.Linear(8, 4).eval(), nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="native")
-    assert re.search(r"operators between products without AVX2 or AVX-512, for which gcc \d", q.report().details["kernels"])
+    q = nc.quantize(
+        nn.Linear(8, 4).eval(), nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="native"
+    )
+    assert re.search(
+        r"operators between products without AVX2 or AVX-512, for which gcc \d", q.report().details["kernels"]
+    )
 
 
 @pytest.mark.parametrize("missing", ["avx512bw", "avx512vl", "fma"])
@@ -335,4 +373,7 @@ def test_the_targets_in_c_ask_for_nothing_that_python_does_not():
             assert any(needed <= set(flags) for flags in isas.ISAS.values()), (path.name, target)
             found.add(path.name)
     in_blocks = {"low_bit_blocks.c", "low_bit_blocks_amx.h"}
-    assert found == {"attention.c", "low_bit.c", "low_bit_amx.h", "products.c", "recurrent.c", "steps.c"} | in_blocks
+    assert (
+        found
+        == {"attention.c", "low_bit.c", "low_bit_amx.h", "products.c", "recurrent.c", "steps.c"} | in_blocks
+    )

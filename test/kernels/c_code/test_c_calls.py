@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY)]
 
 
 def fuzz(*options):
-    done = subprocess.run([sys.executable, c_fuzz.__file__, *options], capture_output=True, text=True, timeout=3000, check=False)
+    done = subprocess.run(
+        [sys.executable, c_fuzz.__file__, *options], capture_output=True, text=True, timeout=3000, check=False
+    )
     assert done.returncode == 0, f"{done.stdout[-600:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -353,7 +355,9 @@ def test_lists_tell_which_function_failed(by):
     x, y = torch.rand(4), torch.zeros(4)
     for fields in (good, good | {"operator": 99}):
         calls.add_function(function, function.packed(fields), [(None, y.data_ptr()), (None, x.data_ptr())])
-    run = (runner(source.maker.library)[0] if by == "C" else PythonRunner(source.maker.library)).bind(calls, source.maker.stream())
+    run = (runner(source.maker.library)[0] if by == "C" else PythonRunner(source.maker.library)).bind(
+        calls, source.maker.stream()
+    )
     index, status = failed_call(run([]))
     assert (index, failures.words(status)) == (1, "it knows no such operation")
     assert torch.equal(y, x)

@@ -1,4 +1,7 @@
-"""The limit `NC_MAX_ISA`: what Python believes of the CPU, which code the libraries take, and the runs for each instruction set."""
+"""The limit `NC_MAX_ISA`.
+
+What Python believes of the CPU, which code the libraries take, and the runs for each instruction set.
+"""
 
 import os
 import subprocess
@@ -26,7 +29,9 @@ needs_compiler = pytest.mark.skipif(not build._compiler(), reason="there is no C
 def sapphire_rapids(monkeypatch):
     """A CPU that has everything, and no limit of oneDNN."""
     monkeypatch.setattr(cpu, "detected", lambda: ALL)
-    monkeypatch.setattr(cpu, "flags", lambda: frozenset(flag for flags in isas.ISAS.values() for flag in flags))
+    monkeypatch.setattr(
+        cpu, "flags", lambda: frozenset(flag for flags in isas.ISAS.values() for flag in flags)
+    )
     monkeypatch.setattr(env, "at_start", dict)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
@@ -66,7 +71,9 @@ def test_features_are_those_that_both_limits_leave(monkeypatch):
 def test_a_limit_that_names_nothing_is_an_error(monkeypatch, name):
     monkeypatch.setenv("NC_MAX_ISA", name)
     for ask in (limit.limit, limit.permitted, cpu.features, cpu.limits):
-        with pytest.raises(ConfigError, match=f"NC_MAX_ISA='{name}' names no instruction set. Set it to one of avx2, "):
+        with pytest.raises(
+            ConfigError, match=f"NC_MAX_ISA='{name}' names no instruction set. Set it to one of avx2, "
+        ):
             ask()
 
 
@@ -117,7 +124,10 @@ def test_libraries_take_the_code_of_the_limit_and_refuse_what_is_above_it():
         assert limit.used(library) == tuple(isa for isa in isas.compiled(library) if isa in limit.permitted())
     above = [isa for isa in isas.ISAS if isa not in limit.permitted()]
     assert refused() == [
-        f"{name} {isa}" for name in ("low_bit", "low_bit_blocks") for isa in isas.compiled(build.load(name)) if isa in above
+        f"{name} {isa}"
+        for name in ("low_bit", "low_bit_blocks")
+        for isa in isas.compiled(build.load(name))
+        if isa in above
     ]
 
 
@@ -126,9 +136,13 @@ def test_libraries_take_the_code_of_the_limit_and_refuse_what_is_above_it():
 @pytest.mark.parametrize("name", [name for name in isas.ISAS if not runs.lacking(name)])
 def test_a_process_with_the_limit_takes_its_code(name):
     """The test above, in a process with the limit."""
-    test = f"{Path(__file__)}::{test_libraries_take_the_code_of_the_limit_and_refuse_what_is_above_it.__name__}"
+    test = (
+        f"{Path(__file__)}::{test_libraries_take_the_code_of_the_limit_and_refuse_what_is_above_it.__name__}"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", test]
-    done = subprocess.run(command, env={**os.environ, **runs.environment(name)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **runs.environment(name)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "1 passed" in done.stdout
 
@@ -140,12 +154,19 @@ def test_there_are_limits_for_each_instruction_set():
     assert list(runs.LIMITS) == list(isas.ISAS)
     for name, (onednn, _, _) in runs.LIMITS.items():
         allowed = cpu._ONEDNN_LIMITS.get(onednn.lower())
-        assert allowed is None if name == "amx" else set(allowed) == {flag for flag in isas.ISAS[name] if flag in cpu._FLAGS}
+        assert (
+            allowed is None
+            if name == "amx"
+            else set(allowed) == {flag for flag in isas.ISAS[name] if flag in cpu._FLAGS}
+        )
 
 
 def test_a_run_that_the_cpu_can_not_have_is_skipped_with_a_reason(monkeypatch):
     monkeypatch.setattr(cpu, "flags", lambda: frozenset({"avx2", "fma", "f16c"}))
-    assert runs.summary({"avx2": 0}, ["avx2", "avx_vnni"]) == ["avx2: passed", "avx_vnni: skipped, this CPU lacks avx_vnni"]
+    assert runs.summary({"avx2": 0}, ["avx2", "avx_vnni"]) == [
+        "avx2: passed",
+        "avx_vnni: skipped, this CPU lacks avx_vnni",
+    ]
     assert runs.summary({"avx2": 1}, ["avx2"]) == ["avx2: FAILED (exit code 1 of pytest)"]
 
 

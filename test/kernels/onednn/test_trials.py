@@ -12,12 +12,29 @@ from nc.backends import available_backends
 from nc.backends.native.plans import products
 from nc.kernels.onednn import trials
 from nc.kernels.onednn.api import Unimplemented
-from nc.kernels.onednn.descriptions import DST, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Eltwise, Geometry, Sum, channels_last_strides
+from nc.kernels.onednn.descriptions import (
+    DST,
+    SRC,
+    WEIGHTS,
+    ZERO_POINTS,
+    Attributes,
+    Desc,
+    Eltwise,
+    Geometry,
+    Sum,
+    channels_last_strides,
+)
 from nc.numerics.metrics import worst_sqnr_db
 
-pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+pytestmark = pytest.mark.skipif(
+    bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+)
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
-TRANSPOSED = {1: nn.functional.conv_transpose1d, 2: nn.functional.conv_transpose2d, 3: nn.functional.conv_transpose3d}
+TRANSPOSED = {
+    1: nn.functional.conv_transpose1d,
+    2: nn.functional.conv_transpose2d,
+    3: nn.functional.conv_transpose3d,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +43,32 @@ def maker():
 
 
 def wanted_for(
-    channels, outputs, size, window, stride=1, pad=0, dilation=1, groups=1, transposed=False, more=0, dtype=torch.float32, post=()
+    channels,
+    outputs,
+    size,
+    window,
+    stride=1,
+    pad=0,
+    dilation=1,
+    groups=1,
+    transposed=False,
+    more=0,
+    dtype=torch.float32,
+    post=(),
 ):
     """What a plan asks for; numbers hold for all spatial dimensions."""
     dims = len(size)
-    weight = torch.empty(channels, outputs // groups, *window) if transposed else torch.empty(outputs, channels // groups, *window)
-    how = {"stride": stride, "padding": pad, "dilation": dilation, "groups": groups} | ({"output_padding": more} if transposed else {})
-    sizes = (TRANSPOSED if transposed else CONVOLUTIONS)[dims](torch.empty(2, channels, *size), weight, **how).shape
+    weight = (
+        torch.empty(channels, outputs // groups, *window)
+        if transposed
+        else torch.empty(outputs, channels // groups, *window)
+    )
+    how = {"stride": stride, "padding": pad, "dilation": dilation, "groups": groups} | (
+        {"output_padding": more} if transposed else {}
+    )
+    sizes = (TRANSPOSED if transposed else CONVOLUTIONS)[dims](
+        torch.empty(2, channels, *size), weight, **how
+    ).shape
     source = Desc((2, channels, *size), channels_last_strides((2, channels, *size)), torch.uint8)
     target = Desc(tuple(sizes), channels_last_strides(sizes), dtype)
     geometry = Geometry(
@@ -53,8 +89,25 @@ EXPECTED = [
     {"channels": 6, "outputs": 4, "size": (7, 6), "window": (3, 2), "stride": 2, "pad": 1},
     {"channels": 6, "outputs": 4, "size": (9,), "window": (3,), "dilation": 2, "groups": 2},
     {"channels": 3, "outputs": 2, "size": (4, 5, 3), "window": (2, 3, 1), "stride": 2},
-    {"channels": 4, "outputs": 6, "size": (5, 4), "window": (3, 3), "stride": 2, "pad": 1, "more": 1, "transposed": True},
-    {"channels": 4, "outputs": 4, "size": (5, 4), "window": (1, 2), "stride": 3, "groups": 2, "transposed": True},
+    {
+        "channels": 4,
+        "outputs": 6,
+        "size": (5, 4),
+        "window": (3, 3),
+        "stride": 2,
+        "pad": 1,
+        "more": 1,
+        "transposed": True,
+    },
+    {
+        "channels": 4,
+        "outputs": 4,
+        "size": (5, 4),
+        "window": (1, 2),
+        "stride": 3,
+        "groups": 2,
+        "transposed": True,
+    },
     {"channels": 2, "outputs": 3, "size": (4, 3, 3), "window": (3, 2, 2), "dilation": 2, "transposed": True},
 ]
 
@@ -75,7 +128,9 @@ def test_the_sums_that_are_expected_are_torchs(case, most, monkeypatch):
     how |= {"output_padding": case.get("more", 0)} if transposed else {}
     expected = (TRANSPOSED if transposed else CONVOLUTIONS)[dims](x.double() - 117, given, **how)
     assert tuple(expected.shape) == wanted.target.sizes
-    torch.testing.assert_close(trials._sums(wanted, x.float() - 117, weight, grid), trials._at(expected, grid))
+    torch.testing.assert_close(
+        trials._sums(wanted, x.float() - 117, weight, grid), trials._at(expected, grid)
+    )
 
 
 def test_both_ends_of_every_dimension_are_looked_at():
@@ -85,7 +140,12 @@ def test_both_ends_of_every_dimension_are_looked_at():
         assert {0, size - 1} <= set(places.tolist())
 
 
-POSTS = [(), (Eltwise("relu", 0.1),), (Sum(0.5, 3, torch.uint8), Eltwise("relu")), *((each,) for each in products.ACTIVATIONS.values())]
+POSTS = [
+    (),
+    (Eltwise("relu", 0.1),),
+    (Sum(0.5, 3, torch.uint8), Eltwise("relu")),
+    *((each,) for each in products.ACTIVATIONS.values()),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
@@ -95,7 +155,9 @@ def test_right_kernels_pass_with_everything_that_may_follow(maker, post, dtype):
     if dtype is torch.float32:
         post = tuple(Sum() if isinstance(each, Sum) else each for each in post)
     wanted = wanted_for(64, 32, (8, 8), (3, 3), pad=1, dtype=dtype, post=post)
-    primitive = maker.convolution(wanted.source, wanted.weights, wanted.bias, wanted.target, wanted.geometry, wanted.attributes)
+    primitive = maker.convolution(
+        wanted.source, wanted.weights, wanted.bias, wanted.target, wanted.geometry, wanted.attributes
+    )
     assert trials.is_right(maker, primitive, wanted)
 
 
@@ -103,7 +165,9 @@ def test_right_kernels_pass_with_everything_that_may_follow(maker, post, dtype):
 def test_a_kernel_that_computes_something_else_is_found(maker, change, monkeypatch):
     """Another dilation, no zero point, and a result of which one place near the end is not written."""
     wanted = wanted_for(64, 32, (8, 8), (3, 3), pad=2, dilation=2)
-    primitive = maker.convolution(wanted.source, wanted.weights, wanted.bias, wanted.target, wanted.geometry, wanted.attributes)
+    primitive = maker.convolution(
+        wanted.source, wanted.weights, wanted.bias, wanted.target, wanted.geometry, wanted.attributes
+    )
     assert trials.is_right(maker, primitive, wanted)
     run = trials.run_once
 
@@ -118,7 +182,9 @@ def test_a_kernel_that_computes_something_else_is_found(maker, change, monkeypat
     monkeypatch.setattr(trials, "run_once", spoiled)
     if change == "window":
         near = wanted_for(64, 32, (8, 8), (3, 3), pad=1)
-        primitive = maker.convolution(near.source, near.weights, near.bias, near.target, near.geometry, near.attributes)
+        primitive = maker.convolution(
+            near.source, near.weights, near.bias, near.target, near.geometry, near.attributes
+        )
     assert not trials.is_right(maker, primitive, wanted)
 
 
@@ -140,9 +206,11 @@ def test_the_next_kernel_is_taken_and_verdicts_are_kept(maker, monkeypatch):
     monkeypatch.setattr(trials, "is_right", lambda *_: False)
     monkeypatch.setattr(maker, "verdicts", {})
     try:
-        assert trials.convolution(maker, wanted, wanted.weights)[0].is_reference  # plain C++ is what is compared with
+        assert trials.convolution(maker, wanted, wanted.weights)[
+            0
+        ].is_reference  # plain C++ is what is compared with
     except Unimplemented as error:
-        assert primitive.kernel in str(error)  # noqa: PT017 # both are right
+        assert primitive.kernel in str(error)  # both are right
 
 
 class Usual(nn.Module):
@@ -150,7 +218,11 @@ class Usual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.a, self.b = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 1)
+        self.stem, self.a, self.b = (
+            nn.Conv2d(3, 64, 3, padding=1),
+            nn.Conv2d(64, 64, 3, padding=1),
+            nn.Conv2d(64, 64, 1),
+        )
         self.depth, self.fc = nn.Conv2d(64, 64, 3, stride=2, groups=64), nn.Linear(64, 10)
 
     def forward(self, x):
@@ -169,9 +241,13 @@ def test_usual_kernels_are_not_tried_and_equal_ones_once(monkeypatch):
     assert calls == []
     x = torch.randn(1, 8, 6, 6)
     layers = [nn.ConvTranspose2d(8, 8, 3, padding=1) for _ in range(4)]
-    q = quantized(nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU()))).eval(), x, None, "native")
+    q = quantized(
+        nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU()))).eval(), x, None, "native"
+    )
     tried = len(calls)
-    assert 0 < tried <= 4  # the first one reads what is quantized otherwise, and each may be tried with two kernels
+    assert (
+        0 < tried <= 4
+    )  # the first one reads what is quantized otherwise, and each may be tried with two kernels
     q(x)
     assert len(calls) == tried
 
@@ -228,10 +304,19 @@ def test_the_report_names_kernels_that_were_passed_over(maker, monkeypatch):
 )
 def test_kernels_that_write_past_their_memory_are_not_made(maker, changes, overruns):
     """oneDNN's AMX kernels of some dilated windows end the process: "free(): invalid size"."""
-    case = {"channels": 64, "outputs": 16, "size": (70, 23), "window": (16, 7), "pad": 3, "dilation": 2} | changes
+    case = {
+        "channels": 64,
+        "outputs": 16,
+        "size": (70, 23),
+        "window": (16, 7),
+        "pad": 3,
+        "dilation": 2,
+    } | changes
     zero_points = case.pop("zero_points", {SRC: 0})
     wanted = wanted_for(**case)
-    wanted = dataclasses.replace(wanted, attributes=dataclasses.replace(wanted.attributes, zero_points=zero_points))
+    wanted = dataclasses.replace(
+        wanted, attributes=dataclasses.replace(wanted.attributes, zero_points=zero_points)
+    )
     assert trials.overruns_with_amx(wanted) == overruns
     made = []
 

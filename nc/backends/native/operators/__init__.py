@@ -24,7 +24,10 @@ def table(*, one_token: bool = False) -> Mapping[Any, Operator]:
     general = _by_target(row for row in rows if not row.of_one_token)
     if not one_token:
         return general
-    return general | {target: _instead(general.get(target), row) for target, row in _by_target(r for r in rows if r.of_one_token).items()}
+    return general | {
+        target: _instead(general.get(target), row)
+        for target, row in _by_target(r for r in rows if r.of_one_token).items()
+    }
 
 
 def _by_target(rows: Iterable[Operator]) -> dict[Any, Operator]:
@@ -39,4 +42,8 @@ def _by_target(rows: Iterable[Operator]) -> dict[Any, Operator]:
 
 def _instead(general: Operator | None, row: Operator) -> Operator:
     """Return the ways of a row, with what another one has besides."""
-    return row if general is None else dataclasses.replace(general, ways=row.ways, waits=row.waits or general.waits)
+    return (
+        row
+        if general is None
+        else dataclasses.replace(general, ways=row.ways, waits=row.waits or general.waits)
+    )

@@ -1,8 +1,9 @@
-"""Linears, 1 x 1 and depthwise convolutions as functions in C (`products.c`), on CPUs with AVX2 and neither VNNI nor AVX-512.
+"""Linears, 1 x 1 and depthwise convolutions as functions in C (`products.c`), on CPUs with AVX2 and neither
+VNNI nor AVX-512.
 
 There oneDNN packs the weight of an int8 matmul in each call, and takes long for what follows a short sum
-(docs/results/kernels.md). What the functions can't do is left to oneDNN, whose convolutions with larger windows are as
-fast.
+(docs/results/kernels.md). What the functions can't do is left to oneDNN, whose convolutions with larger
+windows are as fast.
 """
 
 from __future__ import annotations
@@ -135,8 +136,18 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         more = [torch.full((x.shape[1],), a["x_zero_point"], dtype=torch.uint8, device="cpu")]
     packed, sums = recorder.weights.formed(weight, form, lambda: make(recorder.in_memory(weight)))
     outputs, size = weight.tensor.shape[0], sums.numel()
-    factors = [_for_outputs(values, outputs, size) for values in (product.scales.float() * a["x_scale"], product.bias)]
-    tensors: list[PlanTensor | torch.Tensor] = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
+    factors = [
+        _for_outputs(values, outputs, size)
+        for values in (product.scales.float() * a["x_scale"], product.bias)
+    ]
+    tensors: list[PlanTensor | torch.Tensor] = [
+        product.result,
+        product.x,
+        packed,
+        sums * -a["x_zero_point"],
+        *factors,
+        *more,
+    ]
     shift = _SHIFT if result.dtype is torch.int8 else 0
     inverse, zero_point = 0.0, 0
     if result.dtype is not torch.float32:
@@ -173,7 +184,10 @@ def _after(post_ops: Sequence[PostOp]) -> _After:
         need(in_codes or not first.zero_point, "it adds to fp32 with a zero point")
         after = _After("codes_in_place" if in_codes else "fp32_in_place", first.scale, first.zero_point)
     elif isinstance(first, BinaryOp):
-        need(first.name == "add" and first.other.dtype is torch.float32, "what follows it is no addition of fp32")
+        need(
+            first.name == "add" and first.other.dtype is torch.float32,
+            "what follows it is no addition of fp32",
+        )
         after = _After("fp32_other")
     else:
         after, rest = _After(), list(post_ops)
@@ -196,7 +210,10 @@ def _is_pointwise(product: Product) -> bool:
 
 
 def _is_depthwise(product: Product, *, in_place: bool) -> bool:
-    """Whether each channel is a group of its own, in a form that the C code knows: 16 channels at once, the last ones perhaps twice."""
+    """Whether each channel is a group of its own, in a form that the C code knows.
+
+    16 channels at once, the last ones perhaps twice.
+    """
     outputs, inputs, *window = product.weight.tensor.shape
     if inputs != 1 or outputs != product.groups or outputs < _PANEL or (in_place and outputs % _PANEL):
         return False

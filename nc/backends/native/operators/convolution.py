@@ -25,7 +25,11 @@ _onednn = torch.ops.onednn
 def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`onednn::qconv*_pointwise`, with or without a sum."""
     x, before, after = _unpadded(recorder, a["qx"], a["x_zero_point"])
-    weight, scales, bias = codes_of(recorder, a["qw"]), recorder.constant(a["w_scale"]), bias_of(recorder, a["bias"])
+    weight, scales, bias = (
+        codes_of(recorder, a["qw"]),
+        recorder.constant(a["w_scale"]),
+        bias_of(recorder, a["bias"]),
+    )
     post = post_ops_of(a, "attr", "unary_attr")
     dims = weight.tensor.dim() - 2
     need(x.tensor.dim() == weight.tensor.dim(), "its input has no batch dimension")
@@ -39,7 +43,11 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         window=tuple(weight.tensor.shape[2:]),
         channels=weight.tensor.shape[1],
     )
-    sizes = x.tensor.shape[0], weight.tensor.shape[0], *output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry)
+    sizes = (
+        x.tensor.shape[0],
+        weight.tensor.shape[0],
+        *output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry),
+    )
     fit = x.tensor.shape[1] == weight.tensor.shape[1] * a["groups"] and min(sizes[2:]) > 0
     check_sizes(fit, node, x.tensor.shape, weight.tensor.shape)
     dtype = a["output_dtype"] or torch.uint8
@@ -47,9 +55,14 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
     if accumulator is not None:
         check_sizes(tuple(accumulator.tensor.shape) == sizes, node, accumulator.tensor.shape, sizes)
         need(accumulator.root is not None, "what it adds to is a constant")
-        need(is_channels_last(accumulator.tensor), "channels of what it adds to do not lie next to each other")
+        need(
+            is_channels_last(accumulator.tensor), "channels of what it adds to do not lie next to each other"
+        )
         result = accumulator
-        post = (Sum(a["accum_scale"], a["accum_zero_point"], torch.uint8) if dtype is torch.uint8 else Sum(), *post)
+        post = (
+            Sum(a["accum_scale"], a["accum_zero_point"], torch.uint8) if dtype is torch.uint8 else Sum(),
+            *post,
+        )
     else:
         result = recorder.new(sizes, channels_last_strides(sizes), dtype)
     groups = a["groups"]
@@ -60,7 +73,11 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         return result
 
     def by_onednn() -> PlanTensor:
-        shape = (groups, weight.tensor.shape[0] // groups, *weight.tensor.shape[1:]) if groups > 1 else tuple(weight.tensor.shape)
+        shape = (
+            (groups, weight.tensor.shape[0] // groups, *weight.tensor.shape[1:])
+            if groups > 1
+            else tuple(weight.tensor.shape)
+        )
         tensors: dict[int, Any] = {SRC: x, DST: result}
         attributes = product_attributes(a, tensors, scales, 3 if groups > 1 else 1, dtype, post)
         bias_desc = None if bias is None else Desc.dense((weight.tensor.shape[0],), torch.float32)
@@ -68,7 +85,9 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
             tensors[BIAS] = bias
 
         def make(weights: Desc | Layout) -> Primitive:
-            return recorder.convolution(Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node)
+            return recorder.convolution(
+                Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node
+            )
 
         primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc.dense(shape, torch.int8))
         recorder.call(primitive, tensors, node)
@@ -77,7 +96,9 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
     return recorder.first_possible({"C": in_c, "oneDNN": by_onednn})
 
 
-def _unpadded(recorder: Recorder, value: Any, zero_point: int) -> tuple[PlanTensor, list[int] | None, list[int] | None]:
+def _unpadded(
+    recorder: Recorder, value: Any, zero_point: int
+) -> tuple[PlanTensor, list[int] | None, list[int] | None]:
     """Return what a convolution reads in front of a pad that it can make itself, and the pad."""
     if isinstance(value, Later) and value.node.target in PADS:
         a = value.named

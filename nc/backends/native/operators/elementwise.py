@@ -138,18 +138,27 @@ def _binary_to_codes(name: str) -> WayToCodes:
     def way(recorder: Recorder, node: fx.Node, later: Later, codes: OutputCodes) -> PlanTensor:
         x, y = _sides(recorder, later.node, name, later.named)
         strides = tuple(x.tensor.stride())
-        need(strides == strides_of_codes(node, x.tensor), "codes have to lie otherwise than its larger side does")
-        return combine(recorder, later.node, name, x, y, Desc(tuple(x.tensor.shape), strides, codes.dtype), codes)
+        need(
+            strides == strides_of_codes(node, x.tensor),
+            "codes have to lie otherwise than its larger side does",
+        )
+        return combine(
+            recorder, later.node, name, x, y, Desc(tuple(x.tensor.shape), strides, codes.dtype), codes
+        )
 
     return way
 
 
-def _sides(recorder: Recorder, node: fx.Node, name: str, a: Mapping[str, Any]) -> tuple[PlanTensor, PlanTensor]:
+def _sides(
+    recorder: Recorder, node: fx.Node, name: str, a: Mapping[str, Any]
+) -> tuple[PlanTensor, PlanTensor]:
     """Return the sides of an operation of two fp32 tensors, first a dense one, whose shape the result has."""
     x, y = recorder.read(a["self"]), recorder.read(a["other"])
     need(a.get("alpha", 1) == 1, "its second side has a factor")
     need(x.tensor.dtype is y.tensor.dtype is torch.float32, "one of its sides is not fp32")
-    if name in _SWAPPABLE and not (_covers(x.tensor, y.tensor) and (is_dense(x.tensor) or not _lies_as(y.tensor, x.tensor))):
+    if name in _SWAPPABLE and not (
+        _covers(x.tensor, y.tensor) and (is_dense(x.tensor) or not _lies_as(y.tensor, x.tensor))
+    ):
         x, y = y, x
     need(_covers(x.tensor, y.tensor), "its result is larger than its first side")
     first = _dense(recorder, node, x)
@@ -163,7 +172,9 @@ def _binary_in_c(operation: str) -> Way:
         x, y = (_operand(recorder, value) for value in given)
         need(a.get("alpha", 1) == 1, "its second side has a factor")
         # a number does not decide about the dtype
-        dtype = torch.result_type(*(value.tensor if isinstance(value, PlanTensor) else 1.0 for value in given))  # type: ignore[arg-type]
+        dtype = torch.result_type(
+            *(value.tensor if isinstance(value, PlanTensor) else 1.0 for value in given)  # type: ignore[arg-type]
+        )
         sizes = _broadcast(x.tensor.shape, y.tensor.shape)
         need(dtype in FLOATS, f"its result is {dtype}")
         need(sizes, "its result has no dimension")
@@ -195,12 +206,16 @@ def _lies_as(y: torch.Tensor, x: torch.Tensor) -> bool:
 
 def _covers(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether an operation of both has the shape of `x`."""
-    return x.dim() >= y.dim() and all(n in (1, m) for m, n in zip(reversed(x.shape), reversed(y.shape), strict=False))
+    return x.dim() >= y.dim() and all(
+        n in (1, m) for m, n in zip(reversed(x.shape), reversed(y.shape), strict=False)
+    )
 
 
 def _has_each_element_once(x: torch.Tensor) -> bool:
     """Whether a tensor has elements, and repeats none."""
-    return x.numel() > 0 and not any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.numel() > 0 and not any(
+        n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True)
+    )
 
 
 def _dense(recorder: Recorder, node: fx.Node, x: PlanTensor) -> PlanTensor:
@@ -223,7 +238,20 @@ _ELTWISE: Mapping[Any, Way] = {
     _aten.relu6.default: _unary("clip", 0.0, 6.0),
     _aten.gelu.default: gelu,
 }
-_UNARY_IN_C = ("neg", "abs", "sqrt", "rsqrt", "reciprocal", "relu", "exp", "sigmoid", "silu", "tanh", "cos", "sin")
+_UNARY_IN_C = (
+    "neg",
+    "abs",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "relu",
+    "exp",
+    "sigmoid",
+    "silu",
+    "tanh",
+    "cos",
+    "sin",
+)
 _OF_ONE_TOKEN: Mapping[Any, Way] = {
     _aten.gelu.default: gelu_in_c,
     _aten.pow.Tensor_Scalar: square_in_c,
@@ -233,7 +261,12 @@ _OF_ONE_TOKEN: Mapping[Any, Way] = {
 OPERATORS = (
     *(Operator((target,), {"oneDNN": way}) for target, way in _ELTWISE.items()),
     *(
-        Operator((getattr(_aten, name).Tensor,), {"oneDNN": _binary(name)}, {"oneDNN": _binary_to_codes(name)}, waits=only_quantized)
+        Operator(
+            (getattr(_aten, name).Tensor,),
+            {"oneDNN": _binary(name)},
+            {"oneDNN": _binary_to_codes(name)},
+            waits=only_quantized,
+        )
         for name in ("add", "sub", "mul", "div")
     ),
     *(Operator((target,), {"C": way}, of_one_token=True) for target, way in _OF_ONE_TOKEN.items()),

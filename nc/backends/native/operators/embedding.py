@@ -19,8 +19,13 @@ def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     available()
     table, indices = recorder.read(a["weight"]), recorder.read(a["indices"])
     need(table.tensor.dtype in FLOATS and table.tensor.dim() == 2, "its table is no matrix in fp32 or bf16")
-    need(table.tensor.is_contiguous() and indices.tensor.is_contiguous(), "its table or its indices have gaps")
-    need(indices.tensor.dtype is torch.int64 and indices.tensor.numel(), "its indices are not int64, or there is none")
+    need(
+        table.tensor.is_contiguous() and indices.tensor.is_contiguous(), "its table or its indices have gaps"
+    )
+    need(
+        indices.tensor.dtype is torch.int64 and indices.tensor.numel(),
+        "its indices are not int64, or there is none",
+    )
     places, width = table.tensor.shape
     size = width * table.tensor.element_size()
     result = new(recorder, (*indices.tensor.shape, width), table.tensor.dtype)

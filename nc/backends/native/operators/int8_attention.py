@@ -1,7 +1,7 @@
 """Attention of int8 codes as one function in C (`nc/kernels/c_code/attention.c`), on CPUs with AVX512-VNNI.
 
-Its two products and the softmax between them have kernels of oneDNN too, which write all scores to memory in fp32 and read them again.
-They do what the function can't.
+Its two products and the softmax between them have kernels of oneDNN too, which write all scores to memory in
+fp32 and read them again. They do what the function can't.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ _FEWEST_ROWS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """`softmax(q @ k.T * score, followed by `before`) @ v * value, followed by `behind``, of tensors with four dimensions.
+    """`softmax(q @ k.T * score, followed by `before`) @ v * value, followed by `behind``, of tensors with
+    four dimensions.
 
     Attributes:
         q: uint8 codes, [batch, heads, rows, width].
         k: int8 codes, [batch, heads, keys, width].
         v: int8 codes, [batch, heads, keys, wide].
-        before: "add" or "mul", and a tensor that has the shape of the scores, with strides of 0 where it is repeated.
+        before: "add" or "mul", and a tensor that has the shape of the scores, with strides of 0 where it is
+            repeated.
         behind: the same for the result.
         zero_points: of q, k and v.
         score: what sums of products of codes are multiplied by.
@@ -102,14 +104,26 @@ def is_scores(node: fx.Node) -> bool:
 
 
 def is_probabilities(node: fx.Node | None) -> bool:
-    """Whether a quantize node gives the probabilities of an attention; not where something is changed in place before they are read."""
+    """Whether a quantize node gives the probabilities of an attention.
+
+    Not where something is changed in place before they are read.
+    """
     if node is None or node.target is not quantize or why_unavailable():
         return False
     softmax, weigh = first_input(node), only_user(node)
     scores = first_input(softmax) if softmax is not None and op_name(softmax) in _SOFTMAX else None
-    if softmax is None or scores is None or only_user(scores) is not softmax or only_user(softmax) is not node:
+    if (
+        softmax is None
+        or scores is None
+        or only_user(scores) is not softmax
+        or only_user(softmax) is not node
+    ):
         return False
-    if weigh is None or {scores.target, weigh.target} != {product()} or schema_arguments(weigh)["left"] is not node:
+    if (
+        weigh is None
+        or {scores.target, weigh.target} != {product()}
+        or schema_arguments(weigh)["left"] is not node
+    ):
         return False
     between = scores
     while between is not weigh:
@@ -129,9 +143,15 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     (batch, heads, rows, width), (keys, wide) = found.q.tensor.shape, found.v.tensor.shape[2:]
     sizes = (batch, heads, rows, wide)[4 - node.meta["val"].dim() :]
     strides = strides_of(node, sizes)
-    result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), a["output_dtype"])
+    result = recorder.new(
+        sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), a["output_dtype"]
+    )
     threads = openmp.threads()
-    parts = max(1, min(math.ceil(2 * threads / (batch * heads)), rows // _FEWEST_ROWS)) if batch * heads % threads else 1
+    parts = (
+        max(1, min(math.ceil(2 * threads / (batch * heads)), rows // _FEWEST_ROWS))
+        if batch * heads % threads
+        else 1
+    )
     room = recorder.new((threads, _room(keys, width, wide)), (_room(keys, width, wide), 1), torch.uint8)
     followers = (*found.before, *found.behind)
     fields = {
@@ -168,7 +188,10 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
 
 
 def _chain(left: Any) -> tuple[Later, Later, Later]:
-    """Probabilities, softmax and scores, where all of them wait for the product that reads them; raises `Refused`."""
+    """Probabilities, softmax and scores, where all of them wait for the product that reads them.
+
+    Raises `Refused`.
+    """
     softmax = left.named["0"] if isinstance(left, Later) and left.node.target is quantize else None
     scores = softmax.named.get("self") if isinstance(softmax, Later) else None
     if not isinstance(left, Later) or not isinstance(softmax, Later) or not isinstance(scores, Later):
@@ -192,7 +215,9 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
     need(dtypes == (torch.uint8, torch.int8, torch.int8), "its sides are not uint8, int8 and int8 codes")
     q, k, v = (_of_4_dims(x) for x in (q, k, v))
     (rows, width), (keys, wide) = q.tensor.shape[2:], v.tensor.shape[2:]
-    check_sizes(k.tensor.shape[2:] == (width, keys), scores.node, q.tensor.shape, k.tensor.shape, v.tensor.shape)
+    check_sizes(
+        k.tensor.shape[2:] == (width, keys), scores.node, q.tensor.shape, k.tensor.shape, v.tensor.shape
+    )
     batch, heads = (n if m == 1 else m for m, n in zip(q.tensor.shape[:2], k.tensor.shape[:2], strict=True))
     need(batch * heads * rows, "it has no row")
     need(0 < keys <= _MOST_KEYS, f"it has no key, or more than {_MOST_KEYS}")
@@ -204,32 +229,60 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
         _repeated(v, (batch, heads, keys, wide)),
     )
     follow_scores, follow_result = (
-        _followers(each["how"], others, (batch, heads, rows, last)) for each, others, last in ((first, before, keys), (a, behind, wide))
+        _followers(each["how"], others, (batch, heads, rows, last))
+        for each, others, last in ((first, before, keys), (a, behind, wide))
     )
     zero_points = first["left_zero_point"], first["right_zero_point"], a["right_zero_point"]
     score = first["left_scale"] * first["right_scale"] * first["factor"]
-    return _Attention(q, k, v, follow_scores, follow_result, zero_points, score, probability, probability * a["right_scale"] * a["factor"])
+    return _Attention(
+        q,
+        k,
+        v,
+        follow_scores,
+        follow_result,
+        zero_points,
+        score,
+        probability,
+        probability * a["right_scale"] * a["factor"],
+    )
 
 
-def _followers(how: Sequence[str], others: Sequence[PlanTensor], sizes: tuple[int, ...]) -> tuple[tuple[str, PlanTensor], ...]:
+def _followers(
+    how: Sequence[str], others: Sequence[PlanTensor], sizes: tuple[int, ...]
+) -> tuple[tuple[str, PlanTensor], ...]:
     """Return what follows a product, repeated to its sizes."""
     for other in others:
         need(other.tensor.dtype is torch.float32, "what follows a product is not fp32")
         need(not other.tensor.is_neg(), "a view negates what follows a product, which memory does not show")
-    return tuple((name, _repeated(_of_4_dims(other), sizes, follows=True)) for name, other in zip(how, others, strict=True))
+    return tuple(
+        (name, _repeated(_of_4_dims(other), sizes, follows=True))
+        for name, other in zip(how, others, strict=True)
+    )
 
 
 def _repeated(x: PlanTensor, sizes: tuple[int, ...], *, follows: bool = False) -> PlanTensor:
-    """Return a tensor with these sizes, whose last dimension has no gaps; what follows a product may be repeated there too."""
-    need(all(a in (1, b) for a, b in zip(x.tensor.shape, sizes, strict=True)), "a tensor is larger than what reads it")
+    """Return a tensor with these sizes, whose last dimension has no gaps.
+
+    What follows a product may be repeated there too.
+    """
+    need(
+        all(a in (1, b) for a, b in zip(x.tensor.shape, sizes, strict=True)),
+        "a tensor is larger than what reads it",
+    )
     whole = x.tensor.expand(sizes)
     # a dimension of 1 has any stride
-    need(whole.stride(3) == 1 or sizes[3] == 1 or (follows and whole.stride(3) == 0), "rows of a tensor have gaps")
+    need(
+        whole.stride(3) == 1 or sizes[3] == 1 or (follows and whole.stride(3) == 0),
+        "rows of a tensor have gaps",
+    )
     return PlanTensor(whole, x.root)
 
 
 def _room(keys: int, width: int, wide: int) -> int:
-    """Bytes of memory for a thread: keys, values, what zero points take off; of some rows scores, codes and sums."""
+    """Bytes of memory for a thread: keys, values, what zero points take off.
+
+    Of some rows scores, codes and sums.
+    """
     padded, columns = math.ceil(keys / 16) * 16, math.ceil(wide / 16) * 16
     return aligned(padded * (math.ceil(width / 4) * 4 + columns + 4 + _ROWS * (4 + 1)) + _ROWS * columns * 4)
 

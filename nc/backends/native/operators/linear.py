@@ -78,7 +78,9 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
         def make(weights: Desc | Layout) -> Primitive:
             return recorder.maker.matmul(rows.desc, weights, bias_desc, flat.desc, attributes)
 
-        primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc((inputs, outputs), (1, inputs), torch.int8))
+        primitive, tensors[WEIGHTS] = recorder.packed(
+            make, weight, Desc((inputs, outputs), (1, inputs), torch.int8)
+        )
         recorder.call(primitive, tensors, node)
         return result
 

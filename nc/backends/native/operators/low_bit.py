@@ -29,21 +29,31 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     """`nc_low_bit::linear` in C."""
     c_functions.available()
     x, bias = recorder.read(a["x"]), recorder.optional_constant(a["bias"])
-    need(x.tensor.dtype in FLOATS and not x.tensor.is_neg(), "its input is neither fp32 nor bf16, or a view negates it")
+    need(
+        x.tensor.dtype in FLOATS and not x.tensor.is_neg(),
+        "its input is neither fp32 nor bf16, or a view negates it",
+    )
     need(x.tensor.dim() <= MOST_DIMS, f"its input has more than {MOST_DIMS} dimensions")
     *before, inputs = x.tensor.shape
-    check_sizes(inputs == a["in_features"], node, x.tensor.shape, (a["codes"].tensor.shape[0], a["in_features"]))
+    check_sizes(
+        inputs == a["in_features"], node, x.tensor.shape, (a["codes"].tensor.shape[0], a["in_features"])
+    )
     rows, activations = math.prod(before), computed_as(a["act_dtype"], x.tensor.dtype)
     need(rows, "its input has no row")
     kernel, (codes, scale, offset, table, sizes) = _kernel(recorder, a, rows)
-    need(activations in ("fp32", "bf16", *kernel.activations), f"{kernel.name} takes no {activations} activations")
+    need(
+        activations in ("fp32", "bf16", *kernel.activations),
+        f"{kernel.name} takes no {activations} activations",
+    )
     block = compiled.block_of(kernel)
     block = compiled.BF16 if not block and activations == "bf16" else block
     pads = kernel in compiled.KERNELS and block in (0, compiled.BF16) and inputs % compiled.STEP
     need(not pads, f"its rows would have to be padded to a multiple of {compiled.STEP}")
     outputs, dtype = a["codes"].tensor.shape[0], x.tensor.dtype
     if activations == "bf16" and x.tensor.dtype is not torch.bfloat16:
-        x = c_functions.converted(recorder, node, x, torch.bfloat16)  # the kernel takes values that are rounded
+        x = c_functions.converted(
+            recorder, node, x, torch.bfloat16
+        )  # the kernel takes values that are rounded
     x = c_functions.as_fp32(recorder, node, x)
     result = recorder.new((*before, outputs), contiguous_strides((*before, outputs)), torch.float32)
     added = _NOTHING if bias is None else c_functions.as_fp32(recorder, node, PlanTensor(bias, None))
@@ -55,10 +65,15 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
 
 
 def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBitKernel, list[torch.Tensor]]:
-    """Return the kernel for this number of rows, and what it packed; raises `Refused` unless it is one in C."""
+    """Return the kernel for this number of rows, and what it packed.
+
+    Raises `Refused` unless it is one in C.
+    """
     start = 0
     for name, count in zip(a["kernels"], a["counts"], strict=True):
-        kernel = next((each for each in (*compiled.KERNELS, *compiled_blocks.KERNELS) if each.name == name), None)
+        kernel = next(
+            (each for each in (*compiled.KERNELS, *compiled_blocks.KERNELS) if each.name == name), None
+        )
         if kernel is None:
             msg = f"{name} is no kernel in C"
             raise Refused(msg)

@@ -2,8 +2,8 @@
 
 Each call of torch's in a plan gives the GIL up and takes it back, for which threads wait.
 
-Most masks say the same for all rows, and torch writes them out. Here a dimension along which nothing changes stays repeated, where only
-operators of masks, and products, read the result: nobody else sees its strides.
+Most masks say the same for all rows, and torch writes them out. Here a dimension along which nothing changes
+stays repeated, where only operators of masks, and products, read the result: nobody else sees its strides.
 """
 
 from __future__ import annotations
@@ -70,7 +70,13 @@ def both(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
 
 def either(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """Return the logical or of two masks."""
-    return _elementwise(recorder, node, "add", torch.bool, *(_read(recorder, a[name], torch.bool) for name in ("self", "other")))
+    return _elementwise(
+        recorder,
+        node,
+        "add",
+        torch.bool,
+        *(_read(recorder, a[name], torch.bool) for name in ("self", "other")),
+    )
 
 
 def inverse(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
@@ -102,7 +108,10 @@ def any_of_row(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanT
     *sizes, _ = x.tensor.shape
     if _may_repeat(node):
         x = PlanTensor(_begin(x.tensor, _changing(x.tensor)), x.root)
-    need(x.tensor.is_contiguous() and x.tensor.numel() <= MOST_ELEMENTS, f"its mask has gaps, or more than {MOST_ELEMENTS} elements")
+    need(
+        x.tensor.is_contiguous() and x.tensor.numel() <= MOST_ELEMENTS,
+        f"its mask has gaps, or more than {MOST_ELEMENTS} elements",
+    )
     *rows, width = x.tensor.shape
     result = new(recorder, (*rows, 1), torch.bool)
     # the mean of a mask is 0 where nothing of it is true
@@ -130,7 +139,8 @@ def gather(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     """`aten::index` by constant positions in even steps, which is a view."""
     x, indices = recorder.read(a["self"]), [recorder.constant(value) for value in a["indices"]]
     need(
-        indices and all(index.dtype is torch.int64 and index.numel() for index in indices), "its positions are not int64, or there is none"
+        indices and all(index.dtype is torch.int64 and index.numel() for index in indices),
+        "its positions are not int64, or there is none",
     )
     need(not recorder.follow, "its positions may change between calls")
     need(_may_repeat(node), _READ_BY_OTHERS)
@@ -138,7 +148,9 @@ def gather(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     strides, offset = [0] * len(sizes), x.tensor.storage_offset()
     for index, places, stride in zip(indices, x.tensor.shape, x.tensor.stride(), strict=False):
         steps = _even_steps(index)
-        need(index.min() >= 0 and index.max() < places, "one of its positions is negative, or behind the last")
+        need(
+            index.min() >= 0 and index.max() < places, "one of its positions is negative, or behind the last"
+        )
         offset += int(index.flatten()[0]) * stride
         for dim, step in enumerate(steps, len(sizes) - len(steps)):
             strides[dim] += step * stride
@@ -156,14 +168,19 @@ def _read(recorder: Recorder, value: Any, *dtypes: torch.dtype) -> PlanTensor:
     return x
 
 
-def _elementwise(recorder: Recorder, node: fx.Node, operation: str, dtype: torch.dtype, *operands: PlanTensor) -> PlanTensor:
+def _elementwise(
+    recorder: Recorder, node: fx.Node, operation: str, dtype: torch.dtype, *operands: PlanTensor
+) -> PlanTensor:
     """Return a new tensor; dimensions along which no operand changes stay repeated where that may be."""
     sizes = _sizes(*operands)
     spread = [PlanTensor(operand.tensor.expand(sizes), operand.root) for operand in operands]
     if _may_repeat(node):
         small = _changing(*(x.tensor for x in spread))
     else:
-        need(all(_is_in_order(x.tensor) for x in spread), "torch keeps the order of its dimensions, which is not that of rows")
+        need(
+            all(_is_in_order(x.tensor) for x in spread),
+            "torch keeps the order of its dimensions, which is not that of rows",
+        )
         small = sizes
     need(0 < len(sizes) <= MOST_DIMS, f"it has no dimension, or more than {MOST_DIMS}")
     need(0 < math.prod(small) <= MOST_ELEMENTS, f"it has no element, or more than {MOST_ELEMENTS}")
@@ -176,12 +193,16 @@ def _sizes(*given: PlanTensor) -> tuple[int, ...]:
     """Sizes of what tensors give together."""
     dims = max(x.tensor.dim() for x in given)
     shapes = [(1,) * (dims - x.tensor.dim()) + tuple(x.tensor.shape) for x in given]
-    return tuple(next((n for n in each if n != 1), 1) for each in zip(*shapes, strict=True))  # torch.broadcast_shapes imports sympy
+    return tuple(
+        next((n for n in each if n != 1), 1) for each in zip(*shapes, strict=True)
+    )  # torch.broadcast_shapes imports sympy
 
 
 def _changing(*spread: torch.Tensor) -> tuple[int, ...]:
     """Sizes of tensors that are equally large; 1 for dimensions along which none of them changes."""
-    return tuple(n if any(x.stride(dim) for x in spread) else min(n, 1) for dim, n in enumerate(spread[0].shape))
+    return tuple(
+        n if any(x.stride(dim) for x in spread) else min(n, 1) for dim, n in enumerate(spread[0].shape)
+    )
 
 
 def _is_in_order(x: torch.Tensor) -> bool:
@@ -198,7 +219,10 @@ def _begin(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 def _even_steps(index: torch.Tensor) -> tuple[int, ...]:
     """By how much positions grow along each dimension; raises `Refused` where that is not always as much."""
     first = index[(0,) * index.dim()]
-    steps = tuple(int(index.select(dim, 1)[(0,) * (index.dim() - 1)] - first) if n > 1 else 0 for dim, n in enumerate(index.shape))
+    steps = tuple(
+        int(index.select(dim, 1)[(0,) * (index.dim() - 1)] - first) if n > 1 else 0
+        for dim, n in enumerate(index.shape)
+    )
     even = first.reshape((1,) * index.dim())
     for dim, (n, step) in enumerate(zip(index.shape, steps, strict=True)):
         even = even + (step * torch.arange(n, device="cpu")).reshape((-1, *(1,) * (index.dim() - dim - 1)))
@@ -207,10 +231,15 @@ def _even_steps(index: torch.Tensor) -> tuple[int, ...]:
 
 
 def _may_repeat(node: fx.Node) -> bool:
-    """Whether the strides of a result don't matter to those who read it: operators of masks, and attention in C."""
+    """Whether the strides of a result don't matter to those who read it.
+
+    Operators of masks, and attention in C.
+    """
     if int8_attention.why_unavailable():
         return False  # oneDNN would need what follows a product written out
-    return all(user.target in _READERS or (user.target in _GIVE_IT_ON and _may_repeat(user)) for user in node.users)
+    return all(
+        user.target in _READERS or (user.target in _GIVE_IT_ON and _may_repeat(user)) for user in node.users
+    )
 
 
 def _where_available(way: Way) -> Way:

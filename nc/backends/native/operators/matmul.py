@@ -29,21 +29,35 @@ from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name, schema_ar
 from nc.graph.fx_utils import call_function, call_operator, take_over
 from nc.graph.tensor_meta import TENSORS, same_shape
 from nc.graph.views import Binary, Dequantize, Quantize, set_argument
-from nc.kernels.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
+from nc.kernels.onednn.descriptions import (
+    DST,
+    POST_OP,
+    SRC,
+    SRC_1,
+    WEIGHTS,
+    Attributes,
+    BinaryOp,
+    Desc,
+    contiguous_strides,
+)
 from nc.kernels.onednn.primitives import Primitive
 from nc.numerics import affine
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 _aten = torch.ops.aten
 _SCHEMA = (
-    "qmatmul(Tensor left, float left_scale, int left_zero_point, Tensor right, float right_scale, int right_zero_point, float factor, "
-    "Tensor[] others, str[] how, float output_scale, int output_zero_point, ScalarType output_dtype) -> Tensor"
+    "qmatmul(Tensor left, float left_scale, int left_zero_point, Tensor right, float right_scale, int "
+    "right_zero_point, float factor, Tensor[] others, str[] how, float output_scale, int output_zero_point, "
+    "ScalarType output_dtype) -> Tensor"
 )
 
 
 @functools.cache
 def product() -> torch._ops.OpOverload:
-    """`left @ right * factor`, then "add" or "mul" with each of the others: a product of uint8 codes and int8 codes; for plans."""
+    """`left @ right * factor`, then "add" or "mul" with each of the others.
+
+    A product of uint8 codes and int8 codes; for plans.
+    """
     return define(_SCHEMA, _product, _product_like)
 
 
@@ -61,13 +75,19 @@ def _product(
     output_zero_point: int,
     output_dtype: torch.dtype,
 ) -> torch.Tensor:
-    values = affine.dequantize(left, left_scale, left_zero_point) @ affine.dequantize(right, right_scale, right_zero_point) * factor
+    values = (
+        affine.dequantize(left, left_scale, left_zero_point)
+        @ affine.dequantize(right, right_scale, right_zero_point)
+        * factor
+    )
     for name, other in zip(how, others, strict=True):
         values = values + other if name == "add" else values * other
     return stored(values, output_scale, output_zero_point, output_dtype)
 
 
-def _product_like(left: torch.Tensor, _scale: float, _zero_point: int, right: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _product_like(
+    left: torch.Tensor, _scale: float, _zero_point: int, right: torch.Tensor, *rest: Any
+) -> torch.Tensor:
     return torch.matmul(left.float(), right.float()).to(rest[-1])
 
 
@@ -98,16 +118,25 @@ class ProductRegion:
 
 
 def signed(module: fx.GraphModule) -> None:
-    """Give the second input of each product its uint8 codes less 128, as int8: kernels take nothing else there.
+    """Give the second input of each product its uint8 codes less 128, as int8.
 
-    Where nothing else computes with the codes they become int8 altogether, so that a graph with more outputs runs the same kernels.
+    Kernels take nothing else there.
+
+    Where nothing else computes with the codes they become int8 altogether, so that a graph with more outputs
+    runs the same kernels.
     """
     for node in list(module.graph.nodes):
         if kind_of_node(node) != "matmul" or why_not_product(node) or reads_int8(node):
             continue
         codes = Dequantize.of(Binary.of(node).right).codes
-        right_sides = [(user, value) for value in codes.users for user in value.users if _is_right_side(user, value)]
-        shared = any(user.op != "output" and not _is_only_right(user, value) for value in codes.users for user in value.users)
+        right_sides = [
+            (user, value) for value in codes.users for user in value.users if _is_right_side(user, value)
+        ]
+        shared = any(
+            user.op != "output" and not _is_only_right(user, value)
+            for value in codes.users
+            for user in value.users
+        )
         with module.graph.inserting_after(codes):
             new = _shifted(module, codes)
         if not shared:
@@ -115,7 +144,9 @@ def signed(module: fx.GraphModule) -> None:
                 value.args = (new, *Quantize.of(new).qparams, torch.int8)
         else:
             with module.graph.inserting_after(new):
-                value = call_operator(module.graph, dequantize_per_tensor, new, *Quantize.of(new).qparams, torch.int8)
+                value = call_operator(
+                    module.graph, dequantize_per_tensor, new, *Quantize.of(new).qparams, torch.int8
+                )
             take_over(value, right_sides[0][1])
             for user, _ in right_sides:
                 set_argument(user, "right", value)
@@ -135,7 +166,9 @@ def _shifted(module: fx.GraphModule, codes: fx.Node) -> fx.Node:
     """Return the same quantize node with int8 codes."""
     old = Quantize.of(codes)
     limits = old.quant_min - _SHIFT, old.quant_max - _SHIFT
-    new = call_operator(module.graph, quantize_per_tensor, old.input, old.scale, old.numbers[1] - _SHIFT, *limits, torch.int8)
+    new = call_operator(
+        module.graph, quantize_per_tensor, old.input, old.scale, old.numbers[1] - _SHIFT, *limits, torch.int8
+    )
     take_over(new, codes)
     return new
 
@@ -149,7 +182,10 @@ def fuse_products(module: fx.GraphModule) -> None:
 
 
 def why_not_product(node: fx.Node) -> str:
-    """Why no kernel multiplies the two sides of a product in int8; "" where one does, and for other operators."""
+    """Why no kernel multiplies the two sides of a product in int8.
+
+    "" where one does, and for other operators.
+    """
     if kind_of_node(node) != "matmul":
         return ""
     for side, which in zip(Binary.of(node).sides, ("first", "second"), strict=True):
@@ -180,7 +216,12 @@ def _region_of(node: fx.Node) -> ProductRegion:
             if others or view.rounding_mode is not None or number <= 0:
                 break
             factor = factor * number if op_name(user) == "mul" else factor / number
-        elif user.target in _WITH_TENSORS and view.alpha == 1 and view.left is not view.right and _fits(node, other):
+        elif (
+            user.target in _WITH_TENSORS
+            and view.alpha == 1
+            and view.left is not view.right
+            and _fits(node, other)
+        ):
             how.append(_WITH_TENSORS[user.target])
             others.append(other)
         else:
@@ -191,11 +232,16 @@ def _region_of(node: fx.Node) -> ProductRegion:
 
 def _fits(product_: fx.Node, other: object) -> bool:
     """Whether the result of an operation with another tensor has the shape of a product."""
-    if not isinstance(other, fx.Node) or not is_float_tensor(other) or other.meta["val"].dtype is not torch.float32:
+    if (
+        not isinstance(other, fx.Node)
+        or not is_float_tensor(other)
+        or other.meta["val"].dtype is not torch.float32
+    ):
         return False
     whole, part = product_.meta["val"].shape, other.meta["val"].shape
     return len(part) <= len(whole) and all(
-        same_shape([b], [1]) or same_shape([b], [a]) for a, b in zip(reversed(whole), reversed(part), strict=False)
+        same_shape([b], [1]) or same_shape([b], [a])
+        for a, b in zip(reversed(whole), reversed(part), strict=False)
     )
 
 
@@ -205,7 +251,16 @@ def _replace(module: fx.GraphModule, region: ProductRegion) -> None:
     codes = codes_behind(last)
     output = codes if codes is not None else (1.0, 0, torch.float32)
     with module.graph.inserting_before(last):
-        arguments = left.codes, *left.numbers, right.codes, *right.numbers, region.factor, list(region.others), list(region.how), *output
+        arguments = (
+            left.codes,
+            *left.numbers,
+            right.codes,
+            *right.numbers,
+            region.factor,
+            list(region.others),
+            list(region.how),
+            *output,
+        )
         call = call_function(module.graph, product(), arguments)
     put(module, call, region.nodes, converted=codes is not None)
 
@@ -224,11 +279,17 @@ def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     """`nc_native::qmatmul` by oneDNN, on tensors as they lie: nothing is transposed or copied for them."""
     left, right = recorder.read(a["left"]), recorder.read(a["right"])
     others = [recorder.read(value) for value in a["others"]]
-    need((left.tensor.dtype, right.tensor.dtype) == (torch.uint8, torch.int8), "its sides are not uint8 and int8 codes")
+    need(
+        (left.tensor.dtype, right.tensor.dtype) == (torch.uint8, torch.int8),
+        "its sides are not uint8 and int8 codes",
+    )
     need(all(other.tensor.dtype is torch.float32 for other in others), "what follows it is not fp32")
     dims = max(left.tensor.dim(), right.tensor.dim())
     if not c_functions.why_unavailable():  # oneDNN takes no masks that repeat rows
-        others = [c_functions.as_fp32(recorder, node, other) if 0 in other.tensor.stride() else other for other in others]
+        others = [
+            c_functions.as_fp32(recorder, node, other) if 0 in other.tensor.stride() else other
+            for other in others
+        ]
     left, right, *others = (_of_dims(value, dims) for value in (left, right, *others))
     # torch.broadcast_shapes imports sympy, which takes longer than all else here
     batch = [b if a == 1 else a for a, b in zip(left.tensor.shape[:-2], right.tensor.shape[:-2], strict=True)]
@@ -268,10 +329,14 @@ def _multiply(
 ) -> PlanTensor:
     """Return the call; raises Unimplemented where there is no fast kernel for it."""
     others = [_for_amx(recorder, other, sizes, node) for other in others]
-    others = [in_rows(recorder, other, node) for other in others]  # oneDNN 3.12 reads others as if they lay like this
+    others = [
+        in_rows(recorder, other, node) for other in others
+    ]  # oneDNN 3.12 reads others as if they lay like this
     post_ops = tuple(BinaryOp(name, other.desc) for name, other in zip(a["how"], others, strict=False))
     tensors: dict[int, Any] = {POST_OP * (i + 1) | SRC_1: other for i, other in enumerate(others)}
-    attributes = with_qparams(Attributes({}, {}, post_ops), tensors, SRC, a["left_scale"] * a["factor"], a["left_zero_point"])
+    attributes = with_qparams(
+        Attributes({}, {}, post_ops), tensors, SRC, a["left_scale"] * a["factor"], a["left_zero_point"]
+    )
     attributes = with_qparams(attributes, tensors, WEIGHTS, a["right_scale"], a["right_zero_point"])
     if not dtype.is_floating_point:
         attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
@@ -280,7 +345,9 @@ def _multiply(
     rows = Desc.dense(sizes, dtype)
     target = dataclasses.replace(rows, strides=strides_of(node, sizes)) if whole else rows
     left, right = sides
-    if left.tensor.shape[-1] == 1:  # where the right side has one row, oneDNN 3.12 takes batches to lie one behind the other
+    if (
+        left.tensor.shape[-1] == 1
+    ):  # where the right side has one row, oneDNN 3.12 takes batches to lie one behind the other
         right = in_rows(recorder, right, node)
 
     def make() -> Primitive:
@@ -299,13 +366,25 @@ def _multiply(
 
 
 def _for_amx(recorder: Recorder, other: PlanTensor, sizes: Sequence[int], node: fx.Node) -> PlanTensor:
-    """Return what follows a product, so that AMX kernels read it right: they take what a batch shares as if each had one of its own.
+    """Return what follows a product, so that AMX kernels read it right.
+
+    They take what a batch shares as if each had one of its own.
 
     With two dimensions of batches, oneDNN 3.12 does so with [1, 1, M, N], and oneDNN 3.7 with [1, B, M, 1].
     """
     shape = tuple(other.tensor.shape)
-    shared = len(sizes) == 4 and min(sizes[:3]) > 1 and shape[0] == 1 and shape[2] == sizes[2] and shape[1:] != tuple(sizes[1:])
-    return recorder.expanded(other, (sizes[0], *shape[1:]), node) if shared and "amx_int8" in cpu.features() else other
+    shared = (
+        len(sizes) == 4
+        and min(sizes[:3]) > 1
+        and shape[0] == 1
+        and shape[2] == sizes[2]
+        and shape[1:] != tuple(sizes[1:])
+    )
+    return (
+        recorder.expanded(other, (sizes[0], *shape[1:]), node)
+        if shared and "amx_int8" in cpu.features()
+        else other
+    )
 
 
 def strides_of(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:

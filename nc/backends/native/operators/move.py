@@ -1,4 +1,7 @@
-"""Operators that move tensors: copies, reshapes, concatenations, and what is written to a place of another tensor."""
+"""Operators that move tensors.
+
+Copies, reshapes, concatenations, and what is written to a place of another tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,13 @@ from nc.backends.native.plans.readers import SPATIAL
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import PlanTensor, check_sizes
 from nc.backends.native.plans.ways import Operator, need
-from nc.kernels.onednn.descriptions import DST, DTYPES, MULTIPLE_SRC, channels_last_strides, contiguous_strides
+from nc.kernels.onednn.descriptions import (
+    DST,
+    DTYPES,
+    MULTIPLE_SRC,
+    channels_last_strides,
+    contiguous_strides,
+)
 
 _aten = torch.ops.aten
 _A_VIEW = "it is a view"
@@ -47,7 +56,10 @@ def duplicate_in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> P
     if x.tensor.is_contiguous() and node.target is _aten.contiguous.default:
         return x
     keeps_order = wanted is not torch.contiguous_format and node.target is _aten.clone.default
-    need(x.tensor.is_contiguous() or not keeps_order, "the strides of its result are those of its input, which has gaps")
+    need(
+        x.tensor.is_contiguous() or not keeps_order,
+        "the strides of its result are those of its input, which has gaps",
+    )
     return converted(recorder, node, x, x.tensor.dtype)
 
 
@@ -73,11 +85,18 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Pl
     parts = [_readable(recorder, value) for value in a["tensors"]]
     tensors = [part.tensor for part in parts]
     need(len(parts) > 1, "it has one tensor alone")
-    need(len({(t.dtype, t.dim()) for t in tensors}) == 1, "its tensors have several dtypes or numbers of dimensions")
+    need(
+        len({(t.dtype, t.dim()) for t in tensors}) == 1,
+        "its tensors have several dtypes or numbers of dimensions",
+    )
     axis = a["dim"] % tensors[0].dim()
     sizes = _joined(tensors, axis)
-    images = tensors[0].dim() in SPATIAL and all(tuple(t.stride()) == channels_last_strides(t.shape) for t in tensors)
-    result = recorder.new(sizes, channels_last_strides(sizes) if images else contiguous_strides(sizes), tensors[0].dtype)
+    images = tensors[0].dim() in SPATIAL and all(
+        tuple(t.stride()) == channels_last_strides(t.shape) for t in tensors
+    )
+    result = recorder.new(
+        sizes, channels_last_strides(sizes) if images else contiguous_strides(sizes), tensors[0].dtype
+    )
     primitive = recorder.maker.concat(tuple(part.desc for part in parts), result.desc, axis)
     recorder.call(primitive, {MULTIPLE_SRC + i: part for i, part in enumerate(parts)} | {DST: result}, node)
     return result
@@ -85,10 +104,17 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Pl
 
 def concatenation_in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`aten::cat` in C, part by part."""
-    parts = [in_c(recorder, value) for value in a["tensors"] if not isinstance(value, PlanTensor) or value.tensor.numel()]
+    parts = [
+        in_c(recorder, value)
+        for value in a["tensors"]
+        if not isinstance(value, PlanTensor) or value.tensor.numel()
+    ]
     need(parts, "none of its tensors has an element")
     tensors = [part.tensor for part in parts]
-    need(len({(t.dtype, t.dim()) for t in tensors}) == 1, "its tensors have several dtypes or numbers of dimensions")
+    need(
+        len({(t.dtype, t.dim()) for t in tensors}) == 1,
+        "its tensors have several dtypes or numbers of dimensions",
+    )
     need(tensors[0].dim(), "its tensors have no dimension")
     axis = a["dim"] % tensors[0].dim()
     sides = {(*t.shape[:axis], *t.shape[axis + 1 :]) for t in tensors}
@@ -105,14 +131,25 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor
     """`aten::index_copy_` with one index, in C."""
     x, index, source = recorder.read(a["self"]), recorder.read(a["index"]), recorder.read(a["source"])
     need(x.root is not None, "it writes into a constant")
-    need(index.tensor.dtype is torch.int64 and index.tensor.numel() == 1, "it has more than one index, or one that is not int64")
+    need(
+        index.tensor.dtype is torch.int64 and index.tensor.numel() == 1,
+        "it has more than one index, or one that is not int64",
+    )
     axis = a["dim"] % max(x.tensor.dim(), 1)
-    need(not x.tensor.is_neg() and not source.tensor.is_neg(), "a view negates one of its tensors, which memory does not show")
+    need(
+        not x.tensor.is_neg() and not source.tensor.is_neg(),
+        "a view negates one of its tensors, which memory does not show",
+    )
     need(x.tensor.dtype == source.tensor.dtype, "its tensors have several dtypes")
-    need(source.tensor.numel() and source.tensor.dim() == x.tensor.dim(), "what it writes has no element, or other dimensions")
+    need(
+        source.tensor.numel() and source.tensor.dim() == x.tensor.dim(),
+        "what it writes has no element, or other dimensions",
+    )
     one = source.tensor.select(axis, 0)
     to = x.tensor.select(axis, 0)
-    check_sizes(one.shape == to.shape and source.tensor.shape[axis] == 1, node, x.tensor.shape, source.tensor.shape)
+    check_sizes(
+        one.shape == to.shape and source.tensor.shape[axis] == 1, node, x.tensor.shape, source.tensor.shape
+    )
     sizes, (ys, xs) = merged(to.shape, [to.stride(), one.stride()])
     size = x.tensor.element_size()
     if len(sizes) == 1:
@@ -135,13 +172,19 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor
 def _readable(recorder: Recorder, value: Any) -> PlanTensor:
     """Return a tensor that oneDNN can move."""
     x = recorder.read(value)
-    need(x.tensor.dtype in DTYPES and x.tensor.numel(), f"oneDNN moves no {x.tensor.dtype}, and nothing without elements")
+    need(
+        x.tensor.dtype in DTYPES and x.tensor.numel(),
+        f"oneDNN moves no {x.tensor.dtype}, and nothing without elements",
+    )
     return x
 
 
 def _must_copy(x: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether no view of a tensor has this shape."""
-    return not x.is_contiguous() and x.reshape(shape).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    return (
+        not x.is_contiguous()
+        and x.reshape(shape).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    )
 
 
 def _joined(tensors: Sequence[torch.Tensor], axis: int) -> list[int]:

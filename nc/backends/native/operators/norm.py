@@ -1,4 +1,6 @@
-"""Layer norm and RMS norm. Those that a model writes as single operators become one call: up to ten passes over a tensor become one.
+"""Layer norm and RMS norm.
+
+Those that a model writes as single operators become one call: up to ten passes over a tensor become one.
 
     centred = x - x.mean(d, keepdim=True)
     y = centred / (centred.pow(2).mean(d, keepdim=True) + eps).sqrt() * weight + bias
@@ -64,7 +66,10 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Spread:
-    """The mean of squares along a dimension: of `input`, or of what is left of it without its mean. `nodes` compute it."""
+    """The mean of squares along a dimension: of `input`, or of what is left of it without its mean.
+
+    `nodes` compute it.
+    """
 
     input: fx.Node
     dim: int
@@ -84,7 +89,9 @@ def recompose_norms(module: fx.GraphModule) -> None:
 
 
 def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
-    """Return the norm that divides by a square root, or multiplies by the reciprocal of one; None where there is none.
+    """Return the norm that divides by a square root, or multiplies by the reciprocal of one.
+
+    None where there is none.
 
     Args:
         module: the graph, for constants.
@@ -100,7 +107,11 @@ def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) ->
     if variance is None or spread is None or top is None or not eps >= 0:
         return None
     x, dim = spread.input, spread.dim
-    if (_without_mean(top, dim) if spread.centred else top) is not x or not is_fp32(x) or not isinstance(x.meta["val"].shape[dim], int):
+    if (
+        (_without_mean(top, dim) if spread.centred else top) is not x
+        or not is_fp32(x)
+        or not isinstance(x.meta["val"].shape[dim], int)
+    ):
         return None
     inner = {*spread.nodes, *(_difference(top) if spread.centred else ()), variance, shifted, root, last}
     last, weight = _constant_behind(module, last, x, dim, "mul")
@@ -121,7 +132,11 @@ def _spread(node: fx.Node) -> _Spread | None:
         return None
     a = schema_arguments(node)
     if op_name(node) == "var":
-        return _Spread(source, dim, True, frozenset()) if a.get("correction") == 0 or a.get("unbiased") is False else None
+        return (
+            _Spread(source, dim, True, frozenset())
+            if a.get("correction") == 0 or a.get("unbiased") is False
+            else None
+        )
     if op_name(node) != "mean" or not _is_square(source):
         return None
     squared = first_input(source)
@@ -156,20 +171,31 @@ def _difference(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _divided(root: fx.Node, last: fx.Node) -> fx.Node | None:
     """Return what is divided by a square root, or multiplied by the reciprocal of one."""
-    if op_name(last) != ("div" if op_name(root) == "sqrt" else "mul") or Binary.of(last).rounding_mode is not None:
+    if (
+        op_name(last) != ("div" if op_name(root) == "sqrt" else "mul")
+        or Binary.of(last).rounding_mode is not None
+    ):
         return None
     left, right = Binary.of(last).sides
     top = left if right is root else right if op_name(last) == "mul" else None
     return top if isinstance(top, fx.Node) and top is not root else None
 
 
-def _constant_behind(module: fx.GraphModule, last: fx.Node, x: fx.Node, dim: int, name: str) -> tuple[fx.Node, torch.Tensor | None]:
-    """Return the product with, or the sum of, `last` and a constant with one value per place of a dimension, and that constant as [size].
+def _constant_behind(
+    module: fx.GraphModule, last: fx.Node, x: fx.Node, dim: int, name: str
+) -> tuple[fx.Node, torch.Tensor | None]:
+    """Return the product with, or the sum of, `last` and a constant with one value per place of a dimension,
+    and that constant as [size].
 
     `last` and None where something else follows.
     """
     user, shape = only_user(last), x.meta["val"].shape
-    if user is None or op_name(user) != name or Binary.of(user).alpha != 1 or not same_shape(user.meta["val"].shape, shape):
+    if (
+        user is None
+        or op_name(user) != name
+        or Binary.of(user).alpha != 1
+        or not same_shape(user.meta["val"].shape, shape)
+    ):
         return last, None
     left, right = Binary.of(user).sides
     value, size = constant_value(module, right if left is last else left), shape[dim]
@@ -194,16 +220,24 @@ def _replace(module: fx.GraphModule, norm: Norm) -> None:
             for name, value in (("weight", norm.weight), ("bias", norm.bias))
         )
         if norm.centred:
-            call = call_function(module.graph, _aten.layer_norm.default, (moved, [shape[norm.dim]], weight, bias, norm.eps))
+            call = call_function(
+                module.graph, _aten.layer_norm.default, (moved, [shape[norm.dim]], weight, bias, norm.eps)
+            )
         else:
-            call = call_function(module.graph, _aten.rms_norm.default, (moved, [shape[norm.dim]], weight, norm.eps))
+            call = call_function(
+                module.graph, _aten.rms_norm.default, (moved, [shape[norm.dim]], weight, norm.eps)
+            )
         take_over(call, last)
-        call.meta["operators"] = [node.meta["operator"] for node in reversed(norm.nodes) if "operator" in node.meta]
+        call.meta["operators"] = [
+            node.meta["operator"] for node in reversed(norm.nodes) if "operator" in node.meta
+        ]
         result = call
         if moves:
             give_values_of(call)
             call.meta["val"] = moved.meta["val"]
-            result = call_function(module.graph, _aten.permute.default, (call, [before.index(dim) for dim in range(len(shape))]))
+            result = call_function(
+                module.graph, _aten.permute.default, (call, [before.index(dim) for dim in range(len(shape))])
+            )
             result.meta["val"] = last.meta["val"]
             give_values_of(result, last)
     last.replace_all_uses_with(result)
@@ -226,7 +260,9 @@ def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
     left, right = Binary.of(add).sides
     if isinstance(right, fx.Node):
         left, right = right, left
-    return (left, float(right)) if isinstance(left, fx.Node) and isinstance(right, int | float) else (None, 0.0)
+    return (
+        (left, float(right)) if isinstance(left, fx.Node) and isinstance(right, int | float) else (None, 0.0)
+    )
 
 
 def is_fp32(node: fx.Node) -> bool:
@@ -243,12 +279,17 @@ def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanT
     x, weight, bias = _given(recorder, node, a)
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), torch.float32)
     primitive = recorder.maker.layer_norm(x.desc, result.desc, a["eps"], Attributes())
-    recorder.call(primitive, {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: bias.contiguous()}, node)
+    recorder.call(
+        primitive, {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: bias.contiguous()}, node
+    )
     return result
 
 
 def layer_norm_to_codes(recorder: Recorder, node: fx.Node, later: Later, codes: OutputCodes) -> PlanTensor:
-    """Return a layer norm that writes codes, by oneDNN: its kernels take no zero point, but what the norm adds can have it."""
+    """Return a layer norm that writes codes, by oneDNN.
+
+    Its kernels take no zero point, but what the norm adds can have it.
+    """
     x, weight, bias = _given(recorder, node, later.named)
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), codes.dtype)
     shift = (bias.double() + codes.zero_point * codes.scale).float()
@@ -259,14 +300,21 @@ def layer_norm_to_codes(recorder: Recorder, node: fx.Node, later: Later, codes: 
     return result
 
 
-def _given(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> tuple[PlanTensor, torch.Tensor, torch.Tensor]:
-    """Input, weight and bias of a layer norm that oneDNN computes; weight and bias that it has not are 1 and 0."""
+def _given(
+    recorder: Recorder, node: fx.Node, a: Mapping[str, Any]
+) -> tuple[PlanTensor, torch.Tensor, torch.Tensor]:
+    """Input, weight and bias of a layer norm that oneDNN computes.
+
+    Weight and bias that it has not are 1 and 0.
+    """
     x = recorder.read(a["input"])
     need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}, not fp32")
     need(x.tensor.is_contiguous() and x.tensor.numel(), "its input has gaps, or no element")
     _check_last(node, x, a)
     weight, bias = (recorder.optional_constant(a[name]) for name in ("weight", "bias"))
-    weight = torch.ones(a["normalized_shape"], dtype=torch.float32, device="cpu") if weight is None else weight
+    weight = (
+        torch.ones(a["normalized_shape"], dtype=torch.float32, device="cpu") if weight is None else weight
+    )
     bias = torch.zeros(a["normalized_shape"], dtype=torch.float32, device="cpu") if bias is None else bias
     return x, weight, bias
 
@@ -282,9 +330,15 @@ def layer_norm_in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> 
 
 
 def rms_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """`aten::rms_norm` over the last dimension, of any number of elements, in C: oneDNN has none, and torch's is seven operators."""
+    """`aten::rms_norm` over the last dimension, of any number of elements, in C.
+
+    oneDNN has none, and torch's is seven operators.
+    """
     x = _rows(recorder, a["input"])
-    need(a["eps"] is not None or x.tensor.dtype is torch.float32, "its input is bf16, and it has no eps of its own")
+    need(
+        a["eps"] is not None or x.tensor.dtype is torch.float32,
+        "its input is bf16, and it has no eps of its own",
+    )
     return _in_c(recorder, node, a, x, (a["weight"], None), is_layer_norm=False)
 
 
@@ -292,7 +346,9 @@ def rms_norm_to_codes(recorder: Recorder, _: fx.Node, later: Later, codes: Outpu
     """Return the same in fp32, as codes."""
     x = _rows(recorder, later.named["input"])
     need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}, not fp32")
-    return _in_c(recorder, later.node, later.named, x, (later.named["weight"], None), is_layer_norm=False, codes=codes)
+    return _in_c(
+        recorder, later.node, later.named, x, (later.named["weight"], None), is_layer_norm=False, codes=codes
+    )
 
 
 def _rows(recorder: Recorder, value: Any) -> PlanTensor:
@@ -313,14 +369,20 @@ def _in_c(
     is_layer_norm: bool,
     codes: OutputCodes | None = None,
 ) -> PlanTensor:
-    """Return a norm of the rows of x; `given` are weight and bias, `codes` what the result is quantized to."""
+    """Return a norm of the rows of x.
+
+    `given` are weight and bias, `codes` what the result is quantized to.
+    """
     constants = [recorder.optional_constant(value) for value in given]
     need(x.tensor.is_contiguous(), "its input has gaps")
     _check_last(node, x, a)
     codes = OutputCodes(1.0, 0, x.tensor.dtype) if codes is None else codes
     width = x.tensor.shape[-1]
     result = c_functions.new(recorder, x.tensor.shape, codes.dtype)
-    factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, PlanTensor(t, None)) for t in constants]
+    factors = [
+        torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, PlanTensor(t, None))
+        for t in constants
+    ]
     fields = {
         "to": NUMBERS[codes.dtype],
         "of": NUMBERS[x.tensor.dtype],
@@ -337,7 +399,12 @@ def _in_c(
 
 
 OPERATORS = (
-    Operator((_aten.layer_norm.default,), {"oneDNN": layer_norm}, {"oneDNN": layer_norm_to_codes}, waits=only_quantized),
+    Operator(
+        (_aten.layer_norm.default,),
+        {"oneDNN": layer_norm},
+        {"oneDNN": layer_norm_to_codes},
+        waits=only_quantized,
+    ),
     Operator((_aten.rms_norm.default,), {"C": rms_norm}, {"C": rms_norm_to_codes}, waits=only_quantized),
     Operator((_aten.layer_norm.default,), {"C": layer_norm_in_c}, of_one_token=True),
 )

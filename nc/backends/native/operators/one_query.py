@@ -33,11 +33,17 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     check_sizes(key.tensor.shape[3] == width, node, query.tensor.shape, key.tensor.shape)
     sides = query, key, value
     given = (*sides, *((mask,) if mask is not None else ()))
-    need(not any(v.tensor.is_neg() for v in given), "a view negates one of its tensors, which memory does not show")
+    need(
+        not any(v.tensor.is_neg() for v in given),
+        "a view negates one of its tensors, which memory does not show",
+    )
     need(all(v.tensor.dtype in FLOATS for v in sides), "one of its tensors is neither fp32 nor bf16")
     need(max(width, wide) <= _WIDEST, f"a head is wider than {_WIDEST}")
     need(keys and not heads % of_key, "it has no keys, or heads that can't share them evenly")
-    need(all(v.tensor.shape[:2] == (batch, of_key) for v in (key, value)), "keys and values have other sizes than the query")
+    need(
+        all(v.tensor.shape[:2] == (batch, of_key) for v in (key, value)),
+        "keys and values have other sizes than the query",
+    )
     need(all(v.tensor.stride(3) == 1 for v in sides), "rows of its tensors have gaps")
     shares = a["enable_gqa"] or isinstance(a["key"], Later)
     need(of_key == heads or shares, "heads share keys without `enable_gqa`")
@@ -81,7 +87,10 @@ def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str
 
 
 def is_repeated(node: fx.Node) -> bool:
-    """Whether a reshape only repeats heads for attention: it waits, because a kernel can read the same head twice."""
+    """Whether a reshape only repeats heads for attention.
+
+    It waits, because a kernel can read the same head twice.
+    """
     source, readers = first_input(node), list(node.users)
     if source is None or op_name(source) != "expand" or not readers:
         return False
@@ -92,7 +101,12 @@ def _shared(recorder: Recorder, value: Any) -> PlanTensor:
     """Keys or values; those that were repeated for heads, in front of that."""
     if isinstance(value, Later) and value.node.target is _aten.reshape.default:
         x, sizes = recorder.optional(value.named["self"]), value.named["shape"]
-        if x is not None and x.tensor.dim() == 5 and x.tensor.stride(2) == 0 and sizes[1] == x.tensor.shape[1] * x.tensor.shape[2]:
+        if (
+            x is not None
+            and x.tensor.dim() == 5
+            and x.tensor.stride(2) == 0
+            and sizes[1] == x.tensor.shape[1] * x.tensor.shape[2]
+        ):
             return PlanTensor(x.tensor[:, :, 0], x.root)
     return recorder.read(value)
 

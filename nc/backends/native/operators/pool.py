@@ -30,13 +30,19 @@ def max_pool(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
 
 
 def mean_of_positions(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """Means over all positions of images by oneDNN: `aten::adaptive_avg_pool2d` to one, `aten::mean` of the last two dimensions."""
+    """Means over all positions of images by oneDNN.
+
+    `aten::adaptive_avg_pool2d` to one, `aten::mean` of the last two dimensions.
+    """
     x = recorder.read(input_of(a))
     need(x.tensor.dim() == 4 and x.tensor.dtype is torch.float32, "its input is no images in fp32")
     if "output_size" in a:
         need(all(size == 1 for size in a["output_size"]), "its result has more than one position")
     else:
-        need(a.get("dim") and sorted(d % 4 for d in a["dim"]) == [2, 3], "it is not the mean of the last two dimensions")
+        need(
+            a.get("dim") and sorted(d % 4 for d in a["dim"]) == [2, 3],
+            "it is not the mean of the last two dimensions",
+        )
         need(a.get("dtype") in (None, torch.float32), "its result is not fp32")
     result = _pool(recorder, node, "mean", x, x.tensor.shape[2:], (1, 1), (0, 0), (1, 1))
     keep = "output_size" in a or a.get("keepdim")
@@ -47,7 +53,10 @@ def mean_of_rows(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Pla
     """`aten::mean` over the last dimension in C."""
     x = in_c(recorder, a["self"])
     dims = x.tensor.dim()
-    need(dims and a["dim"] and len(a["dim"]) == 1 and a["dim"][0] % dims == dims - 1, "it is not the mean of the last dimension")
+    need(
+        dims and a["dim"] and len(a["dim"]) == 1 and a["dim"][0] % dims == dims - 1,
+        "it is not the mean of the last dimension",
+    )
     need(a["dtype"] in (None, x.tensor.dtype), "its result has another dtype than its input")
     need(x.tensor.is_contiguous(), "its input has gaps")
     *sizes, width = x.tensor.shape

@@ -70,15 +70,26 @@ def _apart(recorder: Recorder, node: fx.Node, value: Any, codes: OutputCodes) ->
 
 
 def _images(recorder: Recorder, node: fx.Node, x: PlanTensor, codes: OutputCodes) -> PlanTensor:
-    """uint8 codes of images with three channels, with these next to each other: oneDNN took 3 times as long for 224 x 224."""
+    """uint8 codes of images with three channels, with these next to each other.
+
+    oneDNN took 3 times as long for 224 x 224.
+    """
     c_functions.available()
     tensor = x.tensor
     need(codes.dtype is torch.uint8, "its codes are not uint8")
-    need(tensor.dim() == 4 and tensor.shape[1] == 3 and tensor.numel(), "its input is no images of three channels")
+    need(
+        tensor.dim() == 4 and tensor.shape[1] == 3 and tensor.numel(),
+        "its input is no images of three channels",
+    )
     need(tensor.is_contiguous() and not tensor.is_neg(), "its input has gaps, or a view negates it")
-    need(strides_of_codes(node, tensor) == channels_last_strides(tensor.shape), "no convolution reads its codes")
+    need(
+        strides_of_codes(node, tensor) == channels_last_strides(tensor.shape),
+        "no convolution reads its codes",
+    )
     images, channels, rows, columns = tensor.shape
-    result = recorder.new(tensor.shape, (channels * rows * columns, 1, channels * columns, channels), torch.uint8)
+    result = recorder.new(
+        tensor.shape, (channels * rows * columns, 1, channels * columns, channels), torch.uint8
+    )
     fields = {
         "images": images,
         "pixels": rows * columns,
@@ -98,13 +109,22 @@ def from_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanT
     return result
 
 
-def _convert(recorder: Recorder, node: fx.Node, x: PlanTensor, result: PlanTensor, codes: int, scale: float, zero_point: int) -> None:
+def _convert(
+    recorder: Recorder,
+    node: fx.Node,
+    x: PlanTensor,
+    result: PlanTensor,
+    codes: int,
+    scale: float,
+    zero_point: int,
+) -> None:
     """Convert between fp32 and the codes of one side, `SRC` or `DST`."""
     source, target = flat(x, result)
 
     def scaled() -> None:
         need(codes == DST and len(source.sizes) == 1, "its input does not lie as its codes do")
-        # as a product with 1 and what follows it: two to four times as fast as a reorder, and ties are rounded as torch rounds them
+        # as a product with 1 and what follows it: two to four times as fast as a reorder, and ties are
+        # rounded as torch rounds them
         one = torch.ones(1, dtype=torch.float32, device="cpu")
         attributes = Attributes(post_ops=(Eltwise("linear", 1.0 / scale, float(zero_point)),))
         primitive = recorder.maker.binary("mul", source, Desc.of(one), target, attributes)

@@ -2,8 +2,8 @@
 
     y = x * cos + torch.cat((-x[..., n:], x[..., :n]), -1) * sin
 
-as in Llama, Qwen, ModernBERT and GPT-NeoX. In single operators a tensor is read and written five times; one function in C does it once,
-also where the result is quantized.
+as in Llama, Qwen, ModernBERT and GPT-NeoX. In single operators a tensor is read and written five times; one
+function in C does it once, also where the result is quantized.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _ROW = abi.CONSTANTS.row
 
 @functools.cache
 def rotation() -> torch._ops.OpOverload:
-    """`x * cosine + (-second half of x, first half of x) * sine` along the last dimension, in fp32; for plans."""
+    """`x * cosine + (-second half of x, first half of x) * sine` along the last dimension, in fp32.
+
+    For plans.
+    """
     return define("rotation(Tensor x, Tensor cosine, Tensor sine) -> Tensor", _rotated, _rotated)
 
 
@@ -50,7 +53,10 @@ def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch
 
 
 def recompose_rotary(module: fx.GraphModule) -> None:
-    """Replace every rotary embedding by one call. Not where operators work in place: there a value depends on when it is read."""
+    """Replace every rotary embedding by one call.
+
+    Not where operators work in place: there a value depends on when it is read.
+    """
     if any(works_in_place(node) for node in module.graph.nodes):
         return
     for node in list(module.graph.nodes):
@@ -68,7 +74,10 @@ def recompose_rotary(module: fx.GraphModule) -> None:
 
 
 def rotary_of(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node], tuple[fx.Node, ...]] | None:
-    """x, cos and sin of the rotary embedding whose sum a node is, and the other nodes of it, last first; None where it is none."""
+    """x, cos and sin of the rotary embedding whose sum a node is, and the other nodes of it, last first.
+
+    None where it is none.
+    """
     if op_name(node) != "add" or Binary.of(node).alpha != 1:
         return None
     for straight, turned in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
@@ -83,7 +92,9 @@ def rotary_of(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node], tuple[fx
             cosine = right if left is x else left if right is x else None
             if not isinstance(cosine, fx.Node) or {cosine, sine} & {straight, turned, *inner}:
                 continue  # it would be computed from what is replaced
-            if all(map(is_fp32, (x, cosine, sine))) and same_shape(node.meta["val"].shape, x.meta["val"].shape):
+            if all(map(is_fp32, (x, cosine, sine))) and same_shape(
+                node.meta["val"].shape, x.meta["val"].shape
+            ):
                 return (x, cosine, sine), (straight, turned, *inner)
     return None
 
@@ -104,7 +115,11 @@ def _turned(node: object, reader: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]
         return None
     (second,) = negative.all_input_nodes
     x = _half(first, 0)
-    return (x, (node, negative, second, first)) if x is not None and len(second.users) == 1 and _half(second, 1) is x else None
+    return (
+        (x, (node, negative, second, first))
+        if x is not None and len(second.users) == 1 and _half(second, 1) is x
+        else None
+    )
 
 
 def _half(node: fx.Node, which: int) -> fx.Node | None:
@@ -139,12 +154,17 @@ def rotate_to_codes(recorder: Recorder, _: fx.Node, later: Later, codes: OutputC
 def _in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], codes: OutputCodes) -> PlanTensor:
     c_functions.available()
     given = x, cosine, sine = [recorder.read(a[name]) for name in ("x", "cosine", "sine")]
-    need(0 < x.tensor.dim() <= 4 and x.tensor.numel(), "its input has no element, or more than four dimensions")
+    need(
+        0 < x.tensor.dim() <= 4 and x.tensor.numel(), "its input has no element, or more than four dimensions"
+    )
     *sizes, width = x.tensor.shape
     need(width % 2 == 0 and width <= _ROW, f"its rows are odd, or longer than {_ROW}")
     need(all(v.tensor.dtype is torch.float32 for v in given), "one of its tensors is not fp32")
     need(all(v.tensor.shape[-1] == width for v in given), "cos or sin have other rows")
-    need(not any(v.tensor.is_neg() for v in given), "a view negates one of its tensors, which memory does not show")
+    need(
+        not any(v.tensor.is_neg() for v in given),
+        "a view negates one of its tensors, which memory does not show",
+    )
     need(all(v.tensor.stride(-1) == 1 for v in given), "rows of its tensors have gaps")
     need(not any(_is_larger(v.tensor, x.tensor) for v in given), "cos or sin are larger than its input")
     strides = dense_strides(x.tensor)
@@ -173,7 +193,9 @@ def _in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], codes: Output
 
 def _is_larger(value: torch.Tensor, than: torch.Tensor) -> bool:
     """Whether a tensor can't be repeated to the sizes of another."""
-    return value.dim() > than.dim() or any(n not in (1, m) for n, m in zip(reversed(value.shape), reversed(than.shape), strict=False))
+    return value.dim() > than.dim() or any(
+        n not in (1, m) for n, m in zip(reversed(value.shape), reversed(than.shape), strict=False)
+    )
 
 
 OPERATORS = (Operator((rotation(),), {"C": rotate}, {"C": rotate_to_codes}, waits=only_quantized),)

@@ -48,5 +48,10 @@ def _input(recorder: Recorder, a: Mapping[str, Any]) -> PlanTensor:
 
 
 OPERATORS = (
-    Operator((_aten.softmax.int, _aten._softmax.default), {"oneDNN": softmax}, {"oneDNN": softmax_to_codes}, waits=only_quantized),
+    Operator(
+        (_aten.softmax.int, _aten._softmax.default),
+        {"oneDNN": softmax},
+        {"oneDNN": softmax_to_codes},
+        waits=only_quantized,
+    ),
 )

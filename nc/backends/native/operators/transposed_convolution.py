@@ -28,9 +28,9 @@ from nc.kernels.onednn.trials import Convolution
 from nc.numerics import affine
 
 _SCHEMA = (
-    "qconv_transpose(Tensor qx, float x_scale, int x_zero_point, Tensor qw, Tensor w_scale, Tensor? bias, int[] stride, int[] padding, "
-    "int[] output_padding, int[] dilation, int groups, float output_scale, int output_zero_point, ScalarType output_dtype, str attr, "
-    "float[] scalars, str algorithm) -> Tensor"
+    "qconv_transpose(Tensor qx, float x_scale, int x_zero_point, Tensor qw, Tensor w_scale, Tensor? bias, "
+    "int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups, float output_scale, int "
+    "output_zero_point, ScalarType output_dtype, str attr, float[] scalars, str algorithm) -> Tensor"
 )
 
 
@@ -60,10 +60,18 @@ def _transposed(
     algorithm: str,
 ) -> torch.Tensor:
     weight = qw.float() * w_scale.view(1, -1, *[1] * (qw.dim() - 2))
-    convolution = {3: functional.conv_transpose1d, 4: functional.conv_transpose2d, 5: functional.conv_transpose3d}[qx.dim()]
+    convolution = {
+        3: functional.conv_transpose1d,
+        4: functional.conv_transpose2d,
+        5: functional.conv_transpose3d,
+    }[qx.dim()]
     x = affine.dequantize(qx, x_scale, x_zero_point)
-    values = convolution(x, weight, bias, list(stride), list(padding), list(output_padding), groups, list(dilation))
-    return stored(ACTIVATIONS[attr](values, scalars, algorithm), output_scale, output_zero_point, output_dtype)
+    values = convolution(
+        x, weight, bias, list(stride), list(padding), list(output_padding), groups, list(dilation)
+    )
+    return stored(
+        ACTIVATIONS[attr](values, scalars, algorithm), output_scale, output_zero_point, output_dtype
+    )
 
 
 def _transposed_like(qx: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -95,7 +103,11 @@ def _replace(module: fx.GraphModule, node: fx.Node) -> None:
     dims = node.meta["val"].dim() - 2
     stride, padding, dilation = conv.sizes(dims)
     output_padding = [*conv.output_padding] * (dims if len(conv.output_padding) == 1 else 1)
-    given = constant_of(module, weight.scale) if isinstance(weight.scale, fx.Node) else torch.tensor([weight.scale], dtype=torch.float32)
+    given = (
+        constant_of(module, weight.scale)
+        if isinstance(weight.scale, fx.Node)
+        else torch.tensor([weight.scale], dtype=torch.float32)
+    )
     scales = given.float()
     last = region.nodes[-1]
     with module.graph.inserting_before(last):
@@ -138,10 +150,23 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     ends = [pad - more for pad, more in zip(a["padding"], a["output_padding"], strict=True)]
     window, channels = tuple(weight.shape[2:]), weight.shape[0] // groups
     pads = tuple(a["padding"]), tuple(ends)
-    geometry = Geometry(tuple(a["stride"]), *pads, tuple(a["dilation"]), transposed=True, window=window, channels=channels)
-    how = zip(x.tensor.shape[2:], weight.shape[2:], geometry.strides, geometry.before, geometry.after, geometry.dilations, strict=True)
+    geometry = Geometry(
+        tuple(a["stride"]), *pads, tuple(a["dilation"]), transposed=True, window=window, channels=channels
+    )
+    how = zip(
+        x.tensor.shape[2:],
+        weight.shape[2:],
+        geometry.strides,
+        geometry.before,
+        geometry.after,
+        geometry.dilations,
+        strict=True,
+    )
     outputs = weight.shape[1] * groups
-    spatial = [(i - 1) * stride - before - after + dilation * (k - 1) + 1 for i, k, stride, before, after, dilation in how]
+    spatial = [
+        (i - 1) * stride - before - after + dilation * (k - 1) + 1
+        for i, k, stride, before, after, dilation in how
+    ]
     sizes = x.tensor.shape[0], outputs, *spatial
     need(math.prod((*sizes, x.tensor.numel())), "its input or its result has no element")
     result = recorder.new(sizes, channels_last_strides(sizes), a["output_dtype"])
@@ -155,9 +180,13 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
         tensors[BIAS] = bias
 
     def make(weights: Desc | Layout) -> Primitive:
-        return recorder.convolution(Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node)
+        return recorder.convolution(
+            Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node
+        )
 
-    primitive, tensors[WEIGHTS] = recorder.packed(make, named_codes(schema_arguments(node)["qw"], weight), Desc.of(by_groups))
+    primitive, tensors[WEIGHTS] = recorder.packed(
+        make, named_codes(schema_arguments(node)["qw"], weight), Desc.of(by_groups)
+    )
     recorder.call(primitive, tensors, node)
     return result
 

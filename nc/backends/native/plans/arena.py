@@ -16,7 +16,10 @@ def aligned(size: int) -> int:
 
 
 def solve(blocks: Iterable[Block]) -> tuple[dict[Block, int], int]:
-    """Return the offset of each block, and the bytes of all: the largest first, each at the lowest place that is free while it lives."""
+    """Return the offset of each block, and the bytes of all.
+
+    The largest first, each at the lowest place that is free while it lives.
+    """
     offsets: dict[Block, int] = {}
     placed: list[tuple[int, Block]] = []  # by offset
     for block in sorted(blocks, key=lambda b: (-b.size, b.first)):

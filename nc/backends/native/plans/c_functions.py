@@ -53,7 +53,14 @@ def remark() -> str:
     if why := why_unavailable():
         return f"operators between products by torch: {why}"
     found = loaded("steps")
-    return "" if found.isas else f"operators between products without AVX2 or AVX-512, for which {found.compiler} makes no code here"
+    return (
+        ""
+        if found.isas
+        else (
+            f"operators between products without AVX2 or AVX-512, for which {found.compiler} makes no code "
+            "here"
+        )
+    )
 
 
 def function(name: str) -> Function:
@@ -63,8 +70,13 @@ def function(name: str) -> Function:
     return found[name]
 
 
-def apply(recorder: Recorder, node: fx.Node, operation: str, result: PlanTensor, *operands: PlanTensor) -> None:
-    """Append `result = operation(*operands)`, elementwise; operands are repeated to the sizes of the result."""
+def apply(
+    recorder: Recorder, node: fx.Node, operation: str, result: PlanTensor, *operands: PlanTensor
+) -> None:
+    """Append `result = operation(*operands)`, elementwise.
+
+    Operands are repeated to the sizes of the result.
+    """
     given = (result, *operands)
     sizes = tuple(result.tensor.shape)
     sizes, strides = merged(sizes, [value.tensor.expand(sizes).stride() for value in given])
@@ -98,7 +110,11 @@ def map_fields(
 
 def as_fp32(recorder: Recorder, node: fx.Node, x: PlanTensor) -> PlanTensor:
     """Return the tensor in fp32, without gaps."""
-    return x if x.tensor.dtype is torch.float32 and x.tensor.is_contiguous() else converted(recorder, node, x, torch.float32)
+    return (
+        x
+        if x.tensor.dtype is torch.float32 and x.tensor.is_contiguous()
+        else converted(recorder, node, x, torch.float32)
+    )
 
 
 def converted(recorder: Recorder, node: fx.Node, x: PlanTensor, dtype: torch.dtype) -> PlanTensor:
@@ -113,8 +129,13 @@ def new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> PlanTen
     return recorder.new(tuple(sizes), contiguous_strides(sizes), dtype)
 
 
-def merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Return the same elements with as few dimensions as can be: those that lie one behind the other in all tensors become one."""
+def merged(
+    sizes: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Return the same elements with as few dimensions as can be.
+
+    Those that lie one behind the other in all tensors become one.
+    """
     kept: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in zip(sizes, *strides, strict=True):
         if size == 1:
@@ -124,4 +145,6 @@ def merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tupl
         else:
             kept.append((size, tuple(steps)))
     kept = kept or [(1, (1,) * len(strides))]
-    return tuple(size for size, _ in kept), [tuple(steps[i] for _, steps in kept) for i in range(len(strides))]
+    return tuple(size for size, _ in kept), [
+        tuple(steps[i] for _, steps in kept) for i in range(len(strides))
+    ]

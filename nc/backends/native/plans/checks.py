@@ -25,7 +25,12 @@ class PlanJudge(Protocol):
     new_sizes: bool
 
     def kernels(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any], values: Mapping[str, torch.Tensor], *, example: bool
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[Any],
+        values: Mapping[str, torch.Tensor],
+        *,
+        example: bool,
     ) -> KernelCheck:
         """Compare the values inside of one call."""
 
@@ -58,7 +63,8 @@ class PlanChecks:
         """Why the plan for these inputs must not be used; "" where it may be.
 
         Raises:
-            VerificationError: neither the plan nor what takes its place computes what the quantized graph computes for new sizes.
+            VerificationError: neither the plan nor what takes its place computes what the quantized graph
+                computes for new sizes.
         """
         judge = self._judge
         if judge is None or (self.first is not None and not judge.new_sizes):
@@ -85,7 +91,12 @@ class PlanChecks:
     def _remember(self, key: Hashable, check: KernelCheck) -> str:
         """Keep why a plan must not be used, and return it."""
         faults = check.faults
-        why = f"oneDNN primitives compute something else than the quantized graph, the first time at {faults[0]}" if faults else ""
+        why = (
+            "oneDNN primitives compute something else than the quantized graph, the first time at "
+            f"{faults[0]}"
+            if faults
+            else ""
+        )
         self._known[key] = why
         if len(self._known) > _MOST_SIZES:
             del self._known[next(iter(self._known))]
@@ -94,7 +105,10 @@ class PlanChecks:
     def _warn_of(self, fault: Fault, inputs: Sequence[torch.Tensor], judge: PlanJudge) -> None:
         """Say that the plan for new sizes is not used, once what takes its place is known to be right."""
         sizes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-        what = f"Kernels for inputs of sizes {sizes} compute something else than the quantized graph, the first time at {fault}"
+        what = (
+            f"Kernels for inputs of sizes {sizes} compute something else than the quantized graph, the first "
+            f"time at {fault}"
+        )
         with torch.no_grad():
             why = judge.why_unlike_for(inputs, self._otherwise(*(tensor.clone() for tensor in inputs)))
         if why:

@@ -56,19 +56,40 @@ class Context:
         together: hand calls of primitives over as lists; else one by one, which a clock can tell apart.
     """
 
-    def __init__(self, plan: Plan, maker: Maker, runner: Runner, arena: torch.Tensor, *, together: bool = True) -> None:
+    def __init__(
+        self, plan: Plan, maker: Maker, runner: Runner, arena: torch.Tensor, *, together: bool = True
+    ) -> None:
         # not the plan: it lives as long as the model keeps it, and ends the life of its contexts
-        self._offsets, self._end, self._count, self._maker, self._arena = plan.offsets, plan.arena, plan.slots, maker, arena
+        self._offsets, self._end, self._count, self._maker, self._arena = (
+            plan.offsets,
+            plan.arena,
+            plan.slots,
+            maker,
+            arena,
+        )
         self._runner, self._stream = runner, maker.stream()
-        returned = {ref.root: ref for ref in _refs(plan) if isinstance(ref, Part) and isinstance(ref.root, Block) and ref.root.returned}
-        returned |= {ref.root: ref for ref in plan.outputs if isinstance(ref, Part) and ref.root in returned and _is_whole(ref)}
+        returned = {
+            ref.root: ref
+            for ref in _refs(plan)
+            if isinstance(ref, Part) and isinstance(ref.root, Block) and ref.root.returned
+        }
+        returned |= {
+            ref.root: ref
+            for ref in plan.outputs
+            if isinstance(ref, Part) and ref.root in returned and _is_whole(ref)
+        }
         #: Their memory is allocated at each call, and has the numbers behind the slots.
         self._returned = {block: plan.slots + i for i, block in enumerate(returned)}
-        #: How a tensor lies in that memory that is all of it, so that it can be returned as it is; else the memory's bytes.
-        self._whole = [ref.desc if _is_whole(ref) else Desc.dense((block.size,), torch.uint8) for block, ref in returned.items()]
+        #: How a tensor lies in that memory that is all of it, so that it can be returned as it is; else the
+        #: memory's bytes.
+        self._whole = [
+            ref.desc if _is_whole(ref) else Desc.dense((block.size,), torch.uint8)
+            for block, ref in returned.items()
+        ]
         self._keep: list[torch.UntypedStorage] = []
         self._parts: list[_Run] = [
-            self._operator(part) if isinstance(part, AtenCall) else self._calls(part) for part in _parts(plan.entries, together=together)
+            self._operator(part) if isinstance(part, AtenCall) else self._calls(part)
+            for part in _parts(plan.entries, together=together)
         ]
         self._outputs = [self._bound(value) for value in plan.outputs]
         self._own = [isinstance(value, Constant) for value in plan.outputs]
@@ -89,10 +110,17 @@ class Context:
     def _results(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the outputs, once all parts have run."""
         # a caller may change what it gets, but not the plan
-        return [v.clone() if own else _filled(v, tensors) for v, own in zip(self._outputs, self._own, strict=True)]
+        return [
+            v.clone() if own else _filled(v, tensors) for v, own in zip(self._outputs, self._own, strict=True)
+        ]
 
-    def clocked(self, inputs: Sequence[torch.Tensor], announce: Callable[[int], None] = lambda _: None) -> list[float]:
-        """Milliseconds of each part in one run: of each entry, unless calls go `together`. `announce` gets its number before."""
+    def clocked(
+        self, inputs: Sequence[torch.Tensor], announce: Callable[[int], None] = lambda _: None
+    ) -> list[float]:
+        """Milliseconds of each part in one run: of each entry, unless calls go `together`.
+
+        `announce` gets its number before.
+        """
         tensors = self._given(inputs)
         times: list[float] = []
         for index, part in enumerate(self._parts):
@@ -102,7 +130,9 @@ class Context:
             times.append(1e3 * (time.perf_counter() - start))
         return times
 
-    def watch(self, inputs: Sequence[torch.Tensor], watched: Iterable[Watched]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def watch(
+        self, inputs: Sequence[torch.Tensor], watched: Iterable[Watched]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Run once; calls must not go `together`.
 
         Returns:
@@ -158,7 +188,10 @@ class Context:
         return execute
 
     def _address(self, ref: Ref) -> tuple[int | None, int]:
-        """Where a tensor lies: None and its address, or the number of the tensor that it is a part of, and the offset in bytes."""
+        """Where a tensor lies.
+
+        None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
+        """
         if isinstance(ref, Constant):
             self._keep.append(ref.tensor.untyped_storage())  # another one may be set to the tensor
             return None, ref.tensor.data_ptr()
@@ -177,7 +210,10 @@ class Context:
         kwargs = {key: self._bound(value) for key, value in entry.kwargs.items()}
 
         def execute(tensors: list[Any]) -> None:
-            made = target(*(_filled(a, tensors) for a in args), **{key: _filled(value, tensors) for key, value in kwargs.items()})
+            made = target(
+                *(_filled(a, tensors) for a in args),
+                **{key: _filled(value, tensors) for key, value in kwargs.items()},
+            )
             if len(results) == 1 and isinstance(made, torch.Tensor):
                 tensors[results[0]] = made
             elif results:
@@ -205,7 +241,10 @@ class Context:
 
 
 def _parts(entries: Sequence[Entry], *, together: bool) -> list[AtenCall | list[Call | FunctionCall]]:
-    """Return entries in order: operators of torch's, and lists of other calls, as long as can be or of one each."""
+    """Return entries in order.
+
+    Operators of torch's, and lists of other calls, as long as can be or of one each.
+    """
     found: list[AtenCall | list[Call | FunctionCall]] = []
     for entry in entries:
         last = found[-1] if found else None
@@ -226,7 +265,10 @@ def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:
     entry = entries[index]
     if isinstance(entry, FunctionCall):
         return function_error(entry.function, status, next(iter(entry.step.operators), entry.step.name))
-    return BackendError(f"a kernel failed: {entry.step.name}, call {index + 1} of {len(entries)}, with oneDNN's status {status}")
+    return BackendError(
+        f"a kernel failed: {entry.step.name}, call {index + 1} of {len(entries)}, with oneDNN's status "
+        f"{status}"
+    )
 
 
 def _refs(plan: Plan) -> list[Ref]:
@@ -239,7 +281,11 @@ def _refs(plan: Plan) -> list[Ref]:
 def _is_whole(ref: Part) -> bool:
     """Whether a tensor is all of its memory."""
     last = sum((n - 1) * stride for n, stride in zip(ref.desc.sizes, ref.desc.strides, strict=True))
-    return isinstance(ref.root, Block) and not ref.offset and (last + 1) * ref.desc.dtype.itemsize == ref.root.size
+    return (
+        isinstance(ref.root, Block)
+        and not ref.offset
+        and (last + 1) * ref.desc.dtype.itemsize == ref.root.size
+    )
 
 
 def _part(memory: torch.Tensor, desc: Desc, offset: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""What a plan consists of: pieces of memory, references to tensors in them, and the calls to make, in order."""
+"""What a plan consists of.
+
+Pieces of memory, references to tensors in them, and the calls to make, in order.
+"""
 
 from __future__ import annotations
 

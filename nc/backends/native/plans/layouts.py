@@ -7,16 +7,29 @@ from torch import fx
 
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import PlanTensor
-from nc.kernels.onednn.descriptions import DST, SRC, Attributes, Desc, channels_last_strides, contiguous_strides
+from nc.kernels.onednn.descriptions import (
+    DST,
+    SRC,
+    Attributes,
+    Desc,
+    channels_last_strides,
+    contiguous_strides,
+)
 
 
 def flat(*tensors: PlanTensor) -> list[Desc]:
-    """Layouts of tensors that are treated element by element: of one dimension where all lie alike and without gaps, else as they lie.
+    """Layouts of tensors that are treated element by element.
 
-    Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of the dimensions.
+    Of one dimension where all lie alike and without gaps, else as they lie.
+
+    Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of
+    the dimensions.
     """
     first = tensors[0].tensor
-    if all(t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and is_dense(t.tensor) for t in tensors):
+    if all(
+        t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and is_dense(t.tensor)
+        for t in tensors
+    ):
         return [Desc.dense((first.numel(),), t.tensor.dtype) for t in tensors]
     strides = tensors[0].desc.plain().strides
     order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
@@ -34,7 +47,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether strides are those of [N, ..., C]; where a size is 1 its stride does not count for torch, but kernels are chosen by it."""
+    """Whether strides are those of [N, ..., C].
+
+    Where a size is 1 its stride does not count for torch, but kernels are chosen by it.
+    """
     return tuple(tensor.stride()) == channels_last_strides(tensor.shape)
 
 

@@ -1,4 +1,7 @@
-"""What products of an activation and a packed weight share: their weights, biases, scales, and what follows them."""
+"""What products of an activation and a packed weight share.
+
+Their weights, biases, scales, and what follows them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,17 @@ from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Codes, Later
 from nc.backends.native.plans.ways import Refused, need
 from nc.backends.native.torch_library import prepack
-from nc.kernels.onednn.descriptions import DST, SCALES, SRC, WEIGHTS, ZERO_POINTS, Attributes, Eltwise, Geometry, PostOp
+from nc.kernels.onednn.descriptions import (
+    DST,
+    SCALES,
+    SRC,
+    WEIGHTS,
+    ZERO_POINTS,
+    Attributes,
+    Eltwise,
+    Geometry,
+    PostOp,
+)
 
 #: What packs weights for torch's operators.
 PREPACKS = frozenset({prepack("linear"), prepack("conv2d")})
@@ -53,7 +66,9 @@ def post_ops_of(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...]:
     key = next(name for name in names if name in a)
     prefix = key.removesuffix("_name")
     name = a[key] or "none"
-    numbers = [float(v) for v in (a.get(f"{prefix}_args") or a.get("scalars") or a.get("unary_scalars") or [])]
+    numbers = [
+        float(v) for v in (a.get(f"{prefix}_args") or a.get("scalars") or a.get("unary_scalars") or [])
+    ]
     algorithm = a.get(f"{prefix}_algorithm") or a.get("algorithm") or a.get("unary_algorithm") or ""
     if name == "none":
         return ()
@@ -68,7 +83,12 @@ def post_ops_of(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...]:
 
 
 def product_attributes(
-    a: Mapping[str, Any], tensors: dict[int, Any], scales: torch.Tensor, mask: int, dtype: torch.dtype, post_ops: tuple[PostOp, ...]
+    a: Mapping[str, Any],
+    tensors: dict[int, Any],
+    scales: torch.Tensor,
+    mask: int,
+    dtype: torch.dtype,
+    post_ops: tuple[PostOp, ...],
 ) -> Attributes:
     """Scales and zero points, which are arguments of the call too."""
     tensors[SCALES | WEIGHTS] = scales.detach().float().contiguous()
@@ -79,8 +99,13 @@ def product_attributes(
     return attributes
 
 
-def with_qparams(attributes: Attributes, tensors: dict[int, Any], argument: int, scale: float, zero_point: int) -> Attributes:
-    """Attributes of a primitive one of whose arguments has codes; scale and zero point become tensors of the call, which grow by them."""
+def with_qparams(
+    attributes: Attributes, tensors: dict[int, Any], argument: int, scale: float, zero_point: int
+) -> Attributes:
+    """Attributes of a primitive one of whose arguments has codes.
+
+    Scale and zero point become tensors of the call, which grow by them.
+    """
     tensors[SCALES | argument] = torch.tensor([scale], dtype=torch.float32, device="cpu")
     zero_points = dict(attributes.zero_points)
     if zero_point:
@@ -92,4 +117,7 @@ def with_qparams(attributes: Attributes, tensors: dict[int, Any], argument: int,
 def output_sizes(inputs: Sequence[int], kernel: Sequence[int], g: Geometry) -> list[int]:
     """Spatial sizes of a convolution's result."""
     how = zip(inputs, kernel, g.strides, g.before, g.after, g.dilations, strict=True)
-    return [(i + before + after - (dilation * (k - 1) + 1)) // stride + 1 for i, k, stride, before, after, dilation in how]
+    return [
+        (i + before + after - (dilation * (k - 1) + 1)) // stride + 1
+        for i, k, stride, before, after, dilation in how
+    ]

@@ -31,4 +31,7 @@ def strides_of_codes(node: fx.Node, x: torch.Tensor) -> tuple[int, ...]:
 def _read_by_convolutions(node: fx.Node) -> bool:
     """Whether some convolution reads a node's codes, perhaps padded."""
     names = "onednn.qconv", "nc_native.qconv"
-    return any(str(user.target).startswith(names) or (user.target in PADS and _read_by_convolutions(user)) for user in node.users)
+    return any(
+        str(user.target).startswith(names) or (user.target in PADS and _read_by_convolutions(user))
+        for user in node.users
+    )

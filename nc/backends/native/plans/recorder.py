@@ -1,7 +1,10 @@
-"""Make a plan by going through a lowered graph once: every node becomes a primitive, a view, a constant, or a call of its ATen operator.
+"""Make a plan by going through a lowered graph once.
 
-ATen operators are called at once on the inputs of this call, so sizes and strides are those of real tensors. Calls of primitives are made
-only where an ATen operator reads what they give: most plans have none of these behind the first product.
+Every node becomes a primitive, a view, a constant, or a call of its ATen operator.
+
+ATen operators are called at once on the inputs of this call, so sizes and strides are those of real tensors.
+Calls of primitives are made only where an ATen operator reads what they give: most plans have none of these
+behind the first product.
 """
 
 from __future__ import annotations
@@ -113,7 +116,8 @@ class Recorder:
         maker: of the oneDNN library.
         weights: those packed already.
         operators: what is known of operators, by target.
-        follow: what is computed from constants of the module alone is computed in each call, so that changes of them are seen.
+        follow: what is computed from constants of the module alone is computed in each call, so that changes
+            of them are seen.
     """
 
     def __init__(
@@ -177,12 +181,20 @@ class Recorder:
 
     def watched(self) -> list[Watched]:
         """Those results that stand for values of the graph that was lowered."""
-        found = [(node.meta.get(GIVES, ()), value, behind) for node, value, behind in self._results if isinstance(value, PlanTensor)]
+        found = [
+            (node.meta.get(GIVES, ()), value, behind)
+            for node, value, behind in self._results
+            if isinstance(value, PlanTensor)
+        ]
         return [Watched(names, behind, self._place(value)) for names, value, behind in found if names]
 
     def _place(self, value: PlanTensor) -> Ref:
         """Where a tensor lies; unlike `_ref` it does not keep its memory."""
-        return Constant(value.tensor) if value.root is None else Part(value.root, self._offset(value), value.desc)
+        return (
+            Constant(value.tensor)
+            if value.root is None
+            else Part(value.root, self._offset(value), value.desc)
+        )
 
     def optional(self, value: Any) -> PlanTensor | None:
         """Return a tensor argument of a way, computed if it waits; None where there is none."""
@@ -237,7 +249,13 @@ class Recorder:
         raise Refused("; ".join(why))
 
     def _state(self) -> _State:
-        counts = len(self._entries), len(self._blocks), len(self._begins), len(self._waiting), len(self._results)
+        counts = (
+            len(self._entries),
+            len(self._blocks),
+            len(self._begins),
+            len(self._waiting),
+            len(self._results),
+        )
         return _State(*counts, self._held, self._times_made, self.weights.made())
 
     def _restore(self, state: _State) -> None:
@@ -262,7 +280,15 @@ class Recorder:
             return PlanTensor(tensor, None)
         slot = self._slot(tensor)
         arguments = self._refs(x), list(sizes)
-        self._entries.append(AtenCall(torch.ops.aten.expand_copy.default, arguments, {}, (slot.index,), Step(name="aten::expand_copy")))
+        self._entries.append(
+            AtenCall(
+                torch.ops.aten.expand_copy.default,
+                arguments,
+                {},
+                (slot.index,),
+                Step(name="aten::expand_copy"),
+            )
+        )
         return PlanTensor(tensor, slot)
 
     def new(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> PlanTensor:
@@ -279,12 +305,16 @@ class Recorder:
         return block
 
     def call(
-        self, primitive: Primitive, tensors: Mapping[int, PlanTensor | torch.Tensor | tuple[Layout, torch.Tensor]], node: fx.Node
+        self,
+        primitive: Primitive,
+        tensors: Mapping[int, PlanTensor | torch.Tensor | tuple[Layout, torch.Tensor]],
+        node: fx.Node,
     ) -> None:
         """Append a call, to be made when its result is read.
 
         Raises:
-            Unimplemented: oneDNN has only a reference kernel, which ATen's own operator is faster than, unless that is the same kernel.
+            Unimplemented: oneDNN has only a reference kernel, which ATen's own operator is faster than,
+                unless that is the same kernel.
         """
         if primitive.is_reference and not self._takes_reference:
             msg = f"oneDNN has only the kernel {primitive.kernel!r} for {node.name}"
@@ -294,13 +324,19 @@ class Recorder:
         for key, value in tensors.items():
             if isinstance(value, PlanTensor):
                 now[key] = value.tensor
-                arguments[key] = (primitive.layouts.get(key) or self.maker.layout(value.desc), self._ref(value))
+                arguments[key] = (
+                    primitive.layouts.get(key) or self.maker.layout(value.desc),
+                    self._ref(value),
+                )
             elif isinstance(value, tuple):
                 now[key] = value[1]
                 arguments[key] = (value[0], Constant(value[1]))
             else:
                 now[key] = value
-                arguments[key] = (primitive.layouts.get(key) or self.maker.layout(Desc.of(value)), Constant(value))
+                arguments[key] = (
+                    primitive.layouts.get(key) or self.maker.layout(Desc.of(value)),
+                    Constant(value),
+                )
         self._wait(lambda: run_once(self.maker, primitive, now))
         self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
 
@@ -324,7 +360,9 @@ class Recorder:
             also: other nodes that it computes.
         """
         now = [value.tensor if isinstance(value, PlanTensor) else value for value in tensors]
-        references = [self._ref(value) if isinstance(value, PlanTensor) else Constant(value) for value in tensors]
+        references = [
+            self._ref(value) if isinstance(value, PlanTensor) else Constant(value) for value in tensors
+        ]
         packed = function.packed(fields)
         self._wait(lambda: call_packed(function, packed, now))
         written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
@@ -377,7 +415,10 @@ class Recorder:
 
     def _evaluate(self, node: fx.Node) -> Any:
         args, kwargs = called_with(node)
-        args, kwargs = tuple(self._arguments(args)), {key: self._arguments(value) for key, value in kwargs.items()}
+        args, kwargs = (
+            tuple(self._arguments(args)),
+            {key: self._arguments(value) for key, value in kwargs.items()},
+        )
         if node.target is operator.getitem and isinstance(args[0], list):
             return args[0][args[1]]
         operator_ = self.operators.get(node.target)
@@ -412,7 +453,10 @@ class Recorder:
         return result
 
     def _with_reference_kernels(self, node: fx.Node, ways: Mapping[str, Callable[[], T]]) -> T:
-        """Return the result of one of oneDNN's operators: torch's own may add in place, which its schema does not tell."""
+        """Return the result of one of oneDNN's operators.
+
+        Torch's own may add in place, which its schema does not tell.
+        """
         self._takes_reference = True
         try:
             return self.first_possible(ways)
@@ -459,7 +503,10 @@ class Recorder:
         return made if is_list else made[0]
 
     def _called_now(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator of torch's; calls that wait are made where it reads what they write."""
+        """Return the result of an operator of torch's.
+
+        Calls that wait are made where it reads what they write.
+        """
         may_view = isinstance(target, torch._ops.OpOverload) and target.is_view
         if not may_view:
             self._make_calls((args, kwargs))
@@ -469,7 +516,9 @@ class Recorder:
             result = target(*tensors(args), **{key: tensors(value) for key, value in kwargs.items()})
         return result
 
-    def _changed_in_place(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor) -> PlanTensor:
+    def _changed_in_place(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
+    ) -> PlanTensor:
         """Append a call of an operator that changes its first argument."""
         if isinstance(args[0], PlanTensor) and args[0].root is None:
             msg = f"{node.name} changes a constant, which the next call would find changed"
@@ -483,13 +532,20 @@ class Recorder:
         """Return results of an operator as constants, as views of its arguments, or as what each call computes."""
         if not reads_inputs((args, kwargs)) and not _is_random(node.target) and node not in self._each_time:
             return [PlanTensor(tensor, None) for tensor in found]
-        views = [view for tensor in found if (view := alias(tensor, (args, kwargs))) is not None and self._offset(view) >= 0]
+        views = [
+            view
+            for tensor in found
+            if (view := alias(tensor, (args, kwargs))) is not None and self._offset(view) >= 0
+        ]
         return views if len(views) == len(found) else self._made(node, args, kwargs, found)
 
-    def _made(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]) -> list[PlanTensor]:
+    def _made(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]
+    ) -> list[PlanTensor]:
         """Append a call of a node's own operator, which writes into blocks where it can.
 
-        New memory costs more than many an operator: the system gives large pieces page by page, and fills each with zeros.
+        New memory costs more than many an operator: the system gives large pieces page by page, and fills
+        each with zeros.
         """
         writing = writes_into(node.target)
         if writing is None or not all(map(_may_lie_in_block, found)):
@@ -520,16 +576,27 @@ class Recorder:
         self._times_made += 1
 
     def _append(
-        self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[int, ...], overload: Any = None
+        self,
+        node: fx.Node,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        results: tuple[int, ...],
+        overload: Any = None,
     ) -> None:
         """Append a call of a node's own operator, or of another overload of it."""
         references = self._refs(args), {key: self._refs(value) for key, value in kwargs.items()}
-        self._entries.append(AtenCall(overload or node.target, *references, results, describe(node, CONVERTERS)))
+        self._entries.append(
+            AtenCall(overload or node.target, *references, results, describe(node, CONVERTERS))
+        )
 
     def _described(self, node: fx.Node, primitive: Primitive) -> Step:
         """Return what a profile says of a primitive that computes a node, or moves something for it."""
         step = describe(node, CONVERTERS)
-        reads = [primitive.layouts[key].dtype for key in (SRC, SRC_1, MULTIPLE_SRC, WEIGHTS) if key in primitive.layouts]
+        reads = [
+            primitive.layouts[key].dtype
+            for key in (SRC, SRC_1, MULTIPLE_SRC, WEIGHTS)
+            if key in primitive.layouts
+        ]
         names = tuple(_SHORT[dtype] for dtype in reads if dtype is not None)
         written = primitive.layouts[DST].dtype
         kernel = Kernel(primitive.kind, primitive.kernel, names, _SHORT[written] if written else "", 0.0)
@@ -591,7 +658,9 @@ class Recorder:
         self._note_last_uses()
         offsets, size = solve(block for block in self._blocks if not block.returned)
         calls = [entry for entry in self._entries if isinstance(entry, Call)]
-        scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]
+        scratchpads = [
+            call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts
+        ]
         refs = [self._ref(value) if isinstance(value, PlanTensor) else value for value in outputs]
         return Plan(
             self._entries,

@@ -1,4 +1,7 @@
-"""Values of a graph while a plan is recorded: tensors with the memory that they will lie in, nodes that wait, weights."""
+"""Values of a graph while a plan is recorded.
+
+Tensors with the memory that they will lie in, nodes that wait, weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PlanTensor:
-    """A tensor of this run, and the memory that it will lie in: its block, its slot, or itself where it is constant."""
+    """A tensor of this run, and the memory that it will lie in.
+
+    Its block, its slot, or itself where it is constant.
+    """
 
     tensor: torch.Tensor
     root: Block | Slot | None
@@ -31,7 +37,9 @@ class PlanTensor:
 
 
 def check_sizes(fit: bool, node: fx.Node, *shapes: Sequence[int]) -> None:
-    """Raise ValueError where tensors do not fit each other: kernels compute addresses from sizes, and read what lies there.
+    """Raise ValueError where tensors do not fit each other.
+
+    Kernels compute addresses from sizes, and read what lies there.
 
     Args:
         fit: whether they fit.
@@ -39,7 +47,10 @@ def check_sizes(fit: bool, node: fx.Node, *shapes: Sequence[int]) -> None:
         shapes: of the tensors, for the message.
     """
     if not fit:
-        msg = f"{operator_name(node)}: sizes {' and '.join(str(tuple(shape)) for shape in shapes)} do not fit each other"
+        msg = (
+            f"{operator_name(node)}: sizes {' and '.join(str(tuple(shape)) for shape in shapes)} do not fit "
+            "each other"
+        )
         raise ValueError(msg)
 
 
@@ -102,7 +113,9 @@ class Weights:
         layouts.append((layout, packed))
         self._undo.append(layouts.pop)
 
-    def formed(self, weight: Codes, form: str, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    def formed(
+        self, weight: Codes, form: str, make: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, ...]:
         """Return what a function in C reads of a weight in this form; made once."""
         key = weight.name, form
         if key not in self._formed:
@@ -131,7 +144,9 @@ def by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return {str(i): value for i, value in enumerate(args)} | dict(kwargs)
     schema = schema_of(node.target)
     values = {argument.name: argument.default_value for argument in schema}
-    return values | {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
+    return (
+        values | {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
+    )
 
 
 def reads_inputs(value: Any) -> bool:
@@ -151,8 +166,13 @@ def reads_blocks(arguments: Any) -> bool:
 
 
 def is_view(result: Any, arguments: Any) -> bool:
-    """Whether a result has no memory of its own: it has tensors that are views of arguments, or is about sizes."""
-    found = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)]
+    """Whether a result has no memory of its own.
+
+    It has tensors that are views of arguments, or is about sizes.
+    """
+    found = [
+        r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)
+    ]
     return all(alias(tensor, arguments) is not None for tensor in found)
 
 
@@ -166,7 +186,10 @@ def tensors(value: Any) -> Any:
 
 
 def is_gather(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is indexing by positions; by a mask, the number of results depends on its values."""
+    """Whether an operator is indexing by positions.
+
+    By a mask, the number of results depends on its values.
+    """
     if target is not torch.ops.aten.index.Tensor:
         return False
     return all(value is None or value.tensor.dtype in (torch.int32, torch.int64) for value in args[1])
@@ -185,7 +208,11 @@ def alias(tensor: torch.Tensor, arguments: Any) -> PlanTensor | None:
     for value in _flat(arguments):
         if value.tensor.layout is not torch.strided:
             continue  # a packed weight, whose memory torch does not show
-        if address and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
+        if (
+            address
+            and value.tensor.untyped_storage().data_ptr() == address
+            and value.tensor.dtype == tensor.dtype
+        ):
             return PlanTensor(tensor, value.root)
     return None
 
@@ -193,5 +220,7 @@ def alias(tensor: torch.Tensor, arguments: Any) -> PlanTensor | None:
 def _flat(value: Any) -> list[PlanTensor]:
     if isinstance(value, PlanTensor):
         return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    values = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    )
     return [found for v in values for found in _flat(v)]

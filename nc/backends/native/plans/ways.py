@@ -24,7 +24,10 @@ def need(condition: object, why: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputCodes:
-    """What a result is quantized to where it is written: `round(x / scale) + zero_point`, in the limits of the dtype."""
+    """What a result is quantized to where it is written.
+
+    `round(x / scale) + zero_point`, in the limits of the dtype.
+    """
 
     scale: float
     zero_point: int
@@ -33,7 +36,8 @@ class OutputCodes:
 
 #: Recorder, node, its arguments by name → the result; raises `Refused` for what it can't do.
 Way = Callable[..., PlanTensor]
-#: Recorder, the node that waits, `OutputCodes` → its result as codes; for a node that one quantize node alone reads.
+#: Recorder, the node that waits, `OutputCodes` → its result as codes; for a node that one quantize node alone
+#: reads.
 WayToCodes = Callable[..., PlanTensor]
 
 

@@ -1,4 +1,7 @@
-"""Products in C for CPUs with AVX2 and no VNNI: against float64, for every shape, operation and sum; and where oneDNN stays in charge."""
+"""Products in C for CPUs with AVX2 and no VNNI: against float64, for every shape, operation and sum.
+
+And where oneDNN stays in charge.
+"""
 
 import itertools
 
@@ -20,7 +23,11 @@ from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
 from nc.process.unavailable import Unavailable
 
-_WHY = available_backends()["native"] or c_functions.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
+_WHY = (
+    available_backends()["native"]
+    or c_functions.why_unavailable()
+    or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
+)
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY)]
 
 ADDED = "nothing", "codes", "fp32", "other"
@@ -33,7 +40,11 @@ def without_vnni(monkeypatch):
 
 
 def fits(added, to_codes):
-    return added == "nothing" or (added == "codes" and to_codes is torch.uint8) or (added == "fp32" and to_codes is None)
+    return (
+        added == "nothing"
+        or (added == "codes" and to_codes is torch.uint8)
+        or (added == "fp32" and to_codes is None)
+    )
 
 
 @settings(max_examples=150)
@@ -48,15 +59,55 @@ def fits(added, to_codes):
     zero_point=st.sampled_from([0, 3, 255]),
     threads=st.integers(1, 3),
 )
-@example(rows=61, inputs=4, outputs=8, gap=0, operation=None, added="codes", to_codes=torch.uint8, zero_point=128, threads=2)
-@example(rows=1, inputs=4096, outputs=9, gap=0, operation=None, added="nothing", to_codes=None, zero_point=1, threads=1)
-@example(rows=3, inputs=40_000, outputs=17, gap=0, operation=None, added="nothing", to_codes=None, zero_point=7, threads=1)
+@example(
+    rows=61,
+    inputs=4,
+    outputs=8,
+    gap=0,
+    operation=None,
+    added="codes",
+    to_codes=torch.uint8,
+    zero_point=128,
+    threads=2,
+)
+@example(
+    rows=1,
+    inputs=4096,
+    outputs=9,
+    gap=0,
+    operation=None,
+    added="nothing",
+    to_codes=None,
+    zero_point=1,
+    threads=1,
+)
+@example(
+    rows=3,
+    inputs=40_000,
+    outputs=17,
+    gap=0,
+    operation=None,
+    added="nothing",
+    to_codes=None,
+    zero_point=7,
+    threads=1,
+)
 def test_a_linear(rows, inputs, outputs, gap, operation, added, to_codes, zero_point, threads):
     added = added if fits(added, to_codes) or (added == "other") else "nothing"
     x = torch.randint(0, 256, (rows, inputs + gap), dtype=torch.uint8)[:, :inputs]
     weight = paired(outputs, inputs)
     exact = (x.double() - zero_point) @ weight.double().T
-    check(x, weight, exact, ((rows, outputs), (outputs, 1)), operation, added, to_codes, threads, zero_point=zero_point)
+    check(
+        x,
+        weight,
+        exact,
+        ((rows, outputs), (outputs, 1)),
+        operation,
+        added,
+        to_codes,
+        threads,
+        zero_point=zero_point,
+    )
 
 
 @settings(max_examples=150)
@@ -76,18 +127,40 @@ def test_a_linear(rows, inputs, outputs, gap, operation, added, to_codes, zero_p
     threads=st.integers(1, 3),
 )
 def test_a_depthwise_convolution(
-    images, channels, sizes, window, steps_, dilations, pads, flat, operation, added, to_codes, zero_point, threads
+    images,
+    channels,
+    sizes,
+    window,
+    steps_,
+    dilations,
+    pads,
+    flat,
+    operation,
+    added,
+    to_codes,
+    zero_point,
+    threads,
 ):
     added = added if fits(added, to_codes) and channels % 16 == 0 else "nothing"
     dims = 1 if flat else 2
     window, dilations = window[:dims], dilations[:dims]
     geometry = Geometry(steps_[:dims], pads[:dims], pads[2 : 2 + dims], dilations, window=window)
-    sizes = tuple(max(size, d * (k - 1) + 1) for size, d, k in zip(sizes[:dims], dilations, window, strict=True))
+    sizes = tuple(
+        max(size, d * (k - 1) + 1) for size, d, k in zip(sizes[:dims], dilations, window, strict=True)
+    )
     x = torch.randint(0, 256, (images, *sizes, channels), dtype=torch.uint8).movedim(-1, 1)
     weight = torch.randint(-127, 128, (channels, 1, *window), dtype=torch.int8)
-    around = [n for pair in zip(reversed(geometry.before), reversed(geometry.after), strict=True) for n in pair]
+    around = [
+        n for pair in zip(reversed(geometry.before), reversed(geometry.after), strict=True) for n in pair
+    ]
     convolve = F.conv1d if flat else F.conv2d
-    exact = convolve(F.pad(x.double() - zero_point, around), weight.double(), stride=steps_[:dims], dilation=dilations, groups=channels)
+    exact = convolve(
+        F.pad(x.double() - zero_point, around),
+        weight.double(),
+        stride=steps_[:dims],
+        dilation=dilations,
+        groups=channels,
+    )
     shape = tuple(exact.shape)
     strides = torch.empty(shape[0], *shape[2:], shape[1]).movedim(-1, 1).stride()
     rows = exact.movedim(1, -1).reshape(-1, channels)
@@ -95,7 +168,9 @@ def test_a_depthwise_convolution(
     check(x, weight, rows, (shape, strides), operation, added, to_codes, threads, **options)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(128, 384, 1536), (1, 512, 512), (3136, 64, 24), (49, 960, 160)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(128, 384, 1536), (1, 512, 512), (3136, 64, 24), (49, 960, 160)]
+)
 def test_the_number_of_threads_changes_no_bit(rows, inputs, outputs):
     """Rows are shared, or outputs: whatever divides better."""
     x, weight = torch.randint(0, 256, (rows, inputs), dtype=torch.uint8), paired(outputs, inputs)
@@ -103,7 +178,9 @@ def test_the_number_of_threads_changes_no_bit(rows, inputs, outputs):
     for threads in (1, 2, 5):
         torch.manual_seed(0)
         shape = (rows, outputs), (outputs, 1)
-        results.append(check(x, weight, exact, shape, Eltwise("swish", 1.0), "nothing", None, threads, zero_point=5))
+        results.append(
+            check(x, weight, exact, shape, Eltwise("swish", 1.0), "nothing", None, threads, zero_point=5)
+        )
     assert all(torch.equal(results[0], result) for result in results)
 
 
@@ -113,7 +190,11 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.up = nn.Conv2d(3, 24, 3, 2), nn.Conv2d(24, 72, 1)
-        self.depth, self.down, self.fc = nn.Conv2d(72, 72, 5, 1, 2, groups=72), nn.Conv2d(72, 24, 1), nn.Linear(24, 10)
+        self.depth, self.down, self.fc = (
+            nn.Conv2d(72, 72, 5, 1, 2, groups=72),
+            nn.Conv2d(72, 24, 1),
+            nn.Linear(24, 10),
+        )
 
     def forward(self, x):
         x = F.relu6(self.stem(x))
@@ -191,7 +272,12 @@ def test_without_a_compiler_onednn_computes(without_vnni, monkeypatch):
 def test_sums_of_two_tensors_in_codes_and_in_fp32(without_vnni):
     """In place, into what the graph has made free."""
     x = torch.randn(5, 32)
-    model = Function(lambda self, x: self.c(F.relu(self.a(x) + self.b(x))), a=nn.Linear(32, 16), b=nn.Linear(32, 16), c=nn.Linear(16, 4))
+    model = Function(
+        lambda self, x: self.c(F.relu(self.a(x) + self.b(x))),
+        a=nn.Linear(32, 16),
+        b=nn.Linear(32, 16),
+        c=nn.Linear(16, 4),
+    )
     q = quantized(model, x, None, "native")
     assert any("c:product" in kernel for kernel in kernels(q).values())
     for rows in (5, 1, 64):
@@ -200,12 +286,21 @@ def test_sums_of_two_tensors_in_codes_and_in_fp32(without_vnni):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-@pytest.mark.parametrize(("bias", "code"), [(1e12, 255), (-1e12, 0), (float("inf"), 255), (-float("inf"), 0), (float("nan"), 0)])
+@pytest.mark.parametrize(
+    ("bias", "code"), [(1e12, 255), (-1e12, 0), (float("inf"), 255), (-float("inf"), 0), (float("nan"), 0)]
+)
 def test_results_that_no_code_has_room_for(bias, code, dtype):
     x, weight = torch.zeros(7, 8, dtype=torch.uint8), paired(20, 8)
     result = torch.empty(7, 20, dtype=dtype)
     a = {"x_scale": 1.0, "x_zero_point": 0, "output_scale": 0.01, "output_zero_point": 9}
-    product = avx2.Product(PlanTensor(x, None), PlanTensor(result, None), Codes("w", weight), torch.ones(1), torch.full((20,), bias), ())
+    product = avx2.Product(
+        PlanTensor(x, None),
+        PlanTensor(result, None),
+        Codes("w", weight),
+        torch.ones(1),
+        torch.full((20,), bias),
+        (),
+    )
     assert multiply(a, product)
     assert (result == code + torch.iinfo(dtype).min).all()
 
@@ -216,7 +311,13 @@ def test_channels_that_are_computed_twice_are_not_added_in_place(channels):
     a = {"x_scale": 1.0, "x_zero_point": 0, "output_scale": 0.01, "output_zero_point": 9}
     geometry = Geometry((1, 1), (1, 1), (1, 1), (1, 1), window=(3, 3))
     result = torch.full((1, 6, 6, channels), 5, dtype=torch.uint8).movedim(-1, 1)
-    given_ = PlanTensor(x, None), PlanTensor(result, None), Codes("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)), torch.ones(1), None
+    given_ = (
+        PlanTensor(x, None),
+        PlanTensor(result, None),
+        Codes("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)),
+        torch.ones(1),
+        None,
+    )
     product = avx2.Product(*given_, (Sum(1.0, 0, torch.uint8),), geometry=geometry, groups=channels)
     assert multiply(a, product) is (channels % 16 == 0)
 
@@ -226,7 +327,13 @@ def test_what_is_added_may_have_gaps_between_its_rows():
     x, weight, wide = torch.randint(0, 256, (5, 8), dtype=torch.uint8), paired(16, 8), torch.randn(5, 40)
     a = {"x_scale": 1.0, "x_zero_point": 0}
     for other, done in ((wide[:, :16], False), (wide[:, :16].contiguous(), True)):
-        given_ = PlanTensor(x, None), PlanTensor(torch.empty(5, 16), None), Codes("w", weight), torch.ones(1), None
+        given_ = (
+            PlanTensor(x, None),
+            PlanTensor(torch.empty(5, 16), None),
+            Codes("w", weight),
+            torch.ones(1),
+            None,
+        )
         product = avx2.Product(*given_, (BinaryOp("add", Desc.of(other)),), PlanTensor(other, None))
         assert multiply(a, product) is done
 
@@ -242,19 +349,30 @@ def test_a_sum_with_a_part_of_a_wider_tensor(without_vnni):
 @pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.needs_plans
 def test_linears_give_products_of_activations_their_codes_in_7_bits(without_vnni, monkeypatch, in_c):
-    """Within the kernel, also those that a large input takes beyond the 7 bits: no operator of torch stands between."""
+    """Within the kernel, also those that a large input takes beyond the 7 bits.
+
+    No operator of torch stands between.
+    """
     if not in_c:
         monkeypatch.setattr(avx2, "why_unavailable", lambda: "left out")
     x = torch.randn(2, 6, 32)
     q = quantized(Attention().eval(), x, None, "native")
     flat = q.graph.signature.bind((x,), {})
     steps_ = q.engine.profile(flat).steps
-    assert [step.operators for step in steps_ if step.name == "onednn::qlinear_pointwise"] == [("query",), ("key", "value"), ("out",)]
+    assert [step.operators for step in steps_ if step.name == "onednn::qlinear_pointwise"] == [
+        ("query",),
+        ("key", "value"),
+        ("out",),
+    ]
     assert not [step.name for step in steps_ if "clamp" in step.name or step.name == "quantize_per_tensor"]
     kernel = next(step.kernel for step in steps_ if step.operators == ("key", "value"))
     assert kernel.startswith("function c:product avx2" if in_c else "matmul")
     assert kernel.endswith("(u8, s8 -> s8)")
-    (codes,) = {n.args[3:5] for n in q.graph.module.graph.nodes if n.target is quantize_per_tensor and n.args[4] - n.args[3] == 127}
+    (codes,) = {
+        n.args[3:5]
+        for n in q.graph.module.graph.nodes
+        if n.target is quantize_per_tensor and n.args[4] - n.args[3] == 127
+    }
     assert codes == (64, 191)  # less 128, -64 to 63
     for size in (1, 5):
         assert worst_sqnr_db(q.reference(size * x), q(size * x)) > 35

@@ -1,4 +1,7 @@
-"""Attention of int8 codes as one function in C, against the same codes in float64: sizes, strides, masks, and what is left to oneDNN."""
+"""Attention of int8 codes as one function in C, against the same codes in float64.
+
+Sizes, strides, masks, and what is left to oneDNN.
+"""
 
 import pytest
 import torch
@@ -67,7 +70,11 @@ def masks(batch, count, rows, keys):
         "of rows": [("mul", torch.rand(batch, 1, rows, 1))],
         "one number": [("mul", torch.tensor([[[[0.3]]]]))],
         "two dimensions": [("add", torch.randn(rows, keys))],
-        "several": [("mul", torch.rand(batch, 1, rows, 1)), ("add", some), ("add", torch.randn(1, count, rows, keys))],
+        "several": [
+            ("mul", torch.rand(batch, 1, rows, 1)),
+            ("add", some),
+            ("add", torch.randn(1, count, rows, keys)),
+        ],
         "repeated": [("add", torch.randn(batch, 1, rows, keys).expand(batch, count, rows, keys))],
     }
 
@@ -81,7 +88,11 @@ def test_what_follows_the_scores(name):
 def test_what_follows_the_result(dtype):
     seen = (torch.rand(2, 1, 9, 1) > 0.3).float()
     case(behind=[("mul", seen)], dtype=dtype).check()
-    case(behind=[("mul", seen), ("add", torch.randn(3, 1, 8))], before=masks(2, 3, 9, 11)["several"], dtype=dtype).check()
+    case(
+        behind=[("mul", seen), ("add", torch.randn(3, 1, 8))],
+        before=masks(2, 3, 9, 11)["several"],
+        dtype=dtype,
+    ).check()
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -93,9 +104,17 @@ def test_more_tensors_than_a_call_holds_are_left_to_onednn(more):
 
 
 def test_rows_that_see_nothing():
-    """Their probabilities are no numbers, and their codes 0, as from oneDNN; all others are as without these rows."""
+    """Their probabilities are no numbers, and their codes 0, as from oneDNN.
+
+    All others are as without these rows.
+    """
     mask = torch.zeros(2, 1, 9, 11)
-    mask[0, :, 3], mask[1, :, 8, 2], mask[1, :, 1, 4], mask[1, :, 2] = -torch.inf, torch.nan, torch.inf, LOWEST
+    mask[0, :, 3], mask[1, :, 8, 2], mask[1, :, 1, 4], mask[1, :, 2] = (
+        -torch.inf,
+        torch.nan,
+        torch.inf,
+        LOWEST,
+    )
     got = case(before=[("add", mask)], zeros=(128, 0, 0, 77)).check()
     for batch, row in ((0, 3), (1, 8), (1, 1)):
         assert (got[batch, :, row] == 77).all()
@@ -121,7 +140,8 @@ def test_what_stands_around_the_result_stays():
     """Rows of 13 bytes side by side."""
     q, k, v = heads(1, 9, 2, 13, torch.uint8), heads(1, 21, 2, 13), heads(1, 21, 2, 13)
     assert torch.equal(
-        Case(q, k, v).check(), torch.cat([Case(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1]).check() for i in (0, 1)], 1)
+        Case(q, k, v).check(),
+        torch.cat([Case(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1]).check() for i in (0, 1)], 1),
     )
 
 
@@ -131,7 +151,9 @@ def test_what_is_left_to_onednn():
     case(keys=4096, rows=2, width=4).check()
     case(dim=3).check()
     # what a key has does not lie side by side
-    Case(heads(2, 9, 3, 8, torch.uint8), codes(2, 3, 8, 11), heads(2, 11, 3, 8), in_rows=False).check(whole=False)
+    Case(heads(2, 9, 3, 8, torch.uint8), codes(2, 3, 8, 11), heads(2, 11, 3, 8), in_rows=False).check(
+        whole=False
+    )
 
 
 def test_another_dimension_is_no_attention():
@@ -159,7 +181,11 @@ def test_probabilities_that_are_returned_are_computed():
     q = quantized(Weights().eval(), x, None, "native")
     for expected, got in zip(q.reference(x), q(x), strict=True):
         assert worst_sqnr_db([expected], [got]) > 35
-    assert not [step for step in q.engine.steps([x]) if any(int8_attention.NAME in k.implementation for k in step.kernels)]
+    assert not [
+        step
+        for step in q.engine.steps([x])
+        if any(int8_attention.NAME in k.implementation for k in step.kernels)
+    ]
 
 
 @pytest.mark.parametrize("shape", [(1, 40, 32), (3, 7, 32)])
@@ -220,5 +246,7 @@ def test_a_decomposed_attention_with_a_mask_of_its_own():
     x, mask = torch.randn(3, 20, 32), torch.rand(3, 1, 20, 20) > 0.4
     mask[1, :, 4] = False
     q = quantized(Function(forward, **layers).eval(), (x, mask), None, "native")
-    assert any(int8_attention.NAME in k.implementation for step in q.engine.steps([x, mask]) for k in step.kernels)
+    assert any(
+        int8_attention.NAME in k.implementation for step in q.engine.steps([x, mask]) for k in step.kernels
+    )
     assert worst_sqnr_db([q.reference(x, mask)], [q(x, mask)]) > 35

@@ -1,4 +1,7 @@
-"""Masks and rows of tables as functions in C: against torch's operators, with dimensions that stay repeated and without."""
+"""Masks and rows of tables as functions in C.
+
+Against torch's operators, with dimensions that stay repeated and without.
+"""
 
 import pytest
 import torch
@@ -99,7 +102,9 @@ def test_two_masks(name, sizes, ones, shorter, repeats):
         if repeats:
             repeat(patch)
         got = check(lambda x, y: (aten.logical_not.default(BINARY[name](x, y)),), x, y)
-    changing = [max(a, b) for a, b in zip(x.shape, ([1] * shorter + list(y.shape))[-len(sizes) :], strict=True)]
+    changing = [
+        max(a, b) for a, b in zip(x.shape, ([1] * shorter + list(y.shape))[-len(sizes) :], strict=True)
+    ]
     assert repeats or got.is_contiguous()
     assert not repeats or got.untyped_storage().nbytes() <= torch.Size(changing).numel()
 
@@ -164,22 +169,46 @@ def test_a_conversion_keeps_the_order_of_dimensions():
 
 def test_fill(strides):
     x, y = mask(2, 1, 1, 9), torch.randn(2, 1, 4, 1)
-    zeros, ones = (["aten::zeros_like"], ["aten::ones_like"]) if int8_attention.why_unavailable() else ([], [])  # of constants
-    check(lambda x: (aten.masked_fill.Scalar(aten.zeros_like.default(x, dtype=torch.float32), x, LOWEST),), x, torch_calls=zeros)
-    check(lambda x: (aten.masked_fill.Scalar(aten.ones_like.default(x, dtype=torch.float32), x, -torch.inf),), x, torch_calls=ones)
+    zeros, ones = (
+        (["aten::zeros_like"], ["aten::ones_like"]) if int8_attention.why_unavailable() else ([], [])
+    )  # of constants
+    check(
+        lambda x: (aten.masked_fill.Scalar(aten.zeros_like.default(x, dtype=torch.float32), x, LOWEST),),
+        x,
+        torch_calls=zeros,
+    )
+    check(
+        lambda x: (aten.masked_fill.Scalar(aten.ones_like.default(x, dtype=torch.float32), x, -torch.inf),),
+        x,
+        torch_calls=ones,
+    )
     check(lambda x, y: (aten.masked_fill.Scalar(y, x, 3),), x, y)
-    check(lambda x, y: (aten.masked_fill.Scalar(y, x, 3),), x, y.bfloat16(), torch_calls=["aten::masked_fill"])
+    check(
+        lambda x, y: (aten.masked_fill.Scalar(y, x, 3),), x, y.bfloat16(), torch_calls=["aten::masked_fill"]
+    )
     check(lambda x, y: (aten.masked_fill.Scalar(y, x, 3),), x, y.long(), torch_calls=["aten::masked_fill"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_choice(strides, dtype):
     x, y = ((10 * torch.randn(sizes)).to(dtype) for sizes in ((2, 3, 1, 9), (9,)))
-    check(lambda m, x, y: (aten.where.self(m, x, y),), mask(2, 1, 4, 1), x, y, torch_calls=["aten::where"] * (dtype is torch.int64))
+    check(
+        lambda m, x, y: (aten.where.self(m, x, y),),
+        mask(2, 1, 4, 1),
+        x,
+        y,
+        torch_calls=["aten::where"] * (dtype is torch.int64),
+    )
 
 
 def test_choice_of_two_dtypes(strides):
-    check(lambda m, x, y: (aten.where.self(m, x, y),), mask(4), torch.randn(4), torch.randn(4).bfloat16(), torch_calls=["aten::where"])
+    check(
+        lambda m, x, y: (aten.where.self(m, x, y),),
+        mask(4),
+        torch.randn(4),
+        torch.randn(4).bfloat16(),
+        torch_calls=["aten::where"],
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -189,7 +218,11 @@ def test_any(strides, keep, sizes):
     x[:1] = False
     check(lambda x: (aten.any.dim(x, -1, keep),), x)
     names = [] if strides == "repeated" else ["aten::any"]
-    check(lambda x: (aten.any.dim(aten.expand.default(aten.unsqueeze.default(x, 0), [4, *sizes]), -1, keep),), x, torch_calls=names)
+    check(
+        lambda x: (aten.any.dim(aten.expand.default(aten.unsqueeze.default(x, 0), [4, *sizes]), -1, keep),),
+        x,
+        torch_calls=names,
+    )
 
 
 def test_any_of_what_lies_otherwise(strides):
@@ -233,7 +266,11 @@ def gathered(positions, first=0):
 
         def forward(self, x):
             x = aten.slice.Tensor(x, 0, first, first + 4)
-            return (aten.logical_not.default(aten.index.Tensor(x, [getattr(self, f"index{i}") for i in range(len(positions))])),)
+            return (
+                aten.logical_not.default(
+                    aten.index.Tensor(x, [getattr(self, f"index{i}") for i in range(len(positions))])
+                ),
+            )
 
     return Graph()
 
@@ -266,7 +303,9 @@ def test_who_sees_the_result_gets_one_of_its_own():
     assert got.data_ptr() != x.data_ptr()
 
     def both(x):
-        return aten.zeros_like.default(x), aten.view.default(aten.logical_not.default(aten.expand.default(x, [3, 4, 9])), [-1])
+        return aten.zeros_like.default(x), aten.view.default(
+            aten.logical_not.default(aten.expand.default(x, [3, 4, 9])), [-1]
+        )
 
     zeros, whole = planned(both)(x)
     assert zeros.is_contiguous()
@@ -315,7 +354,9 @@ class Encoder(nn.Module):
 class Layer(Function):
     def __init__(self):
         def forward(self, x, mask):
-            q, k, v = (f(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for f in (self.query, self.key, self.value))
+            q, k, v = (
+                f(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for f in (self.query, self.key, self.value)
+            )
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(x.shape)
 
         super().__init__(forward, **{name: nn.Linear(32, 32) for name in ("query", "key", "value")})
@@ -336,7 +377,9 @@ def test_a_whole_model_gives_the_same_with_operators_of_torch(monkeypatch):
     known = {target: row for target, row in operators.table().items() if target not in of_masks}
     monkeypatch.setattr(operators, "table", lambda: known)
     without = quantized(model, inputs, None, "native")
-    assert sum(not step.kernels for step in without.engine.steps(list(inputs))) > sum(not step.kernels for step in steps)
+    assert sum(not step.kernels for step in without.engine.steps(list(inputs))) > sum(
+        not step.kernels for step in steps
+    )
     for given_ in (inputs, tokens(), tokens(5, 33), tokens(1, 2)):
         assert torch.equal(q(*given_), without(*given_))
         assert worst_sqnr_db([q.reference(*given_)], [q(*given_)]) > 30
@@ -347,7 +390,9 @@ def test_masks_for_products_of_oneDNN(monkeypatch):
     monkeypatch.setattr(int8_attention, "_MOST_KEYS", 0)
     inputs = tokens()
     q = quantized(Encoder().eval(), inputs, None, "native")
-    assert not any(int8_attention.NAME in str(k) for step in q.engine.steps(list(inputs)) for k in step.kernels)
+    assert not any(
+        int8_attention.NAME in str(k) for step in q.engine.steps(list(inputs)) for k in step.kernels
+    )
     assert worst_sqnr_db([q.reference(*inputs)], [q(*inputs)]) > 35
 
 
@@ -358,7 +403,9 @@ def test_a_token_that_the_table_has_not():
     for bad in (50, -1):
         wrong = ids.clone()
         wrong[1, 3] = bad
-        with pytest.raises(InputError, match="index out of range" if WHY_NO_PLANS else "tokens: an index is out of range"):
+        with pytest.raises(
+            InputError, match="index out of range" if WHY_NO_PLANS else "tokens: an index is out of range"
+        ):
             q(wrong, seen)
     assert torch.equal(q(ids, seen), expected)
 

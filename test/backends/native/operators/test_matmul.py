@@ -1,4 +1,7 @@
-"""Products of two activations in int8 on native: attention in its forms, as plans compute it, against the quantized graph."""
+"""Products of two activations in int8 on native.
+
+Attention in its forms, as plans compute it, against the quantized graph.
+"""
 
 import itertools
 
@@ -40,7 +43,12 @@ def attention(self, x, context=None, bias=None, *, groups=4, factor=0.35, causal
 
 
 def layers(groups=4):
-    return {"q": nn.Linear(32, 32), "k": nn.Linear(32, 8 * groups), "v": nn.Linear(32, 8 * groups, bias=False), "out": nn.Linear(32, 32)}
+    return {
+        "q": nn.Linear(32, 32),
+        "k": nn.Linear(32, 8 * groups),
+        "v": nn.Linear(32, 8 * groups, bias=False),
+        "out": nn.Linear(32, 32),
+    }
 
 
 def padding(rows):
@@ -75,12 +83,18 @@ FORMS = {
         4,
         lambda: (torch.randn(X), torch.randn(1, 4, 6, 6)),
     ),
-    "biases of each head": (lambda self, x, b: attention(self, x, bias=b), 4, lambda: (torch.randn(X), torch.randn(4, 1, 6))),
+    "biases of each head": (
+        lambda self, x, b: attention(self, x, bias=b),
+        4,
+        lambda: (torch.randn(X), torch.randn(4, 1, 6)),
+    ),
     "hidden rows": (sdpa, 4, lambda: (torch.randn(X), with_hidden_row(6))),
 }
 
 
-@pytest.mark.parametrize("config", [StaticQuantConfig(), StaticQuantConfig(act_dtype="int8", act_sym=True)], ids=["uint8", "int8"])
+@pytest.mark.parametrize(
+    "config", [StaticQuantConfig(), StaticQuantConfig(act_dtype="int8", act_sym=True)], ids=["uint8", "int8"]
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sample(10)
 def test_attention_is_int8(form, config):
@@ -107,7 +121,15 @@ def test_attention_is_int8(form, config):
         (lambda self, x: self.b((y := self.a(x)) @ y), [(3, 16, 16)]),
         (lambda self, x: self.out(((y := self.a(x)) @ y.transpose(-1, -2) / 3.0).softmax(-1)), [(3, 7, 16)]),
     ],
-    ids=["of two dimensions", "bmm", "broadcast left", "broadcast right", "with its transpose", "with itself", "a quotient"],
+    ids=[
+        "of two dimensions",
+        "bmm",
+        "broadcast left",
+        "broadcast right",
+        "with its transpose",
+        "with itself",
+        "a quotient",
+    ],
 )
 def test_products_of_all_dimensions(forward, shapes):
     model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16), out=nn.Linear(7, 4)).eval()
@@ -150,7 +172,9 @@ def test_a_bias_that_lies_transposed():
     def of_distances(self, x):
         return sdpa(self, x, self.table(torch.arange(36).reshape(6, 6)).permute(2, 0, 1))
 
-    of_a_table = quantized(Function(of_distances, table=nn.Embedding(36, 4), **layers()).eval(), inputs[0], None, "native")
+    of_a_table = quantized(
+        Function(of_distances, table=nn.Embedding(36, 4), **layers()).eval(), inputs[0], None, "native"
+    )
     for model, given in ((q, inputs), (of_a_table, inputs[:1])):
         assert_planned(model.report())
         assert worst_db([model.reference(*given)], [model(*given)]) > 25
@@ -178,7 +202,10 @@ def test_values_are_those_of_exact_arithmetic():
         zero_point = torch.round(-low / scale)
         return ((z / scale).round() + zero_point).clamp(0, steps).long() - zero_point.long(), scale
 
-    (a, s), (b, t) = values(x.double(), 255), values(y.double(), 255 if cpu.accumulates_wide() else 127)  # else sums are of 16 bits
+    (a, s), (b, t) = (
+        values(x.double(), 255),
+        values(y.double(), 255 if cpu.accumulates_wide() else 127),
+    )  # else sums are of 16 bits
     expected = (a @ b.transpose(-1, -2)).double() * s * t * 0.5
     assert worst_db([expected], [q(x, y).double()]) > 80
     assert_all_int8(q.report())
@@ -223,7 +250,10 @@ def test_without_plans_products_are_computed_in_fp32_and_the_report_says_so(monk
     monkeypatch.setenv("NC_ONEDNN", "none")
     x = torch.randn(X)
     q = quantized(Function(attention, **layers()).eval(), x, None, "native")
-    assert {op.operator for op in q.report().ops if op.kind == "matmul" and op.ran != "int8"} == {"matmul", "matmul_1"}
+    assert {op.operator for op in q.report().ops if op.kind == "matmul" and op.ran != "int8"} == {
+        "matmul",
+        "matmul_1",
+    }
     assert worst_db([q.reference(x)], [q(x)]) > 40
 
 

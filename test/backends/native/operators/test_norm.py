@@ -15,7 +15,9 @@ from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [
     pytest.mark.isas,
-    pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"),
+    pytest.mark.skipif(
+        bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"
+    ),
 ]
 
 G = torch.Generator().manual_seed(0)
@@ -27,7 +29,10 @@ LAYER, RMS = "aten.layer_norm.default", "aten.rms_norm.default"
 
 
 class Normed(nn.Module):
-    """A linear from 16 to 24, or a convolution from 8 to 24 channels, and what follows; some of the results are much larger than others."""
+    """A linear from 16 to 24, or a convolution from 8 to 24 channels, and what follows.
+
+    Some of the results are much larger than others.
+    """
 
     def __init__(self, norm, product=None):
         super().__init__()
@@ -35,7 +40,9 @@ class Normed(nn.Module):
         self.register_buffer("weight", WEIGHT)
         self.register_buffer("bias", BIAS)
         with torch.no_grad():
-            self.product.weight.mul_(torch.logspace(-1, 1, SIZE).view(-1, *[1] * (self.product.weight.dim() - 1)))
+            self.product.weight.mul_(
+                torch.logspace(-1, 1, SIZE).view(-1, *[1] * (self.product.weight.dim() - 1))
+            )
 
     def forward(self, x):
         return self.norm(self.product(x), self.weight, self.bias)
@@ -74,7 +81,11 @@ FOUND = {
     "by the variance": (Normed(by_variance), X, LAYER),
     "without weights": (Normed(lambda x, w, b: last(x, 1.0, 0.0)), X, LAYER),
     "without a bias": (Normed(lambda x, w, b: last(x, w, x.mean())), X, LAYER),
-    "weights as [1, 24, 1, 1]": (Normed(lambda x, w, b: w.view(1, -1, 1, 1) * channels(x, torch.ones(SIZE), b * 0), conv()), IMAGE, LAYER),
+    "weights as [1, 24, 1, 1]": (
+        Normed(lambda x, w, b: w.view(1, -1, 1, 1) * channels(x, torch.ones(SIZE), b * 0), conv()),
+        IMAGE,
+        LAYER,
+    ),
     "channels of sequences": (
         Normed(lambda x, w, b: last(x.transpose(1, 2), w, b).transpose(1, 2), conv(1)),
         IMAGE[..., 0],
@@ -84,8 +95,16 @@ FOUND = {
     "rms": (Normed(lambda x, w, b: rms(x, w)), X, RMS),
     "rms, 1 + weights": (Normed(lambda x, w, b: rms(x, 1 + w)), X, RMS),
     "rms with a bias": (Normed(lambda x, w, b: rms(x, w) + b), X, RMS),
-    "rms by division": (Normed(lambda x, w, b: x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)), X, RMS),
-    "rms of channels": (Normed(lambda x, w, b: x / torch.sqrt((x**2).mean(1, keepdim=True) + 1e-6), conv()), IMAGE, RMS),
+    "rms by division": (
+        Normed(lambda x, w, b: x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)),
+        X,
+        RMS,
+    ),
+    "rms of channels": (
+        Normed(lambda x, w, b: x / torch.sqrt((x**2).mean(1, keepdim=True) + 1e-6), conv()),
+        IMAGE,
+        RMS,
+    ),
     "rms of a module": (Normed(lambda x, w, b: F.rms_norm(x, [SIZE], w)), X, RMS),
 }
 
@@ -103,7 +122,9 @@ def test_one_call(name):
     q = quantized(model.eval(), x, None, "native")
     found = targets(q)
     assert found.count(target) == 1
-    assert not {"aten.mean.dim", "aten.rsqrt.default", "aten.sqrt.default", "aten.var.correction"} & set(found)
+    assert not {"aten.mean.dim", "aten.rsqrt.default", "aten.sqrt.default", "aten.var.correction"} & set(
+        found
+    )
     for given in (x, x[:1], torch.cat([x, 100 * x]), x.repeat(1, 1, 1, 3) if x.dim() == 4 else x):
         assert worst_sqnr_db([q.reference(given)], [q(given)]) > EXACT
 
@@ -177,7 +198,9 @@ def test_a_quantized_layer_reads_the_codes_of_a_norm():
 
 def test_a_free_size_is_not_normalised():
     """`layer_norm` takes the size as a number."""
-    model = Function(lambda self, x: last(self.linear(x).transpose(1, 2), 1.0, 0.0), linear=nn.Linear(16, SIZE))
+    model = Function(
+        lambda self, x: last(self.linear(x).transpose(1, 2), 1.0, 0.0), linear=nn.Linear(16, SIZE)
+    )
     q = quantized(model.eval(), X, None, "native")
     assert LAYER not in targets(q)
     for given in (X, torch.randn(2, 9, 16, generator=G)):

@@ -1,4 +1,7 @@
-"""Rotary embeddings as one function in C, norms that write codes, and operators on parts of tensors: against float64."""
+"""Rotary embeddings as one function in C, norms that write codes, and operators on parts of tensors.
+
+Against float64.
+"""
 
 import pytest
 import torch
@@ -27,7 +30,9 @@ CODES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 
 def planned(module):
     source = library()
-    return planning.PlannedModel(module, source, runner(source.maker.library)[0], lambda: pytest.fail("no plan"))
+    return planning.PlannedModel(
+        module, source, runner(source.maker.library)[0], lambda: pytest.fail("no plan")
+    )
 
 
 def traced(function, *inputs):
@@ -48,7 +53,9 @@ def traced(function, *inputs):
 def entries(call):
     """Names of the functions in C, and of torch's operators, in the plans of a model."""
     found = [e for plan in call._plans.values() for e in plan.entries]
-    return [e.function.name for e in found if isinstance(e, FunctionCall)], [e.step.name for e in found if isinstance(e, AtenCall)]
+    return [e.function.name for e in found if isinstance(e, FunctionCall)], [
+        e.step.name for e in found if isinstance(e, AtenCall)
+    ]
 
 
 def codes_of(x, dtype, scale, zero_point):
@@ -97,9 +104,16 @@ LAYOUTS = {
 )
 def test_any_sizes(sizes, half, how, spread, dtype, threads):
     (batch, count, rows), width = sizes, 2 * half
-    given_ = torch.randn(*((batch, count, rows) if how == "plain" else (batch, rows, count)), width + 5 * (how == "part"))
+    given_ = torch.randn(
+        *((batch, count, rows) if how == "plain" else (batch, rows, count)), width + 5 * (how == "part")
+    )
     x = LAYOUTS[how](given_)
-    shape = {"one": (1, 1, rows), "batches": (batch, 1, rows), "heads": (1, count, rows), "two dimensions": (rows,)}[spread]
+    shape = {
+        "one": (1, 1, rows),
+        "batches": (batch, 1, rows),
+        "heads": (1, count, rows),
+        "two dimensions": (rows,),
+    }[spread]
     cosine, sine = torch.randn(*shape, width), torch.randn(*shape, width)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -128,7 +142,11 @@ def test_numbers_without_a_code(dtype):
     low, high = CODES[dtype]
     one, none = torch.ones(1, 2), torch.zeros(1, 2)
     call = planned(traced(coded(rotation(), dtype, 0.1, 5), one, one, none))
-    for given_, expected in (((1e30, -1e30), [high, low]), ((0.0, -0.0), [5, 5]), ((float("nan"), 1.0), [low, low])):
+    for given_, expected in (
+        ((1e30, -1e30), [high, low]),
+        ((0.0, -0.0), [5, 5]),
+        ((float("nan"), 1.0), [low, low]),
+    ):
         assert call(torch.tensor([given_]), one, none)[0].tolist() == [expected]
 
 
@@ -161,33 +179,66 @@ ROTARY = {
     "sides exchanged": lambda x, c, s: aten.add.Tensor(aten.mul.Tensor(s, turned(x)), aten.mul.Tensor(c, x)),
     "ends as they are": lambda x, c, s: aten.add.Tensor(
         aten.mul.Tensor(x, c),
-        aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, -4, 8)), aten.slice.Tensor(x, 3, 0, -4)], 3), s),
+        aten.mul.Tensor(
+            aten.cat.default(
+                [aten.neg.default(aten.slice.Tensor(x, 3, -4, 8)), aten.slice.Tensor(x, 3, 0, -4)], 3
+            ),
+            s,
+        ),
     ),
 }
 OTHERS = {
-    "halves exchanged": lambda x, c, s: aten.add.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x, 1, 0), s)),
-    "of another tensor": lambda x, c, s: aten.add.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(turned(c), s)),
+    "halves exchanged": lambda x, c, s: aten.add.Tensor(
+        aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x, 1, 0), s)
+    ),
+    "of another tensor": lambda x, c, s: aten.add.Tensor(
+        aten.mul.Tensor(x, c), aten.mul.Tensor(turned(c), s)
+    ),
     "a difference": lambda x, c, s: aten.sub.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x), s)),
-    "twice the second": lambda x, c, s: aten.add.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x), s), alpha=2),
+    "twice the second": lambda x, c, s: aten.add.Tensor(
+        aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x), s), alpha=2
+    ),
     "other parts": lambda x, c, s: aten.add.Tensor(
         aten.mul.Tensor(x, c),
-        aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 2, 8)), aten.slice.Tensor(x, 3, 0, 2)], 3), s),
+        aten.mul.Tensor(
+            aten.cat.default(
+                [aten.neg.default(aten.slice.Tensor(x, 3, 2, 8)), aten.slice.Tensor(x, 3, 0, 2)], 3
+            ),
+            s,
+        ),
     ),
     "another second part": lambda x, c, s: aten.add.Tensor(
         aten.mul.Tensor(x, c),
-        aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 2, 6)), half(x, 0)], 3), s),
+        aten.mul.Tensor(
+            aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 2, 6)), half(x, 0)], 3), s
+        ),
     ),
     "the second part of another tensor": lambda x, c, s: aten.add.Tensor(
         aten.mul.Tensor(x, c),
-        aten.mul.Tensor(aten.cat.default([aten.neg.default(half(aten.expand.default(s, [1, 2, 8, 8]), 1)), half(x, 0)], 3), s),
+        aten.mul.Tensor(
+            aten.cat.default(
+                [aten.neg.default(half(aten.expand.default(s, [1, 2, 8, 8]), 1)), half(x, 0)], 3
+            ),
+            s,
+        ),
     ),
     "along another dimension": lambda x, c, s: aten.add.Tensor(
         aten.mul.Tensor(x, c),
-        aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 2, 4, 8)), aten.slice.Tensor(x, 2, 0, 4)], 2), s),
+        aten.mul.Tensor(
+            aten.cat.default(
+                [aten.neg.default(aten.slice.Tensor(x, 2, 4, 8)), aten.slice.Tensor(x, 2, 0, 4)], 2
+            ),
+            s,
+        ),
     ),
     "every second": lambda x, c, s: aten.add.Tensor(
         aten.mul.Tensor(x, c),
-        aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 1, 8, 2)), aten.slice.Tensor(x, 3, 0, 8, 2)], 3), s),
+        aten.mul.Tensor(
+            aten.cat.default(
+                [aten.neg.default(aten.slice.Tensor(x, 3, 1, 8, 2)), aten.slice.Tensor(x, 3, 0, 8, 2)], 3
+            ),
+            s,
+        ),
     ),
 }
 
@@ -245,7 +296,9 @@ def test_nothing_changes_where_something_is_changed_in_place():
 
 def test_columns_are_torchs():
     x, cosine = torch.randn(2, 6, 4), torch.randn(4, 6)
-    call = planned(traced(lambda x, c, s: (rotation()(aten.transpose.int(x, 1, 2), c, s),), x, cosine, cosine))
+    call = planned(
+        traced(lambda x, c, s: (rotation()(aten.transpose.int(x, 1, 2), c, s),), x, cosine, cosine)
+    )
     torch.testing.assert_close(call(x, cosine, cosine)[0], rotated(x.mT, cosine, cosine))
     assert entries(call) == ([], ["nc_native::rotation"])
 
@@ -261,7 +314,12 @@ def test_rms_norms_as_codes(width, dtype):
             self.register_buffer("weight", weight)
 
         def forward(self, x):
-            return coded(lambda x: aten.rms_norm.default(x, [width], self.weight, 1e-5), dtype, 0.02, -9 if dtype is torch.int8 else 120)(x)
+            return coded(
+                lambda x: aten.rms_norm.default(x, [width], self.weight, 1e-5),
+                dtype,
+                0.02,
+                -9 if dtype is torch.int8 else 120,
+            )(x)
 
     call = planned(traced(Norm(), x))
     exact = F.rms_norm(x.double(), [width], weight.double(), 1e-5)
@@ -295,10 +353,18 @@ def test_layer_norms_without_bias(given_weight, to_codes):
 
 PARTS = {
     "gelu": lambda x: aten.gelu.default(aten.slice.Tensor(x, -1, 0, 8)),
-    "a product of parts": lambda x: aten.mul.Tensor(aten.silu.default(aten.slice.Tensor(x, -1, 0, 8)), aten.slice.Tensor(x, -1, 8, 16)),
-    "a sum of parts": lambda x: aten.add.Tensor(aten.slice.Tensor(x, -1, 0, 8), aten.slice.Tensor(x, -1, 8, 16)),
-    "a difference of parts": lambda x: aten.sub.Tensor(aten.slice.Tensor(x, -1, 0, 8), aten.slice.Tensor(x, -1, 8, 16)),
-    "parts in another order": lambda x: aten.relu.default(aten.transpose.int(aten.slice.Tensor(x, -1, 3, 9), 1, 2)),
+    "a product of parts": lambda x: aten.mul.Tensor(
+        aten.silu.default(aten.slice.Tensor(x, -1, 0, 8)), aten.slice.Tensor(x, -1, 8, 16)
+    ),
+    "a sum of parts": lambda x: aten.add.Tensor(
+        aten.slice.Tensor(x, -1, 0, 8), aten.slice.Tensor(x, -1, 8, 16)
+    ),
+    "a difference of parts": lambda x: aten.sub.Tensor(
+        aten.slice.Tensor(x, -1, 0, 8), aten.slice.Tensor(x, -1, 8, 16)
+    ),
+    "parts in another order": lambda x: aten.relu.default(
+        aten.transpose.int(aten.slice.Tensor(x, -1, 3, 9), 1, 2)
+    ),
 }
 
 
@@ -306,7 +372,9 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_operators_on_parts_of_tensors(name, to_codes):
     x = torch.randn(2, 5, 16)
-    call = planned(traced(coded(PARTS[name], torch.uint8, 0.02, 120) if to_codes else lambda x: (PARTS[name](x),), x))
+    call = planned(
+        traced(coded(PARTS[name], torch.uint8, 0.02, 120) if to_codes else lambda x: (PARTS[name](x),), x)
+    )
     exact = PARTS[name](x.double())
     for _ in range(2):
         (got,) = call(x)
@@ -327,7 +395,9 @@ def test_a_sum_with_a_part_that_repeats_itself_is_torchs():
 class Attention(Function):
     def __init__(self):
         def forward(self, x, cosine, sine):
-            q, k, v = (f(x).view(*x.shape[:2], 4, 16).transpose(1, 2) for f in (self.query, self.key, self.value))
+            q, k, v = (
+                f(x).view(*x.shape[:2], 4, 16).transpose(1, 2) for f in (self.query, self.key, self.value)
+            )
             q, k = (t * cosine + torch.cat((-t[..., 8:], t[..., :8]), -1) * sine for t in (q, k))
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
 
@@ -362,7 +432,9 @@ def test_a_factor_that_is_a_part_of_it(function):
 
 def test_rows_that_overlap_are_torchs():
     x, factor = torch.randn(12), torch.randn(10)
-    call = planned(traced(lambda x, c, s: (rotation()(aten.unfold.default(x, 0, 10, 1), c, s),), x, factor, factor))
+    call = planned(
+        traced(lambda x, c, s: (rotation()(aten.unfold.default(x, 0, 10, 1), c, s),), x, factor, factor)
+    )
     torch.testing.assert_close(call(x, factor, factor)[0], rotated(x.unfold(0, 10, 1), factor, factor))
     assert entries(call) == ([], ["nc_native::rotation"])
 
@@ -384,7 +456,14 @@ def test_the_first_side_decides_about_the_order(first):
 def test_nothing_is_left_of_a_way_that_is_given_up():
     """A difference whose first side repeats itself: no copy of the second one."""
     x, y, z = torch.randn(4, 1), torch.randn(4, 16), torch.zeros(1)
-    call = planned(traced(lambda x, y, z: (aten.sub.Tensor(aten.expand.default(x, [4, 8]), aten.slice.Tensor(y, 1, 0, 8)),), x, y, z))
+    call = planned(
+        traced(
+            lambda x, y, z: (aten.sub.Tensor(aten.expand.default(x, [4, 8]), aten.slice.Tensor(y, 1, 0, 8)),),
+            x,
+            y,
+            z,
+        )
+    )
     assert torch.equal(call(x, y, z)[0], x - y[:, :8])
     (plan,) = call._plans.values()
     assert len(plan.entries) == 1

@@ -1,4 +1,7 @@
-"""Transposed convolutions in int8 on native: all sizes, groups and paddings, as plans compute them, against the quantized graph."""
+"""Transposed convolutions in int8 on native.
+
+All sizes, groups and paddings, as plans compute them, against the quantized graph.
+"""
 
 import pytest
 import torch
@@ -20,8 +23,12 @@ LAYERS = {
     "in groups": lambda: nn.ConvTranspose2d(8, 16, 3, stride=2, groups=4),
     "depthwise": lambda: nn.ConvTranspose2d(8, 8, 3, stride=2, padding=1, groups=8),
     "dilated": lambda: nn.ConvTranspose2d(8, 16, 3, dilation=2, padding=2),
-    "of two sizes": lambda: nn.ConvTranspose2d(8, 16, (3, 2), stride=(2, 1), padding=(1, 0), output_padding=(1, 0)),
-    "channels last": lambda: nn.ConvTranspose2d(8, 16, 3, stride=2, groups=2).to(memory_format=torch.channels_last),
+    "of two sizes": lambda: nn.ConvTranspose2d(
+        8, 16, (3, 2), stride=(2, 1), padding=(1, 0), output_padding=(1, 0)
+    ),
+    "channels last": lambda: nn.ConvTranspose2d(8, 16, 3, stride=2, groups=2).to(
+        memory_format=torch.channels_last
+    ),
     "row": lambda: nn.ConvTranspose1d(8, 16, 4, stride=2, padding=1),
     "volume": lambda: nn.ConvTranspose3d(8, 16, 3, stride=2, padding=1, output_padding=1),
 }
@@ -31,7 +38,9 @@ def shape(layer, batch=2):
     return batch, 8, *(5, 7, 4)[: layer.weight.dim() - 2]
 
 
-@pytest.mark.parametrize("config", [StaticQuantConfig(), StaticQuantConfig(act_dtype="int8", act_sym=True)], ids=["uint8", "int8"])
+@pytest.mark.parametrize(
+    "config", [StaticQuantConfig(), StaticQuantConfig(act_dtype="int8", act_sym=True)], ids=["uint8", "int8"]
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_alone(name, config):
     layer = LAYERS[name]().eval()
@@ -44,7 +53,9 @@ def test_alone(name, config):
     assert not compare(q, "reference").disagreements
 
 
-@pytest.mark.parametrize("act", [F.relu, F.gelu, F.silu, F.relu6, F.hardswish, F.leaky_relu, torch.tanh, torch.sigmoid])
+@pytest.mark.parametrize(
+    "act", [F.relu, F.gelu, F.silu, F.relu6, F.hardswish, F.leaky_relu, torch.tanh, torch.sigmoid]
+)
 def test_between_convolutions(act):
     model = Function(
         lambda self, x: self.c(act(self.b(F.relu(self.a(x))))),
@@ -65,7 +76,10 @@ def test_what_has_only_a_reference_kernel_runs_in_fp32_and_says_so():
     layer = nn.ConvTranspose2d(8, 16, 3, stride=3, output_padding=2).eval()
     x = torch.randn(shape(layer))
     q = quantized(layer, x, None, "native")
-    assert all(op.ran == "int8" or "it runs in fp32, between dequantize and quantize" in op.reason for op in q.report().ops)
+    assert all(
+        op.ran == "int8" or "it runs in fp32, between dequantize and quantize" in op.reason
+        for op in q.report().ops
+    )
     assert worst_db([q.reference(x)], [q(x)]) > 80
 
 
@@ -81,7 +95,9 @@ def test_values_are_those_of_exact_arithmetic():
     codes = ((x.double() / s).round() + zero).clamp(0, 255) - zero
     t = layer.weight.detach().double().abs().amax((0, 2, 3)).view(1, -1, 1, 1) / 127
     weight = (layer.weight.detach().double() / t).round()
-    expected = F.conv_transpose2d(codes, weight, None, 2, 1) * s * t + layer.bias.detach().double().view(1, -1, 1, 1)
+    expected = F.conv_transpose2d(codes, weight, None, 2, 1) * s * t + layer.bias.detach().double().view(
+        1, -1, 1, 1
+    )
     assert worst_db([expected], [q(x).double()]) > 60
 
 

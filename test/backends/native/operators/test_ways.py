@@ -1,4 +1,7 @@
-"""Ways of plans to compute an operator: the first one that does not refuse; what refuses says why, and the report prints it."""
+"""Ways of plans to compute an operator: the first one that does not refuse.
+
+What refuses says why, and the report prints it.
+"""
 
 import pytest
 import torch
@@ -36,11 +39,18 @@ def test_the_first_way_that_does_not_refuse_gives_the_result():
 
 def test_where_all_refuse_each_says_why():
     with pytest.raises(Refused, match="^C: too wide; oneDNN: no kernel$"):
-        recorder().first_possible({"C": lambda: need(False, "too wide"), "oneDNN": lambda: need(0, "no kernel")})
+        recorder().first_possible(
+            {"C": lambda: need(False, "too wide"), "oneDNN": lambda: need(0, "no kernel")}
+        )
 
 
 @pytest.mark.parametrize(
-    ("value", "why"), [(None, "no tensor"), (3, "no tensor"), (PlanTensor(torch.ones(2), object()), "computed from the inputs")]
+    ("value", "why"),
+    [
+        (None, "no tensor"),
+        (3, "no tensor"),
+        (PlanTensor(torch.ones(2), object()), "computed from the inputs"),
+    ],
 )
 def test_arguments_that_are_no_constants(value, why):
     with pytest.raises(Refused, match=why):
@@ -49,23 +59,38 @@ def test_arguments_that_are_no_constants(value, why):
 
 
 def test_the_report_prints_who_refused_and_why():
-    model = Function(lambda self, x: self.b(torch.cumsum(self.a(x), 1) - self.a(x).mean(0)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    model = Function(
+        lambda self, x: self.b(torch.cumsum(self.a(x), 1) - self.a(x).mean(0)),
+        a=nn.Linear(8, 8),
+        b=nn.Linear(8, 8),
+    )
     q = quantized(model, torch.randn(4, 8), None, "native")
     details = q.report().details["computed by torch"]
-    assert details == "mean (oneDNN: its input is no images in fp32)"  # cumsum has no way of ours, so none refused
+    assert (
+        details == "mean (oneDNN: its input is no images in fp32)"
+    )  # cumsum has no way of ours, so none refused
     assert f"computed by torch: {details}" in q.report().summary()
 
 
 def test_a_view_of_what_torch_computes_is_no_refusal():
-    """A pad waits for a convolution that could pad by itself. Here a view reads it, so torch computes it first."""
-    model = Function(lambda self, x: self.b(nn.functional.pad(self.a(x), (0, 2)).reshape(2, -1)), a=nn.Linear(8, 8), b=nn.Linear(40, 4))
+    """A pad waits for a convolution that could pad by itself.
+
+    Here a view reads it, so torch computes it first.
+    """
+    model = Function(
+        lambda self, x: self.b(nn.functional.pad(self.a(x), (0, 2)).reshape(2, -1)),
+        a=nn.Linear(8, 8),
+        b=nn.Linear(40, 4),
+    )
     q = quantized(model, torch.randn(2, 4, 8), None, "native")
     assert any("pad" in step.name for step in q.engine.steps([torch.randn(2, 4, 8)]))
     assert "computed by torch" not in q.report().details
 
 
 def test_a_model_whose_operators_all_have_ways_has_nothing_to_say():
-    q = quantized(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8), None, "native")
+    q = quantized(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8), None, "native"
+    )
     assert "computed by torch" not in q.report().details
 
 
