@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nc.formats import Capabilities, DynamicCost, OpSupport
+from nc.kernels import tuning
 from nc.kernels.c_code import limit
 from nc.process import env
 
@@ -28,14 +29,8 @@ _FLAGS = {
 #: Any of these multiplies u8 x s8 into 32 bits; without them pair sums saturate at 16 bits.
 WIDE_ACCUMULATION = ("avx512_vnni", "avx_vnni", "amx_int8")
 
-#: FBGEMM's dynamic kernels against oneDNN's fp32, measured on two AVX2 cores.
-DYNAMIC_COST = DynamicCost(
-    macs=70e3,
-    weight_bytes=20e3,
-    saved=0.5,
-    call={"per_tensor": 35.0, "per_token": 90.0},
-    element={"per_tensor": 0.15e-3, "per_token": 0.5e-3},
-)
+#: FBGEMM's dynamic kernels against oneDNN's fp32.
+DYNAMIC_COST = DynamicCost(**tuning.DYNAMIC_COST.value)
 
 _AVX512 = ("avx2", "avx512f")
 #: Every CPU with AMX has it too.

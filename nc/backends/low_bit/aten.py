@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.kernels import tuning
 from nc.numerics.packed_weight import PackedWeight
 
-#: Rows above which dequantizing by blocks is faster.
-MAX_ROWS = 32
 _INT4_GROUPS = (32, 64, 128, 256)
 
 
@@ -52,7 +51,7 @@ INT4PACK = LowBitKernel(
     outputs=16,
     inputs=2,
     isa=("aten_avx2",),
-    max_rows=MAX_ROWS,
+    max_rows=tuning.ATEN_ROWS.value,
     needs=("aten::_convert_weight_to_int4pack_for_cpu", "aten::_weight_int4pack_mm_for_cpu"),
     pack=_pack_int4,
     linear=_linear_int4,
@@ -65,7 +64,7 @@ INT8PACK = LowBitKernel(
     whole_row=True,
     zero_points=False,
     isa=("aten_avx2",),
-    max_rows=MAX_ROWS,
+    max_rows=tuning.ATEN_ROWS.value,
     needs=("aten::_weight_int8pack_mm",),
     pack=_pack_int8,
     linear=_linear_int8,

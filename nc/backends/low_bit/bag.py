@@ -18,12 +18,11 @@ import torch
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.formats import dtype as named
 from nc.formats.weight_format import WeightFormat
+from nc.kernels import tuning
 from nc.numerics import bits
 from nc.numerics.groups import about_middle
 from nc.numerics.packed_weight import PackedWeight
 
-#: Rows above which dequantizing by blocks is faster.
-MAX_ROWS = 8
 #: Bits of a code in a table → the operator that reads it.
 _READERS = {
     2: "embedding_bag_2bit_rowwise_offsets",
@@ -110,7 +109,7 @@ BAG = LowBitKernel(
     floats=("fp4_e2m1", "fp6_e2m3"),
     activations=("fp32", "bf16"),
     isa=("avx2",),
-    max_rows=MAX_ROWS,
+    max_rows=tuning.BAG_ROWS.value,
     needs=tuple(f"quantized::{name}" for name in _READERS.values()),
     pack=_pack,
     linear=_linear,

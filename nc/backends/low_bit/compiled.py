@@ -19,6 +19,7 @@ from nc.backends import cpu
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
 from nc.errors import BackendUnavailableError
+from nc.kernels import tuning
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load
 from nc.kernels.c_code.calls import Function, call_packed, function_of
@@ -287,7 +288,7 @@ C_BF16 = dataclasses.replace(
     activations=("bf16",),
     isa=("avx2", "avx512f", "avx512_vnni", "avx512_bf16"),
     unavailable=_why_no_bf16,
-    max_rows=2048,
+    max_rows=tuning.BF16_ROWS.value,
 )
 C_BF16_FEW_ROWS = dataclasses.replace(
     C_FP32,
@@ -295,7 +296,7 @@ C_BF16_FEW_ROWS = dataclasses.replace(
     activations=("bf16",),
     isa=C_BF16.isa,
     unavailable=_why_no_bf16,
-    max_rows=8,
+    max_rows=tuning.BF16_FEW_ROWS.value,
 )
 C_BF16_IN_FP32 = dataclasses.replace(
     C_FP32,

@@ -18,6 +18,7 @@ from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
 from nc.errors import BackendError
 from nc.formats.dtypes import DType
+from nc.kernels import tuning
 from nc.kernels.c_code import abi, isas
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, function_of
@@ -310,6 +311,6 @@ C_BLOCKS_BF16 = dataclasses.replace(
         "in fp32"
     ),
     activations=("bf16",),
-    max_rows=1024,  # above it, blocks dequantized for a GEMM in bf16 are faster (AVX2; AMX: from 4096 on)
+    max_rows=tuning.BF16_BLOCKS_ROWS.value,
 )
 KERNELS = (C_BLOCKS_INT8, C_BLOCKS_INT8_BLOCK32, C_BLOCKS, C_BLOCKS_BF16)

@@ -606,7 +606,3 @@ def header() -> str:
 def _enumeration(constants: Mapping[str, int]) -> str:
     text = ", ".join(f"{name} = {value}" for name, value in constants.items())
     return textwrap.fill(f"enum {{ {text} }};", 120, subsequent_indent="    ", break_long_words=False)
-
-
-if __name__ == "__main__":
-    print(header(), end="")

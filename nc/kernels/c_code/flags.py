@@ -13,6 +13,7 @@ from pathlib import Path
 
 #: No -march: a kernel that needs an instruction set says so itself, and asks the CPU at run time.
 FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-fno-math-errno")
+_HERE = Path(__file__).parent
 #: In front of each source: what a library says of itself.
 _HEADER = "identity.h"
 
@@ -34,8 +35,9 @@ def source_hash(source: Path) -> str:
 
 @functools.cache
 def made_header() -> str:
-    """Return the header that is made of `abi.py`."""
-    return str(runpy.run_path(str(Path(__file__).with_name("abi.py")))["header"]())
+    """Return the header that is made of `abi.py` and `tuning.py`."""
+    table, numbers = (runpy.run_path(str(path)) for path in (_HERE / "abi.py", _HERE.parent / "tuning.py"))
+    return f"{table['header']()}\n{numbers['definitions']()}"
 
 
 def short_hash(content: bytes) -> str:
@@ -50,3 +52,7 @@ def command(compiler: str, source: Path, target: Path) -> list[str]:
     included = ("-include", str(made), "-include", str(source.parent / _HEADER))
     defined = f'-DNC_SOURCE_HASH="{source_hash(source)}"'
     return [*compiler.split(), *FLAGS, defined, *included, "-o", str(target), str(source)]
+
+
+if __name__ == "__main__":
+    print(made_header(), end="")

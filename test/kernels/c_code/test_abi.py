@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nc.kernels import tuning
 from nc.kernels.c_code import abi, build, calls, flags, isas
 
 C_CODE = Path(abi.__file__).parent
@@ -21,11 +22,11 @@ DEFINITION = re.compile(
 STRUCTURES = (*abi.STRUCTURES, *(row.takes for row in abi.FUNCTIONS.values()))
 
 
-def test_the_table_is_its_own_program():
-    """setup.py and `make sanitize` run it without nc's packages."""
-    command = [sys.executable, "-I", "-S", abi.__file__]
+def test_a_program_prints_the_header():
+    """`make sanitize` runs it without nc's packages."""
+    command = [sys.executable, "-I", "-S", flags.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == abi.header() == flags.made_header()
+    assert done.stdout == flags.made_header() == f"{abi.header()}\n{tuning.definitions()}"
 
 
 def test_each_function_of_this_form_has_a_row_and_each_row_a_function():
@@ -54,7 +55,7 @@ def compiled(tmp_path_factory):
     if not build._compiler():
         pytest.skip("there is no C compiler")
     folder = tmp_path_factory.mktemp("abi")
-    (folder / "abi.h").write_text(abi.header())
+    (folder / "abi.h").write_text(flags.made_header())
     lines = []
     for structure in STRUCTURES:
         name = structure.symbol
@@ -162,5 +163,5 @@ def test_instruction_sets_are_in_the_order_of_their_numbers():
 def test_the_hash_of_a_source_covers_the_table(monkeypatch):
     source = C_CODE / "steps.c"
     before = flags.source_hash(source)
-    monkeypatch.setattr(flags, "made_header", lambda: abi.header() + "\n")
+    monkeypatch.setattr(flags, "made_header", lambda: abi.header())
     assert flags.source_hash(source) != before

@@ -25,6 +25,7 @@ from nc.backends.native.plans.ways import Operator, Refused, need
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
+from nc.kernels import caches, tuning
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, function_of
@@ -39,12 +40,8 @@ _ISA = "avx512_vnni"
 #: Rows of scores at once, the widest head, and how many tensors may follow the two products.
 _ROWS, _WIDEST = abi.CONSTANTS.score_rows, abi.CONSTANTS.widest_head
 _MOST_FOLLOWERS = abi.CONSTANTS.most_followers
-#: Of the longest scores: keys and values of a head should stay in the second cache.
-_MOST_KEYS = 4096
 _NO_ATTENTION = "its first side is not what a softmax of a product gives"
 _SOFTMAX = ("softmax", "_softmax")
-#: Fewer rows of a head are not worth that another task packs its keys and values too.
-_FEWEST_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +145,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     )
     threads = openmp.threads()
     parts = (
-        max(1, min(math.ceil(2 * threads / (batch * heads)), rows // _FEWEST_ROWS))
+        max(1, min(math.ceil(2 * threads / (batch * heads)), rows // tuning.FEWEST_ROWS.value))
         if batch * heads % threads
         else 1
     )
@@ -220,9 +217,10 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
     )
     batch, heads = (n if m == 1 else m for m, n in zip(q.tensor.shape[:2], k.tensor.shape[:2], strict=True))
     need(batch * heads * rows, "it has no row")
-    need(0 < keys <= _MOST_KEYS, f"it has no key, or more than {_MOST_KEYS}")
-    need(len(before) + len(behind) <= _MOST_FOLLOWERS, f"more than {_MOST_FOLLOWERS} tensors follow products")
     need(0 < width <= _WIDEST and 0 < wide <= _WIDEST, f"a head is wider than {_WIDEST}")
+    most = caches.second() // 2 // (width + wide)  # keys and values of a head should stay in the second cache
+    need(0 < keys <= most, f"it has no key, or more than {most}")
+    need(len(before) + len(behind) <= _MOST_FOLLOWERS, f"more than {_MOST_FOLLOWERS} tensors follow products")
     q, k, v = (
         _repeated(q, (batch, heads, rows, width)),
         _repeated(PlanTensor(k.tensor.mT, k.root), (batch, heads, keys, width)),

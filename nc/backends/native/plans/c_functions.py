@@ -11,6 +11,7 @@ from torch import fx
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import PlanTensor
 from nc.backends.native.plans.ways import need
+from nc.kernels import tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.build import load_on_threads, loaded
 from nc.kernels.c_code.calls import Function, function_of
@@ -22,7 +23,7 @@ FLOATS = {torch.float32: abi.DTYPE.number("f32"), torch.bfloat16: abi.DTYPE.numb
 DTYPES = {**FLOATS, torch.bool: abi.DTYPE.number("bool"), torch.int64: abi.DTYPE.number("i64")}
 NUMBERS = {**DTYPES, torch.uint8: abi.DTYPE.number("u8"), torch.int8: abi.DTYPE.number("s8")}
 #: Of larger tensors oneDNN and torch divide the work among threads.
-MOST_ELEMENTS = 2**16
+MOST_ELEMENTS = tuning.MOST_ELEMENTS.value
 #: Dimensions that the C code can count through.
 MOST_DIMS = abi.CONSTANTS.most_dims
 

@@ -16,6 +16,7 @@ import nc
 from nc.backends import available_backends, cpu
 from nc.backends.native.operators import int8_attention
 from nc.graph.fx_utils import call_function
+from nc.kernels import caches
 from nc.kernels.c_code import abi, openmp
 from nc.numerics.metrics import worst_sqnr_db
 from nc.process.unavailable import Unavailable
@@ -145,10 +146,14 @@ def test_what_stands_around_the_result_stays():
     )
 
 
-def test_what_is_left_to_onednn():
-    case(width=513, rows=3).check(whole=False)
+def test_keys_and_values_of_a_head_stay_in_the_second_cache(monkeypatch):
+    monkeypatch.setattr(caches, "second", lambda: 2 * 8 * 4096)
     case(keys=4097, rows=2, width=4).check(whole=False)
     case(keys=4096, rows=2, width=4).check()
+
+
+def test_what_is_left_to_onednn():
+    case(width=513, rows=3).check(whole=False)
     case(dim=3).check()
     # what a key has does not lie side by side
     Case(heads(2, 9, 3, 8, torch.uint8), codes(2, 3, 8, 11), heads(2, 11, 3, 8), in_rows=False).check(

@@ -20,6 +20,7 @@ from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall
 from nc.errors import InputError
 from nc.graph.catalogue import name_operators
+from nc.kernels import caches
 from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
 
@@ -387,7 +388,7 @@ def test_a_whole_model_gives_the_same_with_operators_of_torch(monkeypatch):
 
 def test_masks_for_products_of_oneDNN(monkeypatch):
     """Which take none with repeated dimensions."""
-    monkeypatch.setattr(int8_attention, "_MOST_KEYS", 0)
+    monkeypatch.setattr(caches, "second", lambda: 0)
     inputs = tokens()
     q = quantized(Encoder().eval(), inputs, None, "native")
     assert not any(
