@@ -26,7 +26,10 @@ _SIZE = 1536
 
 
 def int8_product() -> Callable[[], object]:
-    """One int8 linear of `_SIZE`³ multiply-adds, uint8 activations and int8 weights, by stock PyTorch's oneDNN operator."""
+    """Compute one int8 linear of `_SIZE`³ multiply-adds by stock PyTorch's oneDNN operator.
+
+    Activations are uint8, weights int8.
+    """
     x = torch.randint(0, 128, (_SIZE, _SIZE), dtype=torch.uint8)
     weight = torch.randint(-64, 64, (_SIZE, _SIZE), dtype=torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(weight, x.shape)

@@ -102,7 +102,10 @@ def shifted(ids: torch.Tensor) -> torch.Tensor:
 
 
 def antiberty(folder: Path, setting: str) -> None:
-    """Return the model, and sequences that it makes from those in its package's description, by masking and drawing again and again."""
+    """Return the model, and sequences that it makes from those in its package's description.
+
+    It makes them by masking and drawing again and again.
+    """
     from transformers import BertConfig, BertForMaskedLM
 
     spec = importlib.util.find_spec("antiberty")

@@ -20,11 +20,11 @@ def images(size: int, channels: int = 3) -> Inputs:
 
 
 def settled(model: torch.nn.Module) -> torch.nn.Module:
-    """Eval mode, statistics and weights of batch norms as after training, and no parameter that hides the
-    layers behind it.
+    """Set eval mode, batch norms as after training, and parameters that would hide the layers behind them.
 
-    Layer scales begin at 1e-6 and last projections of residual branches at zero: with those, a model is
-    hardly more than its skip connections, and its output would say nothing about its int8 operators.
+    Statistics and weights of the batch norms are as after training. Layer scales begin at 1e-6 and last
+    projections of residual branches at zero: with those, a model is hardly more than its skip connections,
+    and its output would say nothing about its int8 operators.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

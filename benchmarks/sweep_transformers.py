@@ -1,9 +1,8 @@
-"""Models of transformers' auto-model tables, made small from their configurations alone, and inputs that
-their `forward` accepts.
+"""Models of transformers' auto-model tables, made small, and inputs that their `forward` accepts.
 
-Nothing here knows a single architecture: sizes are found by the names of the configuration's attributes,
-inputs by the names of `forward`'s parameters. A model that none of the ways fits raises `NotBuilt` with the
-reason of the first way.
+The models are made from their configurations alone. Nothing here knows a single architecture: sizes are found
+by the names of the configuration's attributes, inputs by the names of `forward`'s parameters. A model that
+none of the ways fits raises `NotBuilt` with the reason of the first way.
 """
 
 from __future__ import annotations
@@ -67,7 +66,10 @@ def base_models() -> list[tuple[str, str]]:
 
 
 def task_models() -> list[tuple[str, str]]:
-    """(model type, class) of the tables of models with a head, without those that are in the table of base models."""
+    """Return (model type, class) of the tables of models with a head.
+
+    Those that are in the table of base models are left out.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     wanted = (

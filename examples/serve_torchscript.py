@@ -1,5 +1,6 @@
-"""Export a quantized model as one TorchScript file, and serve it in a process that imports only torch and
-IPEX.
+"""Export a quantized model as one TorchScript file, and serve it without `nc`.
+
+The process that serves it imports only torch and IPEX.
 
     python examples/serve_torchscript.py [--out DIR]   quantize, export, then start the server process below
     python examples/serve_torchscript.py --serve DIR   the server: needs neither `nc` nor the model's class

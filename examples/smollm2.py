@@ -45,8 +45,9 @@ def model_file() -> Path:
 
 
 def load_model(path: Path | None = None) -> Any:
-    """Return the `LlamaForCausalLM` with the weights of a GGUF file of the llama architecture, fp32, in eval
-    mode.
+    """Return the `LlamaForCausalLM` with the weights of a GGUF file of the llama architecture.
+
+    It is fp32 and in eval mode.
 
     Args:
         path: the file; None: that of SmolLM2.

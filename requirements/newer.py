@@ -1,5 +1,6 @@
-"""Print which releases on the package index are newer than those that requirements/newest.txt pins, one line
-for each package.
+"""Print which releases on the package index are newer than those that are pinned.
+
+requirements/newest.txt pins them; there is one line for each package.
 
     python requirements/newer.py [FILE]
 

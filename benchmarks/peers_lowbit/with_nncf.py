@@ -1,4 +1,4 @@
-"""NNCF 3.4: `compress_weights` of OpenVINO's form of the model, with all layers outside the blocks ignored."""
+"""NNCF 3.4: `compress_weights` of OpenVINO's form of the model, without the layers outside the blocks."""
 
 from __future__ import annotations
 

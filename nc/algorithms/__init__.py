@@ -65,7 +65,10 @@ PRE_STAGES, POST_STAGES = (Stage.FLOAT, Stage.STATISTICS), (Stage.QPARAMS, Stage
 
 
 def is_algorithm(value: object, stages: Collection[Stage], known: Mapping[str, type]) -> bool:
-    """Whether a value is an algorithm of one of these stages, whose name is not that of another class in `known`."""
+    """Tell whether a value is an algorithm of one of these stages.
+
+    Its name must not be that of another class in `known`.
+    """
     if not (isinstance(value, Algorithm) and dataclasses.is_dataclass(value) and value.stage in stages):
         return False
     return known.get(value.name, type(value)) is type(value)

@@ -66,8 +66,9 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tap:
-    """What is collected of one tensor, while kept samples run through the fp32 graph once, for all algorithms
-    of a stage.
+    """What is collected of one tensor.
+
+    It is collected while kept samples run through the fp32 graph once, for all algorithms of a stage.
 
     Attributes:
         operator: name of the operator.
@@ -124,7 +125,7 @@ class Context:
     def weight(self, operator: str) -> WeightCodes | None:
         """Return the codes of an operator's weight at stage CODES.
 
-        None where it has none (a matmul, an addition, a recurrent layer).
+        None is returned where it has none (a matmul, an addition, a recurrent layer).
         """
         assert self.quantized is not None
         for node in self.quantized.graph.nodes:

@@ -1,7 +1,6 @@
-"""Bias absorption.
+"""Bias absorption: move the constant part of a channel from one layer's bias to the next.
 
-Move the constant part of a channel from one layer's bias to the next (Nagel et al., arXiv 1906.04721, section
-4.1.3).
+See Nagel et al., arXiv 1906.04721, section 4.1.3.
 
 Equalization can leave channels with a large bias, which stretch the one range that all channels of an
 activation share. Where a value x is above c nearly always, `relu(x) = relu(x - c) + c`: the first layer

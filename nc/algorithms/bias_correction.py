@@ -1,6 +1,6 @@
 """Bias correction.
 
-Subtract the mean error of quantization in each output channel from the bias, where that helps.
+It subtracts the mean error of quantization in each output channel from the bias, where that helps.
 
 `b += E[y_fp32] - E[y_int8]` per output channel over calibration samples (Nagel et al., arXiv 1906.04721,
 section 4.2, the empirical form), in execution order: each operator is corrected with the corrected operators
@@ -124,8 +124,7 @@ class Corrections:
 def correct_biases(
     fp32: fx.GraphModule, quantized: fx.GraphModule, operators: Collection[str], batches: Sequence[Batch]
 ) -> Corrections:
-    """Correct the biases of a QDQ graph in place, where that makes no output of the model worse on the
-    batches.
+    """Correct the biases of a QDQ graph in place, where no output gets worse on the batches by it.
 
     Args:
         fp32: the graph that it was made from.
@@ -223,7 +222,7 @@ def _correction(
 def _harms_readers(
     expected: Stream, original: fx.Node, got: Stream, node: fx.Node, values: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether something behind an operator, up to the next products, gets worse by other values of the operator."""
+    """Tell whether something behind an operator gets worse by other values of it, up to the next products."""
     behind = {n.name: n for n in expected.behind(original)}
     copies = {n.name: n for n in got.behind(node)}
     ends = {
@@ -267,7 +266,10 @@ def _errors(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> tu
 
 
 def _rows(value: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors of a tensor's last dimension, about `limit` values, and the index in the first dimension of each."""
+    """Return vectors of a tensor's last dimension and the index in the first dimension of each.
+
+    There are about `limit` values in them.
+    """
     value = value if value.dim() > 1 else value.reshape(1, -1)
     flat = value.reshape(-1, value.shape[-1])
     count = len(flat)

@@ -1,6 +1,6 @@
 """The dead-channel watch.
 
-Output channels whose codes are all 0, or that a ReLU makes 0 at every position of the kept samples.
+It finds output channels whose codes are all 0, or that a ReLU makes 0 at every position of the kept samples.
 
 It changes nothing; what it finds is part of the report (docs/how-to/accuracy-dropped.md).
 """

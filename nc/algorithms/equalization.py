@@ -1,6 +1,6 @@
-"""Cross-layer equalization.
+"""Cross-layer equalization: make the ranges of channels equal without changing the function.
 
-Make the ranges of channels equal without changing the function (Nagel et al., arXiv 1906.04721, section 4.1).
+See Nagel et al., arXiv 1906.04721, section 4.1.
 
 Where only positively homogeneous operators stand between two layers (`f(s x) = s f(x)` for s > 0), a channel
 can be made larger by the first layer and smaller by the second. Equation 11 picks the scales that make the
@@ -214,7 +214,7 @@ def _channel_axis(layer: fx.Node) -> int:
 def _axis_behind(node: fx.Node, axis: int) -> int | None:
     """Where the channels are behind a homogeneous operator, from the end.
 
-    None behind one that is not, or that mixes channels.
+    None is returned behind one that is not, or that mixes channels.
     """
     name = op_name(node)
     if name in HOMOGENEOUS:
@@ -246,7 +246,7 @@ def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
 def _axis_behind_squeeze(node: fx.Node, axis: int) -> int | None:
     """Return the axis where a dimension in front of the channels comes or goes.
 
-    The batch of 1 that a convolution without one gets.
+    A convolution without a batch gets a batch of 1 in this way.
     """
     dim = schema_arguments(node).get("dim")
     rank = max(node.meta["val"].dim(), input_node(node).meta["val"].dim())
@@ -264,7 +264,7 @@ def _axis_behind_mean(node: fx.Node, axis: int) -> int | None:
 def grouped(layer: fx.Node, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as [groups, outputs of a group, inputs of a group, values of a connection].
 
-    A view where it is contiguous.
+    It is a view where the weight is contiguous.
     """
     groups = groups_of(layer)
     view = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)

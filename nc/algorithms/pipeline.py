@@ -25,7 +25,7 @@ LEAST_AGREEMENT_DB = 30.0
 def all_needs(algorithms: Sequence[Algorithm], module: fx.GraphModule, plan: Plan) -> Needs:
     """Return the needs of all, as one.
 
-    Every statistic, and room for the samples of the one that wants most.
+    It has every statistic, and room for the samples of the one that wants most.
     """
     each = [a.needs(module, plan) for a in algorithms]
     bounds = [needs.samples for needs in each if needs.samples is not None]

@@ -1,6 +1,6 @@
-"""`act_algo="auto"`.
+"""`act_algo="auto"`: choose the algorithm whose range gives the least output error.
 
-Choose the algorithm whose range gives the least output error of the operators that read a tensor.
+It is the error of the operators that read a tensor.
 
 Each operator computes with the fp32 weight and one input rounded to the codes of each candidate, over kept
 calibration samples; the sixth powers of its errors, relative to those of its output, are summed over all that

@@ -1,4 +1,7 @@
-"""Run a graph over all kept batches at once, node by node, so that the fp32 graph and its QDQ graph can go side by side."""
+"""Run a graph over all kept batches at once, node by node.
+
+So the fp32 graph and its QDQ graph can go side by side.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class Stream:
     def behind(self, node: fx.Node) -> list[fx.Node]:
         """Return what can be computed from the value of a node now, up to the next products.
 
-        Activations, additions, norms.
+        This means activations, additions and norms.
         """
         found: dict[fx.Node, None] = {}
         known = self._runs[0].env
@@ -78,8 +81,9 @@ class Stream:
     def ahead(
         self, node: fx.Node, values: Sequence[torch.Tensor], nodes: Sequence[fx.Node], wanted: Collection[str]
     ) -> Iterator[Mapping[str, Any]]:
-        """Yield what some nodes behind a node would be for other values of it, by name, one mapping per
-        batch; nothing changes.
+        """Yield what some nodes behind a node would be for other values of it.
+
+        There is one mapping by name for each batch; nothing changes.
 
         Args:
             node: computed last.

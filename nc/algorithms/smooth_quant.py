@@ -1,5 +1,6 @@
-"""SmoothQuant: outliers in few channels of an activation move into the weights that multiply them (Xiao et
-al., arXiv 2211.10438).
+"""SmoothQuant: outliers in few channels of an activation move into the weights that multiply them.
+
+The method is of Xiao et al., arXiv 2211.10438.
 
 For linears that read one tensor, `Y = X W^T = (X / s)(W * s)^T` for any s > 0 per input channel. With the s
 of equation 4 both sides become about equally hard to quantize. 1/s goes into the normalisation or linear in

@@ -1,6 +1,6 @@
 """The search for SmoothQuant's alpha.
 
-The value on a grid with the least output error, for linears with one scale or for whole blocks.
+It is the value on a grid with the least output error, for linears with one scale or for whole blocks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def worse_than_without(
 def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
     """Return the alpha with the least error.
 
-    `init_alpha`, if it is within the limits, where none is better.
+    It is `init_alpha`, if that is within the limits, where none is better.
     """
     first = [options.init_alpha] if options.alpha_min <= options.init_alpha <= options.alpha_max else []
     steps = int((options.alpha_max - options.alpha_min) / options.alpha_step + 1e-9)
@@ -126,7 +126,10 @@ def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
 
 
 def _unit_error(unit: Unit, alpha: float | None, rows: torch.Tensor) -> float:
-    """Error of the members' products over some rows of their input, relative to their size, combined as the unit says."""
+    """Return the error of the members' products over some rows of their input, relative to their size.
+
+    Errors are combined as the unit says.
+    """
     errors = []
     for run, weight in zip(_quantized(unit, alpha), unit.weights, strict=True):
         expected = rows @ weight.T

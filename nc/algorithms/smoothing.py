@@ -32,7 +32,10 @@ class SmoothQuant:
     stage: ClassVar[Stage] = Stage.STATISTICS
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
-        """Return the extremes of each channel that a linear reads, and samples where a search or a histogram looks at them again."""
+        """Return the extremes of each channel that a linear reads, and samples.
+
+        Samples are for where a search or a histogram looks at them again.
+        """
         specs = _specs(plan)
         readers = [n for n in module.graph.nodes if n.meta.get("operator") in specs]
         watches = tuple(Watch(Weighted.of(n).input, n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers)
@@ -41,7 +44,7 @@ class SmoothQuant:
     def apply(self, context: Context) -> Applied:
         """Smooth the linears that the plan says.
 
-        The graph, the alphas in the plan, and the statistics of what operators read now.
+        The result is the graph, the alphas in the plan, and the statistics of what operators read now.
 
         Min-max ranges of smoothed tensors follow from the ranges of their channels. Other algorithms need
         histograms, which smoothing changes: they look at the kept calibration samples once more.

@@ -33,7 +33,7 @@ def save(
 ) -> None:
     """Save a quantized model as a directory of three files.
 
-    Weights, graph (or how low-bit weights are read) and checksums.
+    They hold weights, graph (or how low-bit weights are read) and checksums.
 
     The directory is written under another name and then renamed, so it is never incomplete. Saving the same
     model again gives the same bytes. The example inputs of `prepare` are saved too, because `load` warms up
@@ -218,7 +218,7 @@ _LOADERS: Mapping[str, Callable[[folder.Content, _Loading], torch.nn.Module]] = 
 def _fits(graph: QDQGraph) -> bool:
     """Whether the outputs that the graph expects for its example are known, and have the captured structure.
 
-    Raises as `_run`.
+    It raises what `_run` raises.
     """
     if graph.expected is None:
         return False

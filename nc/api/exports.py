@@ -1,6 +1,6 @@
 """Write quantized models as programs of other runtimes.
 
-A function for each format of an engine of `nc`, and one for all formats.
+There is a function for each format of an engine of `nc`, and one for all formats.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) ->
 def export_pt2(
     q_model: QuantizedModel, path: str | os.PathLike[str], *, free_sizes: bool = False, verify: str = "raise"
 ) -> None:
-    """Write a program compiled ahead of time by AOTInductor as one file, for C++ and for serving without
-    `nc`.
+    """Write a program compiled ahead of time by AOTInductor as one file.
+
+    It is for C++ and for serving without `nc`.
 
     The file is a program: load it only from a source that you trust. Load it with
     `torch._inductor.aoti_load_package`, in C++ with `torch::inductor::AOTIModelPackageLoader`:
@@ -108,8 +109,9 @@ def export_onnx(
     verify: str = "raise",
     without_vnni: bool = False,
 ) -> OnnxReport:
-    """Write an ONNX file (opset 21) with quantize and dequantize nodes and int8 weights, and say what ONNX
-    Runtime computes in int8.
+    """Write an ONNX file with int8 weights, and say what ONNX Runtime computes in int8.
+
+    The file has opset 21, and quantize and dequantize nodes.
 
     Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on: the flat
     outputs that are tensors. Free sizes stay free. Those that decide about the path through the model's
@@ -128,10 +130,8 @@ def export_onnx(
 
     Returns:
         What ran by which kernel, from a profile of ONNX Runtime on the example inputs; `print` shows it. The
-        check runs kernels that can't
-        saturate: it judges the file, not this CPU. Operators that can saturate on CPUs without VNNI are in
-            `saturating`, and in a warning
-        that says what to do.
+        check runs kernels that can't saturate: it judges the file, not this CPU. Operators that can saturate
+        on CPUs without VNNI are in `saturating`, and in a warning that says what to do.
 
     Raises:
         ConfigError: the name does not end in `.onnx`.
@@ -186,8 +186,9 @@ def _export(
 
 
 def _alone(graph: QDQGraph) -> QDQGraph:
-    """Return a graph as another format's program can hold it, where nobody checks which path the model takes
-    through its Python code.
+    """Return a graph as another format's program can hold it.
+
+    There nobody checks which path the model takes through its Python code.
 
     Raises:
         UnsupportedError: the path depends on values.

@@ -123,7 +123,10 @@ def _with_experts_apart(model: Any, plan: WeightPlan, where: Mapping[str, Source
 
 
 def _check_plan(plan: WeightPlan, samples: Sequence[torch.Tensor]) -> None:
-    """Raise UnsupportedError for a plan that needs the whole model at once, and InputError where its data is missing."""
+    """Raise UnsupportedError for a plan that needs the whole model at once.
+
+    Where data that the plan needs is missing, raise InputError.
+    """
     whole = next((t.name for t in plan.transforms if t.level == "model"), None)
     if whole is not None:
         msg = (

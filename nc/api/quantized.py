@@ -1,6 +1,6 @@
 """The quantized model.
 
-An engine model behind the user's signature, with its reference, its report and its artefact.
+It is an engine model behind the user's signature, with its reference, its report and its artefact.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INSTEAD = (
 class ReferenceModule(FixedModule):
     """The QDQ graph as a plain module with the user's signature.
 
-    Fp32 simulation of the integers, on any CPU.
+    It simulates the integers in fp32, on any CPU.
     """
 
     what = "The reference of a quantized model"

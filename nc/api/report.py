@@ -210,7 +210,8 @@ class Report:
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
         """One row per operator.
 
-        Name, type, what was asked and what ran, in a profile its share of the time, its kernel, and why.
+        It has the name, type, what was asked and what ran, in a profile its share of the time, its kernel,
+        and why.
 
         Args:
             width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.
@@ -242,7 +243,10 @@ class Report:
         return format_table(lines, width)
 
     def __str__(self) -> str:
-        """Return the verdict, the operators as a table in which equal blocks stand once, then the other figures."""
+        """Return the verdict, the operators as a table, then the other figures.
+
+        Equal blocks stand once in the table.
+        """
         verdict, figures = ("\n".join(flowing(text, WIDTH)) for text in (self._verdict(), self._figures()))
         return f"{verdict}\n\n{self.table(WIDTH, fold=True)}\n\n{figures}"
 

@@ -1,6 +1,6 @@
 """The report of a model with low-bit weights.
 
-Per layer its format, which solver won, its loss, bits per weight and size.
+It has for each layer its format, which solver won, its loss, bits per weight and size.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class WeightReport:
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
         """One row per layer and other weight.
 
-        Name, sizes, format, solver, losses, bits per weight, MB, kernel, times, note.
+        It has name, sizes, format, solver, losses, bits per weight, MB, kernel, times and note.
 
         Args:
             width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.

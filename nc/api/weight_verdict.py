@@ -1,10 +1,10 @@
-"""Measure whether layers with low-bit weights are faster than the float layers that they replace, on this
-machine.
+"""Measure whether layers with low-bit weights are faster than the float layers that they replace.
 
-A weight-only model need not have example inputs, and a whole language model takes seconds. So some layers of
-each shape and format are called alone, in turns with `torch.nn.functional.linear` in the model's dtype, with
-one row of inputs (a token) and with some tens (a prompt). Layers of all shapes are called in each round, so
-that one layer's weights do not stay in the cache where the model's would not.
+The figures are for this machine. A weight-only model need not have example inputs, and a whole language model
+takes seconds. So some layers of each shape and format are called alone, in turns with
+`torch.nn.functional.linear` in the model's dtype, with one row of inputs (a token) and with some tens (a
+prompt). Layers of all shapes are called in each round, so that one layer's weights do not stay in the cache
+where the model's would not.
 """
 
 from __future__ import annotations
@@ -182,7 +182,10 @@ _Key = tuple[str, int, int]
 
 
 def _groups(model: torch.nn.Module) -> tuple[dict[_Key, list[QuantLinear]], dict[_Key, int], int]:
-    """Layers to time by format and shape, how many there are of each, and how many are of shapes that are not timed."""
+    """Return layers to time by format and shape, and how many there are of each.
+
+    How many have shapes that are not timed is returned too.
+    """
     found: dict[_Key, list[QuantLinear]] = {}
     for module in model.modules():
         if isinstance(module, QuantLinear):

@@ -234,7 +234,7 @@ def _owners(option: str) -> dict[str, Option]:
 def precautions() -> Precautions:
     """Return what capture has to do because of all known backends, run they here or not.
 
-    The same model gives the same graph.
+    So the same model gives the same graph.
     """
     return precautions_for(_engines())
 

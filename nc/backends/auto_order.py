@@ -1,6 +1,6 @@
 """Which engine `backend="auto"` tries first.
 
-The faster one, by what was measured on this kind of CPU with this kind of model.
+It is the faster one, by what was measured on this kind of CPU with this kind of model.
 
 `RACES` is what was measured, in docs/results/speed.md. To change the order of engines, measure
 (`benchmarks/run.py`) and change a row.

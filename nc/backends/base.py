@@ -144,7 +144,7 @@ class Exporter:
 def write_script(graph: QDQGraph, engine: EngineModel, file: Path) -> None:
     """Write the TorchScript program of an engine that runs one.
 
-    Raises UnsupportedError where this model has none.
+    It raises UnsupportedError where this model has none.
     """
     if engine.script is None:
         msg = "The engine runs this model without a TorchScript program, so there is none to write."
@@ -195,7 +195,10 @@ class Backend:
         return Capabilities(backend=self.name, ops=())
 
     def around_model(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which a fp32 model computes what torch alone would compute, see `capture_passes`."""
+        """Return a context in which a fp32 model computes what torch alone would.
+
+        See `capture_passes`.
+        """
         return contextlib.nullcontext()
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
@@ -205,8 +208,9 @@ class Backend:
     def plan_token(
         self, module: fx.GraphModule, layers: Sequence[QuantLinear]
     ) -> Callable[..., Sequence[torch.Tensor]] | None:
-        """Return what runs a graph that computes one token of a language model and may change its inputs in
-        place.
+        """Return what runs a graph that computes one token of a language model.
+
+        The graph may change its inputs in place.
 
         Args:
             module: flat graph, which may be changed.

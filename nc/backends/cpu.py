@@ -79,7 +79,7 @@ def detected() -> tuple[str, ...]:
 def limits() -> tuple[str, ...]:
     """Environment variables that keep kernels from features, as "NAME=value".
 
-    oneDNN's, and `NC_MAX_ISA` of the C code of this package.
+    They are oneDNN's, and `NC_MAX_ISA` of the C code of this package.
 
     oneDNN reads its variable once, at its first use: what was set when the process started may still hold.
 
@@ -108,7 +108,10 @@ def _onednn_limits() -> tuple[str, ...]:
 
 
 def lacks(needed: Iterable[str]) -> tuple[str, ...]:
-    """Return what C code that was compiled for these flags of /proc/cpuinfo does not find here, or may not use."""
+    """Return what C code does not find here, or may not use.
+
+    It was compiled for these flags of /proc/cpuinfo.
+    """
     may = features()
     return tuple(flag for flag in needed if (flag not in may if flag in _FLAGS else flag not in flags()))
 
@@ -135,7 +138,7 @@ def why_narrow() -> str:
 def relied_on() -> tuple[str, ...]:
     """Return the feature that int8 kernels' numbers rely on.
 
-    The one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate.
+    It is the one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate.
     """
     return next(((name,) for name in WIDE_ACCUMULATION if name in features()), ("avx2",))
 

@@ -1,6 +1,6 @@
 """Dynamic linears, and LSTMs and GRUs with one range per tensor.
 
-FBGEMM's kernels in PyTorch, which round activations while they pack them.
+They are computed by FBGEMM's kernels in PyTorch, which round activations while they pack them.
 
 Per tensor there is a kernel that finds the range itself. Per token there is none: rows are divided by their
 scales first, so that one scale, 1, holds for all, and the products are multiplied afterwards. With a zero
@@ -37,7 +37,7 @@ _quantized = torch.ops.quantized
 class _Rows:
     """What the kernel rounds.
 
-    The input in units of `scale`, shifted by `shift`, the zero point minus 128 (None: by nothing).
+    It is the input in units of `scale`, shifted by `shift`, the zero point minus 128 (None: by nothing).
     """
 
     values: fx.Node
@@ -91,7 +91,7 @@ def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 def packed_bytes(module: fx.GraphModule) -> int:
     """Bytes of the weights of dynamic operators in a QDQ graph.
 
-    Codes, and one fp32 scale and sum per output.
+    They are the codes, and one fp32 scale and sum per output.
     """
     nodes = [Dequantize.of(n).codes for n in module.graph.nodes if _is_packed(n)]
     weights = {codes.target: constant_of(module, codes) for codes in nodes}
@@ -107,7 +107,7 @@ def _is_dynamic(node: fx.Node) -> bool:
 def _is_layer_of_torch(node: fx.Node) -> bool:
     """Whether torch has a dynamic kernel for a recurrent layer.
 
-    For LSTMs without projections and GRUs with one range per tensor.
+    It has them for LSTMs without projections and GRUs with one range per tensor.
     """
     if node.target not in (RECURRENT["lstm"], RECURRENT["gru"]):
         return False

@@ -1,4 +1,7 @@
-"""Operators × backends × dtypes as a Markdown table, from the backends' capabilities, for docs/reference/operators.md."""
+"""Operators × backends × dtypes as a Markdown table, for docs/reference/operators.md.
+
+It is made from the backends' capabilities.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from nc.graph.catalogue import PRODUCTS
 def support_table(backends: Sequence[Backend]) -> str:
     """One row per operator that some backend computes in integers, one column per backend.
 
-    Limits as numbered notes below.
+    Limits are numbered notes below.
     """
     capabilities = [backend.capabilities() for backend in backends]
     notes: list[str] = []

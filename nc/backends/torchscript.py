@@ -1,6 +1,6 @@
 """QDQ graph → TorchScript, by writing its source.
 
-One statement per node, so that a line number leads back to its operator.
+It has one statement per node, so that a line number leads back to its operator.
 
 Scripting keeps sizes free where tracing bakes them in. Names of ATen operators are resolved by TorchScript's
 own overload resolution.

@@ -1,4 +1,7 @@
-"""Check an engine's outputs against the quantized graph and find the first difference, with one threshold for all engines."""
+"""Check an engine's outputs against the quantized graph and find the first difference.
+
+There is one threshold for all engines.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,7 @@ def agreement_db(
 ) -> float | None:
     """How far an engine's outputs on the example are from the graph's own, in dB.
 
-    None where they have other shapes.
+    It is None where they have other shapes.
 
     Those that the graph knows from where it was made are enough where the engine agrees with them. Where it
     does not, the graph is run: on another CPU it may round otherwise itself.
@@ -219,7 +222,7 @@ def _prefix_sqnr_db(
 ) -> float | None:
     """Engine against the graph itself, for what leads to one operator's result.
 
-    To its codes, where it is quantized.
+    It goes to its codes, where it is quantized.
 
     None where the engine fails for this part: the whole, which it can run, differs all the same.
     """

@@ -40,7 +40,7 @@ def find_fake_ranges(
 ) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]:
     """Scale and zero point by (operator, role).
 
-    Shape [] per tensor, else of the rank of the activation with 1 in all other dimensions.
+    Their shape is [] per tensor, else of the rank of the activation with 1 in all other dimensions.
 
     Raises:
         ConfigError: groups do not cover the channels.

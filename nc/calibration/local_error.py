@@ -1,6 +1,6 @@
 """What dynamic quantization costs each operator on its own.
 
-Its int8 result against its fp32 result, for the inputs that it has in fp32.
+It compares its int8 result with its fp32 result, for the inputs that it has in fp32.
 
 Dynamic quantization has no calibration that could show a bad operator, and the error of one operator can hide
 behind those of others.

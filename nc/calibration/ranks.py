@@ -1,6 +1,6 @@
 """The processes ("ranks") of a `torch.distributed` group.
 
-What they must agree on, and what they send each other. Nothing is pickled.
+It has what they must agree on, and what they send each other. Nothing is pickled.
 """
 
 from __future__ import annotations

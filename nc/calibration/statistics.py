@@ -31,7 +31,7 @@ Batch = tuple[torch.Tensor, ...]
 class Samples:
     """The first calibration inputs, kept for algorithms that run the model again.
 
-    At most `rows` rows and `size` bytes.
+    They have at most `rows` rows and `size` bytes.
 
     Attributes:
         batches: flat inputs, each with shapes of its own.

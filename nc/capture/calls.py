@@ -170,7 +170,10 @@ def _by_name(
 
 
 def _replaced(before: Sequence[Any], spec: pytree.TreeSpec, arguments: Mapping[str, Any]) -> Replaced | None:
-    """Return what a call replaced in containers, given the leaves and the structure of its arguments in front of it."""
+    """Return what a call replaced in containers.
+
+    The leaves and the structure of its arguments before the call are given.
+    """
     after, now = pytree.tree_flatten(arguments)
     place = {id(leaf): i for i, leaf in reversed([*enumerate(before)])}
     if now == spec and all(a is b or _is_equal(a, b) for a, b in zip(before, after, strict=True)):

@@ -214,9 +214,9 @@ class _Attempt:
 def _all_attempts(
     values: dict[str, Any], dynamic_shapes: Any, images: bool, failures: list[Exception]
 ) -> Iterator[_Attempt]:
-    """All ways to export.
+    """Return all ways to export.
 
-    Once they failed because the model reads values, the same ways again with the values that it reads.
+    Once they failed because the model reads values, the same ways come again with the values that it reads.
     """
     yield from _attempts(values, dynamic_shapes, images)
     if any(depends_on_values(failure) for failure in failures):
@@ -327,7 +327,7 @@ def check_captured(run: Caller, graph: Graph, values: dict[str, Any], expected: 
 def _conditioned(graph: Graph, guards: Guards, run: Caller, values: dict[str, Any]) -> Graph:
     """Return the graph with conditions on the sizes of its inputs.
 
-    Those for which the model is seen to compute something else.
+    For sizes that they exclude the model is seen to compute something else.
     """
     picks = picks_of(graph.module)
 
@@ -428,8 +428,9 @@ def _shown(value: Any) -> str:
 
 
 def _shapes(value: Any, dims: Callable[[Any, bool], Any], depth: int = 0) -> Any:
-    """Return what dimensions are free, in the structure of arguments, where torch.export wants a list for
-    each object.
+    """Return what dimensions are free, in the structure of arguments.
+
+    There torch.export wants a list for each object.
 
     Args:
         value: the arguments by name, or a part of them.

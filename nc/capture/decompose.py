@@ -1,4 +1,7 @@
-"""`scaled_dot_product_attention` → matmul, scale, mask, softmax, matmul, so that each matmul can be quantized and fused."""
+"""`scaled_dot_product_attention` → matmul, scale, mask, softmax, matmul.
+
+So each matmul can be quantized and fused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def decompose_attention(module: fx.GraphModule) -> None:
 
 
 class _Builder:
-    """Inserts calls that carry the module stack of the attention they replace, and a fake value for later passes."""
+    """Inserts calls that carry the module stack of the attention they replace.
+
+    They also carry a fake value for later passes.
+    """
 
     def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
         self.graph = graph
@@ -116,7 +122,7 @@ def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: Shape) -> 
 def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """Return the mask as a term to add, and a factor for the result.
 
-    0 for rows that attend to nothing, else 1. None if all rows attend.
+    The factor is 0 for rows that attend to nothing, else 1. It is None if all rows attend.
     """
     val = mask.meta["val"]
     shape = tuple(val.shape)

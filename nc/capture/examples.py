@@ -106,7 +106,7 @@ def _check_examples(values: dict[str, Any]) -> None:
 def holds_tensors(value: Any, depth: int = 3) -> bool:
     """Whether a leaf is an object with tensors that pytree does not see.
 
-    Or objects in it, as in a `StaticCache` with its layers.
+    They may also be in objects in it, as in a `StaticCache` with its layers.
     """
     if isinstance(value, (torch.Tensor, torch.nn.Module)) or not hasattr(value, "__dict__") or not depth:
         return False
@@ -117,7 +117,7 @@ def holds_tensors(value: Any, depth: int = 3) -> bool:
 def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
     """Return the arguments repeated to another batch size.
 
-    None when the tensors do not share a first dimension.
+    None is returned when the tensors do not share a first dimension.
     """
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
@@ -179,11 +179,10 @@ def _in_order(resized: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def _within(resized: dict[str, Any], original: dict[str, Any]) -> dict[str, Any]:
-    """Keep rows of integers in order, such as offsets, within the first dimensions of other tensors that hold
-    them in the original.
+    """Keep rows of integers in order, such as offsets.
 
-    Not all operators check what they are given: `embedding_bag` of torch 2.8 ends the process with offsets
-    beyond the ids.
+    They stay within the first dimensions of other tensors that hold them in the original. Not all operators
+    check what they are given: `embedding_bag` of torch 2.8 ends the process with offsets beyond the ids.
     """
     flat, spec = pytree.tree_flatten(resized)
     leaves = pytree.tree_leaves(original)

@@ -49,7 +49,10 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def usable_tensors(model: torch.nn.Module) -> Iterator[None]:
-    """Put copies in the place of parameters and buffers that were made under `torch.inference_mode`, which export can't take."""
+    """Put copies in the place of tensors that were made under `torch.inference_mode`.
+
+    Export can't take such parameters and buffers.
+    """
     with torch.inference_mode(False):
         copies: dict[int, torch.Tensor] = {}
         own: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -129,7 +132,10 @@ def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[Non
 def other_forward(
     model: torch.nn.Module, run: Callable[..., Any], signature: inspect.Signature
 ) -> Iterator[None]:
-    """Put another function with this signature in place of the model's `forward`, and the model's own back afterwards."""
+    """Put another function with this signature in place of the model's `forward`.
+
+    The model's own is put back afterwards.
+    """
     original, own = model.forward, "forward" in vars(model)
 
     @functools.wraps(original)
@@ -149,8 +155,9 @@ def other_forward(
 
 @contextlib.contextmanager
 def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
-    """Let each `nn.TransformerEncoder` give what its nested tensors give in eval mode, on its plain path,
-    which can be exported.
+    """Let each `nn.TransformerEncoder` give what its nested tensors give in eval mode.
+
+    It does so on its plain path, which can be exported.
 
     There it leaves padding out, and gives zeros in its place; but only where all padding is behind the tokens
     (`mask_check`).
@@ -257,7 +264,7 @@ def _one_way_of_nms() -> Iterator[None]:
     ) -> torch.Tensor:
         """Boxes of different classes are moved apart, as torchvision does for few boxes.
 
-        Also where there is no box at all.
+        This is done also where there is no box at all.
         """
         largest = torch.nn.functional.pad(boxes_.flatten(), (0, 1)).max()
         keep: torch.Tensor = boxes.nms(

@@ -52,7 +52,10 @@ class Operator:
 
 
 def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Operator, ...]:
-    """Decide the kind of every node, and name every operator that a user may want to see, in execution order."""
+    """Decide the kind of every node, and name every operator that a user may want to see.
+
+    Names are given in execution order.
+    """
     catalogue.decide_kinds(module)
     modules = dict(model.named_modules())
     seen: dict[str, int] = collections.Counter()
@@ -116,7 +119,7 @@ def _why_not_quantized(
 def _reasons(module: fx.GraphModule) -> dict[fx.Node, Reason | None]:
     """For each node of a quantizable kind, and each with a low-bit weight, why it can't be quantized.
 
-    None where it can.
+    It is None where it can.
     """
     activations, changing = _activations(module), varying(module)
     found: dict[fx.Node, Reason | None] = {}
@@ -154,7 +157,7 @@ def _chain(node: fx.Node) -> Iterator[str]:
 def _activations(module: fx.GraphModule) -> set[fx.Node]:
     """Float tensors that depend on data.
 
-    On float inputs or look-ups, not on positions, masks and constants alone.
+    They depend on float inputs or look-ups, not on positions, masks and constants alone.
     """
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
@@ -210,7 +213,7 @@ def _same_size(x: object, y: object) -> bool:
 def _holder(weight: object) -> str | None:
     """Return the path of the module whose parameter "weight" a node reads.
 
-    None for other nodes, and for no node.
+    None is returned for other nodes, and for no node.
     """
     fqn = weight.meta.get("fqn", "") if isinstance(weight, fx.Node) else ""
     return fqn.removesuffix(".weight") if fqn.endswith(".weight") else None

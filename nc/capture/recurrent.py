@@ -97,7 +97,7 @@ def _fixed(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 def _operators() -> dict[Any, torch._ops.OpOverload]:
     """Return torch's function for each recurrent layer → the operator that is traced in its place.
 
-    Registered when needed first.
+    They are registered when needed first.
     """
     library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
     found: dict[Any, torch._ops.OpOverload] = {}

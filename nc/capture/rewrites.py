@@ -78,8 +78,9 @@ def drop_checks(module: fx.GraphModule) -> None:
 
 
 def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
-    """Copy each input that the model writes, so that the graph changes none, and let the graph give the copy
-    as a further output.
+    """Copy each input that the model writes, so that the graph changes none.
+
+    The graph gives the copy as a further output.
 
     Args:
         module: changed in place.
@@ -208,18 +209,20 @@ def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | N
 
 
 def pool_strides(module: fx.GraphModule) -> None:
-    """Give a pool without a stride the one that it has by default, its window, so that all later stages find numbers."""
+    """Give a pool without a stride its default stride, its window.
+
+    So all later stages find numbers.
+    """
     for node in module.graph.nodes:
         if op_name(node) in POOLS and schema_arguments(node).get("stride") == []:
             set_argument(node, "stride", schema_arguments(node)["kernel_size"])
 
 
 def drop_identities(module: fx.GraphModule) -> None:
-    """Remove dropout, detach, conversions to the dtype that a tensor already has, and copies of a tensor to
-    itself.
+    """Remove what changes nothing: dropout, detach, conversions and copies.
 
-    Export makes such a copy where `forward` assigns a buffer to itself: `self.table =
-    self.table.to(x.device)`.
+    The conversions are to the dtype that a tensor already has, the copies of a tensor to itself. Export makes
+    such a copy where `forward` assigns a buffer to itself: `self.table = self.table.to(x.device)`.
     """
     for node in list(module.graph.nodes):
         if (
@@ -359,7 +362,10 @@ def batched_matmul(module: fx.GraphModule) -> None:
 
 
 def tensor_limits(module: fx.GraphModule) -> None:
-    """`clamp` with tensors as limits becomes `maximum` and `minimum`, because later stages take `clamp` for a function of one value."""
+    """Replace `clamp` with tensors as limits by `maximum` and `minimum`.
+
+    Later stages take `clamp` for a function of one value.
+    """
     for node in [n for n in module.graph.nodes if n.target is aten.clamp.Tensor]:
         a = schema_arguments(node)
         result = a["self"]
@@ -423,7 +429,10 @@ def explicit_padding(module: fx.GraphModule) -> None:
 
 
 def fold_padding(module: fx.GraphModule) -> None:
-    """Make a padding with zeros, equal on both sides, the padding of the convolution that reads it, if nothing else does."""
+    """Make a padding with zeros, equal on both sides, that of the convolution that reads it.
+
+    This is done if nothing else reads it.
+    """
     for node in list(module.graph.nodes):
         name = op_name(node)
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "default":
@@ -457,7 +466,10 @@ def _zeros_per_side(pad: fx.Node, dims: int) -> list[int] | None:
 
 
 def fold_batch_norm(module: fx.GraphModule) -> None:
-    """conv/linear → batch_norm becomes one conv/linear (Jacob et al., arXiv 1712.05877, section 3.2), computed in float64."""
+    """Fold a batch norm behind a conv or linear into that operator.
+
+    It is computed in float64 (Jacob et al., arXiv 1712.05877, section 3.2).
+    """
     for node in list(module.graph.nodes):
         if op_name(node) != "batch_norm":
             continue

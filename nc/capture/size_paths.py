@@ -98,7 +98,7 @@ def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
 def _conditions(env: Any, symbols: Mapping[Any, Any]) -> dict[str, str]:
     """Return the conditions that export found, and for each where the model asks for it.
 
-    "" where it does not ask itself.
+    That is "" where it does not ask itself.
 
     Args:
         env: the shape environment.
@@ -124,7 +124,10 @@ def _conditions(env: Any, symbols: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _symbols(sizes: Mapping[str, Any]) -> tuple[dict[Any, Any], list[SizeCondition]]:
-    """For each symbol of sizes what it is in terms of names, and the relations that then remain between names."""
+    """Return for each symbol of sizes what it is in terms of names.
+
+    The relations that then remain between names are returned too.
+    """
     symbol = type(next(symbol for size in sizes.values() for symbol in size.free_symbols))
     names = {name: symbol(name, integer=True, positive=True) for name in sizes}
     symbols: dict[Any, Any] = {}
@@ -264,7 +267,7 @@ def _unfulfilled(
 ) -> Sizes | None:
     """Sizes near the example's that do not fulfil a guard, and of the others as many as possible.
 
-    None when there are none.
+    None is returned when there are none.
 
     With `larger` only those that are larger, or only those that are smaller.
     """
@@ -287,7 +290,7 @@ def _unfulfilled(
 def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iterator[Sizes]:
     """All sizes when one of these differs from the example's, together with those alike or alone.
 
-    The nearest first.
+    The nearest come first.
     """
     groups = {(*_alike(name, example),): None for name in names} | {(name,): None for name in names}
     for distance in range(1, FARTHEST):
@@ -300,7 +303,7 @@ def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iter
 def _alike(name: str, example: Sizes) -> list[str]:
     """Return the names that probably change together, such as the batch of two inputs.
 
-    The same dimension, the same size.
+    They have the same dimension and the same size.
     """
     dim = name.rpartition("_")[2]
     return [

@@ -44,7 +44,11 @@ class Holder:
 
 
 def holders(model: torch.nn.Module) -> Iterator[Holder]:
-    """Yield the modules of a model, objects in their attributes, their classes, and the globals that their forwards name."""
+    """Yield what can hold state of a model beside its tensors.
+
+    These are its modules, objects in their attributes, their classes, and the globals that their forwards
+    name.
+    """
     seen: set[int] = set()
     classes: dict[type, None] = {}
     for path, module in model.named_modules():
@@ -83,9 +87,9 @@ def changed(before: State, after: State) -> list[str]:
 
 
 def computed_by_hooks(model: torch.nn.Module, before: State, after: State) -> set[str]:
-    """Return the attributes of modules with hooks in front of their call that are other tensors with the same
-    values: weights, not states.
+    """Return the attributes that are weights which hooks compute, not states.
 
+    Their modules have hooks in front of their call, and they are other tensors with the same values.
     `weight_norm`, `spectral_norm` and pruning compute a weight of parameters in each call.
     """
     hooked = {
@@ -111,7 +115,10 @@ def changes_of(model: torch.nn.Module, before: State, after: State) -> list[str]
 
 @contextlib.contextmanager
 def put_back(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards modules, objects, classes and globals hold what they held, with the same values, whatever calls have changed inside."""
+    """Put back afterwards what modules, objects, classes and globals held.
+
+    They hold the same values, whatever calls have changed inside.
+    """
     held = list(holders(model))
     attributes = [
         (holder, dict(vars(holder.owner))) for holder in held if isinstance(holder.owner, torch.nn.Module)

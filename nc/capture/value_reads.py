@@ -95,8 +95,9 @@ def reads_of(run: Callable[[], object]) -> tuple[ValueRead, ...]:
 
 @contextlib.contextmanager
 def reading(model: torch.nn.Module, reads: Sequence[ValueRead], done: list[ValueRead]) -> Iterator[None]:
-    """Inside, the model gets these values where it reads some, and returns (its output, the tensors that it
-    read them from).
+    """Give the model these values inside, where it reads some.
+
+    It then returns (its output, the tensors that it read them from).
 
     Args:
         model: its `forward` is another one inside.
@@ -166,8 +167,9 @@ def _can_change(read: ValueRead, sources: Collection[fx.Node]) -> bool:
 
 
 def check_reads(module: fx.GraphModule, reads: Sequence[ValueRead], layers: Container[str]) -> None:
-    """Raise UnfitReadError when a value comes out of a layer, whose int8 form may give another one, or is
-    random.
+    """Raise UnfitReadError when a value comes out of a layer or is random.
+
+    The int8 form of the layer may give another one.
 
     Args:
         module: after all rewrites.
@@ -216,7 +218,10 @@ def _is_fixed(size: torch.SymInt) -> bool:
 
 
 class _Reader(TorchFunctionMode):
-    """Hands each tensor whose value Python reads to `read`, also where torch reads it from an argument that is a size."""
+    """Hands each tensor whose value Python reads to `read`.
+
+    This also works where torch reads it from an argument that is a size.
+    """
 
     def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """What `python -m nc doctor` says of the C code, and of an artefact.
 
-Whether this CPU can run it, and which layers `load` changes here.
+It says whether this CPU can run it, and which layers `load` changes here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _of_library(name: str) -> dict[str, Any]:
 def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:
     """Print a result of `of_c_code`.
 
-    A table, then each origin and each remark once, with the libraries that it is of.
+    It prints a table, then each origin and each remark once, with the libraries that it is of.
     """
     table = Table("C code", "from", "instruction sets", "compiler", box=None, pad_edge=False)
     for row in libraries:
@@ -89,7 +89,7 @@ def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:
 def of_artefact(folder: Path) -> dict[str, Any]:
     """Return what this CPU makes of an artefact, as plain values.
 
-    Raises ArtefactError if the folder is not an artefact.
+    It raises ArtefactError if the folder is not an artefact.
 
     Returns:
         fits: whether it can run here.

@@ -117,7 +117,7 @@ def _to_fp32(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, Arrays]:
     """Calibration data, None when there is none, and example inputs.
 
-    Those given, or else the first sample of the data.
+    The inputs are those given, or else the first sample of the data.
 
     Raises:
         RequestError: neither is given, a file cannot be used, or the two have different arguments.

@@ -69,7 +69,7 @@ def _broken(*columns: str, rows: Sequence[tuple[str, ...]], header: bool = True)
 def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, ...]], dict[str, str]]:
     """Return the contents of a model with low-bit weights.
 
-    As plain values, as a table of layers, and lines about the rest.
+    They come as plain values, as a table of layers, and as lines about the rest.
     """
     document = content.document
     layers = [
@@ -180,7 +180,10 @@ def _input_text(leaf: dict[str, Any]) -> str:
 
 
 def _bytes_by_dtype(safetensors: mmap.mmap | bytearray) -> dict[str, int]:
-    """Bytes of the tensors of each dtype, example inputs and outputs apart, from the header of a safetensors file."""
+    """Return the bytes of the tensors of each dtype, from the header of a safetensors file.
+
+    Example inputs and outputs are counted apart.
+    """
     length = int.from_bytes(safetensors[:8], "little")
     sizes: dict[str, int] = {}
     for name, entry in json.loads(safetensors[8 : 8 + length]).items():

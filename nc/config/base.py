@@ -98,7 +98,10 @@ class QuantConfig(Document):
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError or UnsupportedError for values that contradict each other, or that no backend implements."""
+        """Raise ConfigError or UnsupportedError for values that contradict each other.
+
+        Values that no backend implements are refused too.
+        """
         w_dtype, act_dtype = values["w_dtype"], values["act_dtype"]
         check_excluded(values)
         if w_dtype != act_dtype and not {w_dtype, act_dtype}.isdisjoint(_FLOATS):
@@ -165,7 +168,10 @@ class QuantConfig(Document):
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
-        """Return the same for all configurations of a class, because `set_local` changes a configuration and its hash must not change."""
+        """Return the same for all configurations of a class.
+
+        `set_local` changes a configuration, and its hash must not change.
+        """
         return hash(type(self))
 
     def __repr__(self) -> str:
@@ -261,7 +267,8 @@ class QuantConfig(Document):
 class ComposedConfig(Document):
     """Several strategies for one model.
 
-    `StaticQuantConfig(white_list=[torch.nn.Conv2d]) + DynamicQuantConfig(white_list=["Linear"])`.
+    An example is `StaticQuantConfig(white_list=[torch.nn.Conv2d]) +
+    DynamicQuantConfig(white_list=["Linear"])`.
 
     If two parts apply to all operators, the later one gets the operators for which it has a kernel:
     `StaticQuantConfig() + DynamicQuantConfig()` is dynamic for linears and recurrent layers, static for the
@@ -363,7 +370,7 @@ def parts_of(config: AnyConfig) -> tuple[QuantConfig, ...]:
 def outer_field(config: AnyConfig, name: str) -> tuple[Any, ...]:
     """Return a field for whole models (`pre`, `post`).
 
-    The values of all parts that have it, each once, in order.
+    It has the values of all parts that have it, each once, in order.
     """
     values = [value for part in parts_of(config) if name in part.FIELDS for value in getattr(part, name)]
     return tuple(dict.fromkeys(values))
@@ -393,8 +400,9 @@ def has_weight_only(config: AnyConfig) -> bool:
 
 
 def config_from(value: object) -> AnyConfig:
-    """Return a configuration from a configuration, from the result of `to_dict`, or from Neural Compressor's
-    form {"static_quant": {…}}.
+    """Return a configuration from one, from the result of `to_dict`, or from Neural Compressor's form.
+
+    That form is {"static_quant": {…}}.
 
     Raises:
         ConfigError: it is none of these.

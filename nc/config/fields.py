@@ -154,7 +154,10 @@ precisions = Check(_precisions, f"names out of {one_of(*PRECISIONS).values}")
 
 
 def plain_object(known: Mapping[str, type], protocol: type) -> Check:
-    """Return a check for objects of classes in `known` or your own dataclasses with the members of `protocol`, names or plain forms."""
+    """Return a check for objects of classes in `known`, or your own, names or plain forms.
+
+    Your own are dataclasses with the members of `protocol`.
+    """
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, str) and value in known:
@@ -220,7 +223,7 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
 def transforms(stages: Collection[Stage], known: Mapping[str, type]) -> Check:
     """Return a check for lists of algorithms for some stages.
 
-    Objects of classes in `known` or of your own, or their plain form.
+    They are objects of classes in `known` or of your own, or their plain form.
     """
 
     def one(name: str, value: Any) -> Any:

@@ -466,7 +466,7 @@ def MXQuantConfig(
 ) -> QuantConfig:
     """Return the MX formats of the OCP.
 
-    Elements of 4 to 8 bits in blocks, each with a power of two as its scale.
+    They have elements of 4 to 8 bits in blocks, each with a power of two as its scale.
 
     Args:
         w_dtype: "int8", "fp8_e5m2", "fp8_e4m3", "fp6_e3m2", "fp6_e2m3" or "fp4"; a name of a float leaves
@@ -569,9 +569,9 @@ def get_default_mx_config() -> QuantConfig:
 
 
 def get_default_double_quant_config(type: str = "BNB_NF4") -> WeightOnlyConfig:  # Neural Compressor's name
-    """Quantized scales.
+    """Return a configuration with quantized scales.
 
-    "BNB_NF4" (NF4, groups of 32, scales of 8 bits) or "GGML_TYPE_Q4_K" (4 bits with minima, scales of 6
+    It is "BNB_NF4" (NF4, groups of 32, scales of 8 bits) or "GGML_TYPE_Q4_K" (4 bits with minima, scales of 6
     bits).
 
     Raises:
@@ -596,7 +596,8 @@ FACTORIES: dict[str, Callable[..., QuantConfig]] = {
 def config_from(value: object) -> AnyConfig:
     """As `nc.config.base.config_from`.
 
-    Also {"rtn": fields} and {"rtn": {"global": fields, "local": {key: fields}}}, and several of them.
+    It also takes {"rtn": fields} and {"rtn": {"global": fields, "local": {key: fields}}}, and several of
+    them.
 
     Raises:
         ConfigError: it is nothing of that kind.

@@ -102,7 +102,7 @@ INT8StaticQuantConfig = StaticQuantConfig
 class SmoothQuantConfig(QuantConfig):
     """SmoothQuant (arXiv 2211.10438), then static quantization.
 
-    Moves outliers from activation channels into the weights of linears.
+    It moves outliers from activation channels into the weights of linears.
 
     Args:
         alpha: strength, 0 to 1: `s = max|X|^alpha / max|W|^(1 - alpha)` per channel. "auto" tries

@@ -1,6 +1,6 @@
 """Frozen values that all packages share.
 
-Dtypes, granularities, requests of operators, capabilities of backends.
+They are dtypes, granularities, requests of operators, and capabilities of backends.
 """
 
 from nc.formats.dtypes import DTYPES, INT8, UINT8, DType, dtype

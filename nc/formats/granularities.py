@@ -1,6 +1,6 @@
 """Which elements of a tensor share one scale and one zero point.
 
-Blocks of one size that cover the tensor without overlap.
+They are blocks of one size that cover the tensor without overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from nc.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """Made by `per_tensor`, `per_channel`, `per_token`, `per_group`, `per_block`, or from its text by
+    """Which elements of a tensor share one scale and one zero point.
+
+    It is made by `per_tensor`, `per_channel`, `per_token`, `per_group`, `per_block`, or from its text by
     `granularity`.
 
     Attributes:
@@ -65,7 +67,10 @@ def per_channel(axis: int | None = None) -> Granularity:
 
 
 def per_group(axis: int, size: int) -> Granularity:
-    """One scale per `size` neighbours along an axis, -1 for the last (input channels of a linear's weight)."""
+    """Return one scale per `size` neighbours along an axis.
+
+    -1 is the last axis (input channels of a linear's weight).
+    """
     return Granularity("per_group", axis, (size,))
 
 

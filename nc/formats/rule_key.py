@@ -61,7 +61,7 @@ def kind_of(name: str) -> str | None:
 def fused_names(text: str) -> tuple[str, ...]:
     """Return the parts of a fused type name.
 
-    A type, and the names of the operators after it ("Conv2d&add&ReLU" → Conv2d, add, relu).
+    They are a type, and the names of the operators after it ("Conv2d&add&ReLU" → Conv2d, add, relu).
     """
     first, *rest = _BUILT_IN.sub(r"\1", text).split("&")
     return first, *(name.lower() for name in rest)

@@ -51,7 +51,7 @@ class TensorSpec:
     def __post_init__(self) -> None:
         """Look up what was given by name.
 
-        Raises ConfigError for names that do not exist, and for floats with a zero point.
+        It raises ConfigError for names that do not exist, and for floats with a zero point.
         """
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", dtype(self.dtype))
@@ -191,8 +191,8 @@ class OpSpec:
     def precision(self) -> str:
         """What was asked.
 
-        "int8", "bf16", "fp32", "int4 per_group 32, weight only", or the formats of all roles of a simulated
-        operator.
+        It is "int8", "bf16", "fp32", "int4 per_group 32, weight only", or the formats of all roles of a
+        simulated operator.
         """
         if self.fake is not None:
             return f"simulated: {self.fake}"
@@ -313,8 +313,9 @@ class OpSupport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicCost:
-    """What a linear costs in fp32, and what it saves and costs as dynamic int8, as it was measured on one
-    kind of CPU.
+    """What a linear costs in fp32, and what it saves and costs as dynamic int8.
+
+    It was measured on one kind of CPU.
 
     Attributes:
         macs: fp32 multiply-adds per microsecond.

@@ -158,8 +158,9 @@ class WeightFormat:
         return self.group_size
 
     def bits_per_weight(self, inputs: int, outputs: int = 0) -> float:
-        """Return the stored bits per weight, scales and zero points included, of a weight with `inputs` input
-        channels.
+        """Return the stored bits per weight of a weight with `inputs` input channels.
+
+        Scales and zero points are included.
 
         Args:
             inputs: K.

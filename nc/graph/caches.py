@@ -24,7 +24,10 @@ _LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 
 
 def register() -> None:
-    """Let pytree see the tensors of caches, if the process has imported transformers and nobody has done so."""
+    """Let pytree see the tensors of caches, if the process has imported transformers.
+
+    Nothing is left to do if somebody has done so.
+    """
     for name in MEMBERS:
         cls = vars(sys.modules.get(_MODULE, object)).get(name.rpartition(".")[2])
         if cls is not None and cls not in pytree.SUPPORTED_NODES:

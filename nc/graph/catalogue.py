@@ -169,7 +169,7 @@ OF_OPERATOR = frozenset({_NAME, _KIND})
 def op_name(node: object) -> str:
     """Return the name of a node's operator ("linear"), see `name_of`.
 
-    "" for what is not a call, and for arguments that are no node.
+    It is "" for what is not a call, and for arguments that are no node.
 
     Raises:
         LookupError: the node does not carry it.
@@ -203,7 +203,7 @@ def name_operators(graph: fx.Graph) -> None:
 def name_of(target: object) -> str:
     """Return the name of an operator without namespace and overload ("linear").
 
-    Those of `nc` too ("quantize_per_tensor").
+    It also knows those of `nc` ("quantize_per_tensor").
 
     Other namespaces keep theirs ("torchvision::nms"), and so does arithmetic on sizes ("operator.add"):
     neither is the ATen operator of that name.
@@ -236,7 +236,7 @@ def decide_kinds(module: fx.GraphModule) -> None:
 def kind_of_node(node: object) -> str | None:
     """Return the quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it.
 
-    None for other nodes and values.
+    None is returned for other nodes and values.
 
     Raises:
         LookupError: the node does not carry the name of its operator, so nobody has asked for its kind.
@@ -253,7 +253,7 @@ def is_float_tensor(node: object) -> TypeGuard[fx.Node]:
 def first_input(node: fx.Node) -> fx.Node | None:
     """Return the node that an operator reads first.
 
-    None where its first argument is a number, a list, or missing.
+    None is returned where its first argument is a number, a list, or missing.
     """
     first = _first_argument(node)
     return first if isinstance(first, fx.Node) else None
@@ -291,7 +291,7 @@ def may_be_view(node: fx.Node) -> bool:
 def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
     """Return the first node that is not `through`, from `node` up along first inputs.
 
-    Also where a first input is no node.
+    It also ends where a first input is no node.
     """
     while through(node) and (source := first_input(node)) is not None:
         node = source
@@ -301,7 +301,7 @@ def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
 def joined_inputs(node: fx.Node) -> Sequence[object]:
     """Return what an operator of `JOINS` puts together.
 
-    Empty where that is one value, a list of unknown length.
+    The result is empty where that is one value, a list of unknown length.
     """
     parts = _first_argument(node)
     return parts if isinstance(parts, (list, tuple)) else ()
@@ -310,7 +310,7 @@ def joined_inputs(node: fx.Node) -> Sequence[object]:
 def schema_arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by their schema name, defaults filled in.
 
-    None for Python functions, which have no schema.
+    None is returned for Python functions, which have no schema.
     """
     values: dict[str, Any] = {}
     args, kwargs = node.args, node.kwargs
@@ -327,7 +327,7 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
 def weight_axis(node: fx.Node) -> int | None:
     """Return the output channel axis of a weighted operator's weight.
 
-    None when channels of several groups are mixed along it.
+    None is returned when channels of several groups are mixed along it.
     """
     if not is_transposed(node):
         return 0

@@ -40,7 +40,7 @@ _PARTS = frozenset(
 def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
     """Return the tensor whose codes `node` carries.
 
-    Up through whole moves, and through `pools`, those that run on codes.
+    It goes up through whole moves, and through `pools`, those that run on codes.
     """
     return climb(node, lambda n: op_name(n) in MOVES - _PARTS or n in pools)
 
@@ -48,7 +48,7 @@ def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
 def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
     """Pools of what an integer operator (one of `asked`) computes, as far as nobody reads that in fp32.
 
-    Then codes would be no saving.
+    If somebody did, codes would be no saving.
     """
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     pools = {n for n in module.graph.nodes if _takes_codes(n)}
@@ -60,7 +60,7 @@ def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
 def _takes_codes(node: fx.Node) -> bool:
     """Whether a pool can run on codes.
 
-    Not when it counts zeros outside the tensor, which are no code 0 where the zero point is another.
+    It cannot when it counts zeros outside the tensor, which are no code 0 where the zero point is another.
     """
     if op_name(node) not in POOLS:
         return False
@@ -72,7 +72,7 @@ def _takes_codes(node: fx.Node) -> bool:
 def producer(node: fx.Node) -> fx.Node:
     """Return the operator that computed a tensor.
 
-    Up through everything that an engine fuses behind it or passes codes through.
+    It goes up through everything that an engine fuses behind it or passes codes through.
     """
     return climb(node, lambda n: op_name(n) in MOVES | POOLS | ACTIVATIONS)
 
@@ -80,7 +80,7 @@ def producer(node: fx.Node) -> fx.Node:
 def consumers(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the operators that read a tensor, seen through moves, pools, joins and elementwise activations.
 
-    Each once.
+    Each comes once.
     """
     seen, stack = {node}, [node]
     while stack:

@@ -135,7 +135,7 @@ class Effects:
 def containers(arguments: Mapping[str, Any]) -> dict[int, Path]:
     """By the id of each list, dict, cache or object among arguments where it is.
 
-    Positions in what is around it, from the outside.
+    Places are positions in what is around it, from the outside.
     """
     found: dict[int, Path] = {}
 
@@ -220,7 +220,7 @@ def _members(value: Any) -> list[Any] | None:
 def _become(value: Any, spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
     """Give a container the structure and leaves that it has after a call.
 
-    What stands in its place, which is itself if it can be changed.
+    It returns what stands in its place, which is itself if it can be changed.
 
     Raises:
         InputError: it is of a kind that can't.

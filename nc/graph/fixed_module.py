@@ -111,7 +111,7 @@ class FixedModule(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Return what torch calls for names that it does not find.
 
-        Submodules, and attributes that only the user's model has.
+        It finds submodules, and attributes that only the user's model has.
 
         Raises:
             AttributeError: neither this module nor the user's model has it, or it would run the user's fp32

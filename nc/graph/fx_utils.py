@@ -94,7 +94,7 @@ def note_values(module: fx.GraphModule) -> None:
 def give_values_of(new: fx.Node, *old: fx.Node) -> None:
     """Let a node say that it gives the values of others, in their place.
 
-    Of none: that it gives no value of the QDQ graph.
+    With none it says that it gives no value of the QDQ graph.
     """
     new.meta[GIVES] = tuple(name for node in old for name in node.meta.get(GIVES, ()))
 
@@ -166,7 +166,7 @@ def constant_of(module: torch.nn.Module, node: fx.Node) -> torch.Tensor:
 def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     """Return the value of a node that depends on constants only.
 
-    None when it depends on inputs, or is changed in place.
+    None is returned when it depends on inputs, or is changed in place.
     """
     value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
@@ -214,7 +214,10 @@ def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]
 
 
 def free_name(module: torch.nn.Module, name: str) -> str:
-    """Return the name, with as many underscores behind it as it takes for `module` to have no attribute of that name."""
+    """Return the name with as many underscores behind it as make it free.
+
+    `module` then has no attribute of that name.
+    """
     while hasattr(module, name):
         name += "_"
     return name

@@ -60,7 +60,7 @@ def _matrix_product(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes)
 
 
 def _weighted(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """Return a linear or convolution.
+    """Return the multiply-adds of a linear or convolution.
 
     Of a transposed one each value of the input is multiplied, of others each of the result is a sum.
     """

@@ -125,7 +125,10 @@ def _edges_in_place(node: fx.Node, spec: OpSpec) -> Iterator[Edge]:
 
 
 def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -> list[Edge]:
-    """Return an edge for the output of each convolution and addition, with the ranges that its readers have."""
+    """Return an edge for the output of each convolution and addition.
+
+    Each has the ranges that its readers have.
+    """
     found = []
     for node in int8:
         kind, operator = kind_of_node(node) or "", node.meta["operator"]
@@ -143,8 +146,9 @@ def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -
 def _share_codes(
     edges: dict[tuple[fx.Node, int | None], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]
 ) -> None:
-    """Let a fp32 addition behind a convolution read the shortcut's codes, where an int8 operator needs those
-    anyway.
+    """Let a fp32 addition behind a convolution read the shortcut's codes.
+
+    This is done where an int8 operator needs those anyway.
 
     So the last block of a network without a head leaves the block before it wholly in int8, instead of asking
     it for fp32 values too.
@@ -176,7 +180,10 @@ def _add_edge(edges: dict[tuple[fx.Node, int | None], Edge], pools: set[fx.Node]
 
 
 def _activations(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the activations that an integer operator reads, at the positions that they have among its arguments."""
+    """Return the activations that an integer operator reads.
+
+    They are at the positions that they have among its arguments.
+    """
     return Binary.of(node).sides if kind_of_node(node) in BINARY else (Weighted.of(node).input,)
 
 

@@ -57,7 +57,7 @@ class Decision:
     def rule(self) -> str:
         """The rule that decided, as text.
 
-        "global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies.
+        It is "global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies.
         """
         return str(self.decided)
 
@@ -78,7 +78,7 @@ class Decision:
     def precision(self) -> str:
         """What it should compute in.
 
-        "int8", "bf16", "fp32", "int4 weight", or the formats of a simulated operator.
+        It is "int8", "bf16", "fp32", "int4 weight", or the formats of a simulated operator.
         """
         return f"{self.argument('dtype')} weight" if self.stays_for(Cause.LOW_BIT) else self.spec.precision
 
@@ -221,7 +221,10 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """Return a table of operators, equal blocks once, shares of weights and multiply-adds, algorithms, and where codes are."""
+        """Return a table of operators, shares, algorithms, and where codes are.
+
+        Equal blocks stand once. The shares are those of weights and multiply-adds.
+        """
         outputs = (
             ["", "What int8 convolutions and additions give becomes codes, whoever reads it."]
             if self.placement == OUTPUTS

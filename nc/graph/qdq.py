@@ -100,8 +100,9 @@ class QDQGraph:
 
 
 def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] | None:
-    """Return outputs for the example as a graph keeps them, so that nobody has to run it again to know what
-    an engine should give.
+    """Return outputs for the example as a graph keeps them.
+
+    So nobody has to run it again to know what an engine should give.
 
     None where that is not worth the memory: where they take more than a quarter of the bytes of the
     `constants`, and more than a megabyte.

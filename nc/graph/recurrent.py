@@ -30,7 +30,7 @@ def why_not_recurrent(node: fx.Node) -> Reason | None:
 def weights_of(node: fx.Node) -> list[fx.Node]:
     """Matrices and biases.
 
-    For each layer and direction input, hidden, the biases of both, and a projection if there is one.
+    For each layer and direction they are input, hidden, the biases of both, and a projection if there is one.
     """
     if kind_of_node(node) in CELLS:
         cell = RecurrentCell.of(node)

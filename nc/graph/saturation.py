@@ -55,8 +55,9 @@ PairsFit = Callable[[torch.Tensor, int | None, int, int], bool]
 
 
 def saturating(graph: QDQGraph, capabilities: Capabilities, fit: PairsFit = pairs_fit) -> tuple[str, ...]:
-    """Names of the operators, in execution order, whose sums are not proven to fit the kernels that would run
-    them.
+    """Return the operators whose sums are not proven to fit the kernels that would run them.
+
+    They are names, in execution order.
 
     Args:
         graph: the quantized model.
@@ -148,7 +149,7 @@ def _highest_code(value: object) -> int:
 def _largest_size(value: object) -> int:
     """Return the largest absolute signed code of a matmul's second input.
 
-    0 where it has no codes, and so no integer kernel.
+    It is 0 where it has no codes, and so no integer kernel.
     """
     quantize = _quantize_of(value)
     if quantize is None:

@@ -49,8 +49,9 @@ def returns_of(target: torch._ops.OpOverload) -> tuple[str, ...]:
 
 @functools.cache
 def writes_into(target: object) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """Return the overload of an operator that writes into memory it is given, and the names of those
-    arguments; None for none.
+    """Return the overload of an operator that writes into memory it is given; None for none.
+
+    The names of those arguments are returned too.
 
     One that torch generates from the operator itself does not count: it makes new memory and copies.
     """

@@ -1,6 +1,6 @@
 """The call contract of a captured model.
 
-How arguments become a flat list of tensors, and flat outputs the user's structure.
+It says how arguments become a flat list of tensors, and flat outputs the user's structure.
 
 It is plain data (names, `TreeSpec`s, shapes), so that it can be written to JSON and used where the user's
 model class does not exist.
@@ -513,8 +513,9 @@ def call_error(
     engine: bool = False,
     instead: str = "",
 ) -> NCError:
-    """Return what to raise for an error that came up inside a captured graph, or inside the engine that runs
-    it.
+    """Return what to raise for an error that came up inside a captured graph.
+
+    It may also have come up inside the engine that runs it.
 
     Args:
         error: what was raised.
@@ -545,7 +546,10 @@ def call_error(
 
 
 def _without_memory(tensors: Sequence[torch.Tensor], instead: str) -> str:
-    """Which of torch's transforms gives tensors that have no memory, or does not see what is done there, and what to do; "" for none."""
+    """Return which of torch's transforms gives tensors without memory, and what to do; "" for none.
+
+    One that does not see what is done there counts too.
+    """
     if torch._C._is_tracing():
         return f"which torch.jit.trace() can't record: {instead}"
     if are_fake(tensors):
@@ -592,7 +596,7 @@ def at_least_two(
 def _hint_of_stars(name: str, first: object) -> str:
     """Return what to say where all arguments may have been given as one value, the first.
 
-    "" if it does not look so.
+    It is "" if it does not look so.
     """
     if isinstance(first, dict) and name in first:
         stars = "**"

@@ -16,7 +16,7 @@ import torch
 class Size(str):
     """A free size: its name, and the size that it had when the model was traced.
 
-    None where it depends on data.
+    The size is None where it depends on data.
     """
 
     __slots__ = ("hint",)

@@ -1,6 +1,6 @@
 """Nodes by what their arguments mean.
 
-`Linear.of(node).weight`, read by the argument names of the operator's schema.
+An example is `Linear.of(node).weight`, read by the argument names of the operator's schema.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class _View:
 
 @functools.lru_cache(4096)
 def _places(view: type, target: object) -> tuple[tuple[str, tuple[tuple[int, Argument], ...], bool], ...]:
-    """For each field its name, the arguments of an operator that may give it with their positions, and whether it has no default."""
+    """Return for each field its name, the arguments that give it, and whether it has no default.
+
+    The arguments are those of an operator that may give it, with their positions.
+    """
     arguments = {argument.name: (index, argument) for index, argument in enumerate(schema_of(target))}
     found = []
     for field in dataclasses.fields(view):
@@ -76,7 +79,7 @@ def options(node: fx.Node) -> tuple[Any, ...]:
 def called_with(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by position and by name, as `fx.Node` has them.
 
-    By position also those that the graph gives by name where it could.
+    Those that the graph gives by name are by position too where they could be.
     """
     args, kwargs = list(node.args), dict(node.kwargs)
     for argument in schema_of(node.target)[len(args) :]:
@@ -192,7 +195,7 @@ class _Affine(_View):
     def qparams(self) -> tuple[float | fx.Node, int | fx.Node | None]:
         """Scale and zero point.
 
-        Equal where a dequantize node reads the codes of a quantize node as they are meant.
+        They are equal where a dequantize node reads the codes of a quantize node as they are meant.
         """
         return self.scale, self.zero_point
 

@@ -1,4 +1,7 @@
-"""Which operators of a captured graph read weights, directly or through what is computed from constants alone."""
+"""Which operators of a captured graph read weights.
+
+They read them directly or through what is computed from constants alone.
+"""
 
 from __future__ import annotations
 

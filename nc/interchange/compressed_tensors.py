@@ -1,6 +1,6 @@
 """compressed-tensors files, as llm-compressor writes them and vLLM and transformers read them.
 
-"pack-quantized" and "int-quantized".
+They are "pack-quantized" and "int-quantized".
 
 Per linear of shape [N, K] with G groups:
 

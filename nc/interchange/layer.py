@@ -1,6 +1,6 @@
 """Low-bit linears as the formats of other tools have them.
 
-Integer codes, positive scales, integer zero points.
+They have integer codes, positive scales and integer zero points.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def one_format(found: Mapping[str, Codes], format_name: str) -> Codes:
 def size_of_groups(found: Mapping[str, Codes]) -> int:
     """Return the group size of layers that are alike.
 
-    -1 where each row is one group and rows have different lengths.
+    It is -1 where each row is one group and rows have different lengths.
     """
     sizes = {codes.group for codes in found.values()}
     return sizes.pop() if len(sizes) == 1 else -1

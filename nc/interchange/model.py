@@ -23,7 +23,10 @@ Contents = tuple[dict[str, Layer], list[str], dict[str, torch.Tensor]]
 
 
 def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents:
-    """(Low-bit layers by name, names of the float linears, all other tensors by name; of tied ones the first)."""
+    """Return low-bit layers by name, names of the float linears, and all other tensors by name.
+
+    Of tied tensors only the first is there.
+    """
     if not isinstance(model, torch.nn.Module):
         return {name: Layer(weight) for name, weight in model.items()}, [], {}
     stack = next((name for name, module in model.named_modules() if isinstance(module, Experts)), None)
@@ -100,7 +103,7 @@ def settings_of(
 ) -> dict[str, dict[str, Any]]:
     """Return the JSON files of a folder, by name.
 
-    Transformers' of a model that has them, with the `quantization_config`.
+    They are transformers' files of a model that has them, with the `quantization_config`.
     """
     files: dict[str, dict[str, Any]] = {CONFIG: {}}
     for attribute, name in (("config", CONFIG), ("generation_config", "generation_config.json")):

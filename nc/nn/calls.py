@@ -1,6 +1,6 @@
 """Low-bit linears under `torch.compile`.
 
-An operator that calls a layer, so that its engine computes it and nothing is compiled in it.
+An operator calls a layer, so that its engine computes it and nothing is compiled in it.
 
 Arguments of operators are tensors and numbers, but kernels need what was packed for them. So each layer has a
 number, valid in its process. Programs that leave the process (`torch.export`) hold `nc::quant_linear`, which

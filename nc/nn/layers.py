@@ -50,7 +50,10 @@ class LinearEngine(Protocol):
         """Of the backend."""
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the layer's result for `x` of shape [..., K], or None where the operator has to compute it."""
+        """Return the layer's result for `x` of shape [..., K].
+
+        None is returned where the operator has to compute it.
+        """
 
     def kernels_of(self, layer: QuantLinear, dtype: torch.dtype) -> KernelChoice:
         """Return the kernels for a layer whose inputs have that dtype; nothing is packed for that."""

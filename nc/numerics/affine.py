@@ -1,6 +1,6 @@
 """Affine quantization.
 
-`q = clamp(round(x / s) + z, a, b)`, `x^ = (q - z) * s` (Jacob et al., arXiv 1712.05877, eq. 1).
+It is `q = clamp(round(x / s) + z, a, b)`, `x^ = (q - z) * s` (Jacob et al., arXiv 1712.05877, eq. 1).
 
 Rounding is half to even, the division a true fp32 division, and z is added after rounding: the family of ONNX
 QuantizeLinear and of torch's fake quantization. `torch.quantize_per_tensor` adds z before it rounds; the two
@@ -70,7 +70,10 @@ def block_range(x: torch.Tensor, block_size: Sequence[int]) -> tuple[torch.Tenso
 
 
 def block_rows(x: torch.Tensor, block_size: Sequence[int]) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the elements of each block as a row, shape [blocks, elements], and how many blocks there are along each dimension of `x`."""
+    """Return the elements of each block as a row, and how many blocks each dimension of `x` has.
+
+    The rows have shape [blocks, elements].
+    """
     values = _split(x, block_size)
     grid, inner = values.shape[::2], list(range(1, values.dim(), 2))
     return values.permute(*range(0, values.dim(), 2), *inner).reshape(math.prod(grid), -1), tuple(grid)

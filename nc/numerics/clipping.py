@@ -17,12 +17,11 @@ def search(
     importance: torch.Tensor | None = None,
     grid: int = 20,
 ) -> torch.Tensor:
-    """For each group the part of its largest magnitude that its range is found for (arXiv 2306.00978, section
-    4.1; llm-awq's auto_clip).
+    """Return for each group the part of its largest magnitude that its range is found for.
 
-    Of the parts `1 - i / grid` down to above 1/2 it is the one with the least error of the group's share of
-    the output, over all tokens: `(w - w^)^T H (w - w^)` with the group's own part of H. The whole range is
-    the first candidate.
+    This is arXiv 2306.00978, section 4.1, and llm-awq's auto_clip. Of the parts `1 - i / grid` down to above
+    1/2 it is the one with the least error of the group's share of the output, over all tokens: `(w - w^)^T H
+    (w - w^)` with the group's own part of H. The whole range is the first candidate.
 
     Args:
         weight: fp32, shape [N, K].

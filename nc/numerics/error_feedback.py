@@ -1,5 +1,4 @@
-"""Rounding column by column, where the columns that are not rounded yet take over the error of those that
-are.
+"""Rounding column by column, where columns not rounded yet take over the error of those that are.
 
 It minimises `tr((Q - W) H (Q - W)^T)` over the codes of Q greedily. GPTQ (arXiv 2210.17323, algorithm 1) does
 this with the Cholesky factor of the inverse of H. Here it is written with the factor of H itself: `H = (A +
@@ -95,7 +94,7 @@ def factor(
 ) -> Factor | None:
     """Return the factor of `H + damp * mean(diag(H)) * I`, H being `sums / tokens`.
 
-    None if that is not positive definite.
+    None is returned if that is not positive definite.
 
     Args:
         sums: sums of x x^T, float64, shape [K, K]. A channel that is always zero gets the mean of the others
@@ -201,8 +200,9 @@ def _step(block: int, group: int) -> int:
 
 
 def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: Feed, part: slice) -> torch.Tensor:
-    """Return the columns of a group, as rows, that have the least loss beside columns that are rounded, if
-    nothing more is.
+    """Return the columns of a group that have the least loss beside columns that are rounded.
+
+    They stand as rows, and have the least loss if nothing more is rounded.
 
     The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A
     that part of the matrix.

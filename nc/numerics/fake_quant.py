@@ -64,7 +64,7 @@ def choose(
 def shared_scale(amax: torch.Tensor, dtype: DType) -> torch.Tensor:
     """Return the E8M0 scale of each block, 2^(floor(log2 amax) - emax), fp32.
 
-    OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+    See OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 
     Args:
         amax: largest magnitudes, any shape.

@@ -1,6 +1,6 @@
 """Codes of floating-point formats with at most 8 bits.
 
-`x^ = value(q) * s`, where a format is the table of its values.
+They follow `x^ = value(q) * s`, where a format is the table of its values.
 
 There is no zero point. Scales are chosen so that the largest value of a block is the largest finite value of
 the format.
@@ -101,7 +101,10 @@ def dequantize(
 
 @functools.cache
 def _sorted_codes(dtype: DType, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the values that are chosen, in ascending order, uint8, and the first number of `kind` that belongs to each but the first."""
+    """Return codes of the values that are chosen, in ascending order, uint8.
+
+    Also return the first number of `kind` that belongs to each but the first.
+    """
     codes: dict[float, int] = {}
     for code, value in enumerate(dtype.values):
         if abs(value) <= dtype.largest:

@@ -199,8 +199,9 @@ def _refuse_overflow(weight: torch.Tensor, form: WeightFormat) -> None:
 
 
 def refuse_underflow(weight: torch.Tensor, form: WeightFormat) -> None:
-    """Raise ConfigError if all weights are so small that their scales are a few steps of the storage format,
-    or none.
+    """Raise ConfigError if all weights are too small for the storage format of their scales.
+
+    Their scales are then a few steps of it, or none.
 
     Args:
         weight: any shape.

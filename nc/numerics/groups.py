@@ -22,7 +22,7 @@ CHUNK = 1 << 18
 class Outer:
     """What stored scales and minima are multiplied by.
 
-    [1, 1], or [N, outer groups], where each is for as many neighbouring groups.
+    It is [1, 1], or [N, outer groups], where each is for as many neighbouring groups.
 
     Attributes:
         scale: fp32, positive.
@@ -35,7 +35,7 @@ class Outer:
     def of_groups(self, start: int, count: int, groups: int) -> Outer:
         """Return that of `count` groups from `start` on, of rows with `groups` groups.
 
-        [1, 1] or [N, count].
+        It has shape [1, 1] or [N, count].
         """
 
         def of(part: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def about_middle(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and offset of each group, so that a weight is `scale * (code - middle) + offset`.
 
-    No offset where all would be 0.
+    There is no offset where all would be 0.
 
     A group of zeros alone is stored with a scale of 1: its terms, which are as large as the codes, would
     cancel each other but for fp32's rounding, which can be larger than all other weights. So a group with one

@@ -21,7 +21,7 @@ MIN_EXPONENT = -126
 def exponent_for(largest: float) -> int:
     """Return the finest grid that holds magnitudes up to `largest`.
 
-    The least k with `largest < 2048 * 2^k`.
+    It is the least k with `largest < 2048 * 2^k`.
     """
     return (
         max(math.frexp(largest)[1] - (SIDE + 1).bit_length() + 1, MIN_EXPONENT) if largest else MIN_EXPONENT
@@ -62,7 +62,7 @@ def edges(exponent: int) -> torch.Tensor:
 def centres(exponent: int, low: float, high: float) -> torch.Tensor:
     """Return a value for each bin, float64: its middle, within the range [low, high] of the data.
 
-    0 for bin 0 where that is inside.
+    It is 0 for bin 0 where that is inside.
     """
     borders = edges(exponent)
     middle = (borders[:-1] + borders[1:]) / 2

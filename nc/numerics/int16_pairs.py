@@ -90,9 +90,9 @@ def limit_pairs(values: torch.Tensor) -> torch.Tensor:
 def quantize_pairs(
     weight: torch.Tensor, shrink: Sequence[float] = (), norm: float = 2.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales.
+    """Return codes and scales.
 
-    Per channel the range, of the whole one and some that are wider, with the least error.
+    Each channel has the range, of the whole one and some that are wider, with the least error.
 
     Args:
         weight: fp32, shape [channels, m, n]; pairs are along the last dimension.

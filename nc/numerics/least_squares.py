@@ -186,7 +186,7 @@ class _Affine:
     def attempt(self, scale: torch.Tensor, *, again: bool = False) -> None:
         """Try a scale around the middle of a group's range.
 
-        With `again` around that of the best params so far.
+        With `again`, the scale is tried around that of the best params so far.
         """
         scale = stored(scale, self.form, self._outer("scale"))
         minimum = self._minimum(self.best) if again else self.middle - scale * (self.steps / 2)

@@ -1,9 +1,8 @@
-"""The mean error of a tensor per channel over rows that tell something, and whether subtracting it helps
-other rows.
+"""The mean error of a tensor per channel, and whether subtracting it helps.
 
-Padding repeats one row many times, and a masked row can be a thousand times as large as the others. Neither
-may decide the mean: equal rows count as one, and a row that is far larger than the median counts as if it
-were no larger than that.
+The mean is over rows that tell something; other rows show whether it helps. Padding repeats one row many
+times, and a masked row can be a thousand times as large as the others. Neither may decide the mean: equal
+rows count as one, and a row that is far larger than the median counts as if it were no larger than that.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
 def worst_sqnr_db(expected: Sequence[Any], got: Sequence[Any]) -> float:
     """Return the smallest `sqnr_db` over the float tensors of two flat output lists.
 
-    +inf when there are none.
+    It is +inf when there are none.
     """
     pairs = [
         (e, g)

@@ -1,6 +1,6 @@
 """The shared exponent of blocks in the OCP Microscaling (MX) formats.
 
-Powers of two in E8M0, chosen from the largest magnitude of a block.
+They are powers of two in E8M0, chosen from the largest magnitude of a block.
 
 Exponents come from the bits of a number, never from a logarithm in floating point, which errs next to powers
 of two. Four modes (OCP MX Specification 1.0, section 6.3, is "floor"; the others are those of torchao's

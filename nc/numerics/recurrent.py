@@ -123,7 +123,7 @@ Weights = tuple[Any, Any, Any, Any, Any]
 def weights_of_layers(params: Sequence[Any], has_biases: bool, layers: int) -> Iterator[Weights]:
     """For each of so many layers and directions: input and hidden matrix, biases of both, and the projection.
 
-    None for none.
+    For none it is None.
     """
     each = len(params) // layers
     for i in range(0, len(params), each):

@@ -1,4 +1,7 @@
-"""SmoothQuant's scales (Xiao et al., arXiv 2211.10438, equation 4), and rounding for its search, in float64."""
+"""SmoothQuant's scales, and rounding for its search, in float64.
+
+The scales are those of Xiao et al., arXiv 2211.10438, equation 4.
+"""
 
 from __future__ import annotations
 

@@ -88,8 +88,9 @@ def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.T
 
 
 def _pairs_positions(weight: torch.Tensor, axis: int | None, groups: int) -> bool:
-    """Whether kernels may add products of any two positions of the window, because a group has one input
-    channel.
+    """Tell whether kernels may add products of any two positions of the window.
+
+    They may if a group has one input channel.
 
     Those of oneDNN for AVX-512 without VNNI do (`brg_conv_fwd:avx512_core`, `gemm_s8u8s32`), each in an order
     of its own. Depthwise convolutions of one or two dimensions have kernels that sum in 32 bits.

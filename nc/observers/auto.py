@@ -1,4 +1,7 @@
-"""Auto: of several algorithms, the one whose range gives the operators that read a tensor the least output error."""
+"""Auto: of several algorithms, the one that gives the readers of a tensor the least output error.
+
+It compares the ranges of the algorithms at the operators that read the tensor.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def merge_each(**combine: Combine) -> Callable[[State, State], State]:
 class Seen:
     """How many batches were seen, and how their extremes grew.
 
-    What tells whether more data would change the range.
+    It tells whether more data would change the range.
 
     Attributes:
         batches: those that had at least one element.

@@ -1,6 +1,6 @@
 """Per-channel extremes: the smallest and largest value of each index of one dimension.
 
-For SmoothQuant and for simulated formats.
+They are for SmoothQuant and for simulated formats.
 """
 
 from __future__ import annotations

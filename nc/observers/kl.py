@@ -1,5 +1,6 @@
-"""KL: the clipped range whose quantized distribution diverges least from the data's (Migacz, "8-bit inference
-with TensorRT", GTC 2017).
+"""KL: the clipped range whose quantized distribution diverges least from the data's (Migacz, GTC 2017).
+
+See "8-bit inference with TensorRT" there.
 
 For each candidate range, P is the histogram with everything outside added to its outermost bins, and Q the
 histogram inside it (without that addition) merged into as many levels as there are codes, each level's mass
@@ -53,7 +54,7 @@ def divergence(counts: torch.Tensor, first: int, last: int, levels: int) -> floa
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the candidate that diverges least.
 
-    The whole range where the histogram has no more bins than there are codes.
+    It is the whole range where the histogram has no more bins than there are codes.
     """
     low, high, exponent = float(state["low"]), float(state["high"]), int(state["exponent"])
     counts = state["counts"].double()

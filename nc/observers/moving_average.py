@@ -1,8 +1,7 @@
-"""Moving average of each batch's extremes, `m <- m + c (m_batch - m)` with torch's c = 0.01, started by the
-first batch.
+"""Moving average of each batch's extremes, `m <- m + c (m_batch - m)` with torch's c = 0.01.
 
-It depends on the order of the batches. Merging weighs two averages by their number of batches,
-so a merge is not equal to one run over all data.
+It is started by the first batch, and depends on the order of the batches. Merging weighs two averages by
+their number of batches, so a merge is not equal to one run over all data.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""MSE: the range whose codes give the least squared error over the histogram (Choukroun et al., arXiv
-1902.06822, by search).
+"""MSE: the range whose codes give the least squared error (Choukroun et al., arXiv 1902.06822).
+
+The error is that over the histogram, and the range is found by search.
 
 Candidates are `amax * (1 - i / 100)` for i = 0..79. Affine codes have two ends: one is searched while the
 other stays, twice over.

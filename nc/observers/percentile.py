@@ -1,7 +1,6 @@
-"""Percentile: the range that leaves out the outermost values, e.g. the 0.001 % of `percentile=99.999` (half
-of it on each side).
+"""Percentile: the range that leaves out the outermost values, e.g. 0.001 % by `percentile=99.999`.
 
-Symmetric codes cover that share of the magnitudes.
+Half of it is left out on each side. Symmetric codes cover that share of the magnitudes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare two engines tensor by tensor: whether an operator is wrong or only rounding differs.
 
-Docs/how-to/compare-engines.md.
+See docs/how-to/compare-engines.md.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ WHOLE_DB = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One engine's value of one tensor, compared with the correct value for that engine's own earlier
-    tensors.
+    """One engine's value of one tensor, compared with the correct value.
+
+    The correct value is that for the engine's own earlier tensors.
 
     Attributes:
         error: the largest error in quanta, beyond what rounding explains: half a quantum for a code, and ties
@@ -318,7 +319,7 @@ def _largest(distances: torch.Tensor) -> float:
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return |a - b| as float64, 0 where both are the same infinity or NaN, infinity where one is.
 
-    And how many elements differ.
+    It also returns how many elements differ.
     """
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())

@@ -89,7 +89,7 @@ def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
 def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], isolate: str) -> list[Any]:
     """Return what an engine gives for a graph.
 
-    Nothing where it fails on it: to a compiler, reading may be too much.
+    It returns nothing where the engine fails on it: to a compiler, reading may be too much.
     """
     try:
         return list(

@@ -11,7 +11,7 @@ from torch import fx
 def difference(a: fx.GraphModule, b: fx.GraphModule) -> str:
     """Tell what first differs between two graphs, in words.
 
-    "" for the same operators, quantization parameters and constants.
+    It is "" for the same operators, quantization parameters and constants.
     """
     left, right = list(a.graph.nodes), list(b.graph.nodes)
     places = [{node: i for i, node in enumerate(nodes)} for nodes in (left, right)]

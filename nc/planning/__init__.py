@@ -1,1 +1,4 @@
-"""Planning: configuration and operators → how each operator is quantized, and where quantize/dequantize nodes go."""
+"""Planning: configuration and operators → how each operator is quantized.
+
+It also says where quantize/dequantize nodes go.
+"""

@@ -58,7 +58,7 @@ class Sizes:
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
         """Why dynamic int8 is slower than fp32 for an operator at the size of the example.
 
-        None if it is not slower.
+        It is None if it is not slower.
         """
         if op.kind != "linear" or cost is None:
             return None

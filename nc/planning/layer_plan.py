@@ -1,6 +1,6 @@
 """The plan of weight-only quantization.
 
-For every linear and embedding its format and solver, and by which rule. Needs no data.
+It has for every linear and embedding its format and solver, and by which rule. It needs no data.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class WeightPlan:
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
         """One row per layer and other weight.
 
-        Name, type, sizes, format, range rule, solver, which rule decided, why it stays float.
+        It has name, type, sizes, format, range rule, solver, which rule decided, and why it stays float.
 
         Args:
             width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.

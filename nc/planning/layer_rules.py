@@ -49,7 +49,7 @@ def named_layers(model: torch.nn.Module) -> Modules:
 def with_low_bit(graph: Named, model: torch.nn.Module) -> Named:
     """Return what rules can match in a captured model.
 
-    Its operators, and the modules whose weights are in few bits already.
+    These are its operators, and the modules whose weights are in few bits already.
     """
     found = {name: module for name, module in model.named_modules() if is_low_bit(module)}
     if not found:
@@ -136,7 +136,7 @@ def plan_layers(
 def _transforms(decisions: Iterable[LayerDecision], config: AnyConfig) -> tuple[Transform, ...]:
     """Those of the outer configuration, in its order, if they are for whole models or a layer asks for them.
 
-    Then those of rules.
+    Those of rules follow.
     """
     asked = dict.fromkeys(t for d in decisions if d.form is not None for t in d.transforms)
     outer = [t for t in outer_field(config, "transforms") if t.level == "model" or t in asked]
@@ -206,7 +206,7 @@ def _own_dtype(layer: Layer, config: AnyConfig, *, named: bool) -> tuple[str | N
 def _check_groups(decisions: Iterable[LayerDecision]) -> None:
     """Raise ConfigError if a group size does not divide the input channels of a layer.
 
-    Names the size that fits all layers.
+    The error names the size that fits all layers.
     """
     asked = [d for d in decisions if d.form is not None]
     wrong = [

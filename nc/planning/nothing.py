@@ -38,7 +38,7 @@ class Nothing:
 def nothing_quantized(plan: Plan, config: AnyConfig) -> Nothing | None:
     """Return what to say of a plan.
 
-    None if an operator is quantized, computes in bf16 or has a low-bit weight.
+    None is returned if an operator is quantized, computes in bf16 or has a low-bit weight.
     """
     if any(d.spec.quantized or d.spec.bf16 or d.stays_for(Cause.LOW_BIT) for d in plan.decisions):
         return None

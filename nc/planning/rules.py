@@ -123,8 +123,9 @@ def _with_channels_of_several_groups(graph: Graph) -> set[str]:
 def _values(
     op: Operator, matches: list[Match], row: OpSupport | None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields of the rules that match, completed by what the kernel takes, and where each comes
-    from.
+    """Return the fields of the rules that match, and where each comes from.
+
+    They are completed by what the kernel takes.
 
     Raises:
         NCError: they contradict each other.
@@ -246,7 +247,10 @@ def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str],
 
 
 def _with_granularity_of_kernel(decision: Decision, row: OpSupport) -> Decision:
-    """Return the decision with a granularity that the kernel has for ranges found in each call, if no rule sets another one."""
+    """Return the decision with a granularity that the kernel has for ranges found in each call.
+
+    This is done if no rule sets another one.
+    """
     activation = decision.spec.activation
     fields = {name: (value, source) for name, value, source in decision.fields}
     values, sources = ({name: field[i] for name, field in fields.items()} for i in (0, 1))
@@ -263,7 +267,10 @@ def _with_granularity_of_kernel(decision: Decision, row: OpSupport) -> Decision:
 def _take_codes_of_kernel(
     values: dict[str, Any], sources: dict[str, str], row: OpSupport, *, is_global: bool
 ) -> None:
-    """Use the codes of a kernel that takes symmetric ones only, if no rule for this operator or type sets others."""
+    """Use the codes of a kernel that takes symmetric ones only.
+
+    This is done if no rule for this operator or type sets others.
+    """
     for name, value in (("act_dtype", row.activations[0]), ("act_sym", True)):
         if values[name] != value and (is_global or sources[name] == DEFAULT):
             values[name], sources[name] = value, "kernel"
@@ -346,7 +353,10 @@ def _why_no_kernel(
 
 
 def _not_simulated(operator: str, kind: str, rule: Rule, capabilities: Capabilities) -> UnsupportedError:
-    """Return the error for a backend that would compute an operator in fp32 though formats were to be simulated."""
+    """Return the error for a backend that would compute an operator in fp32.
+
+    Formats were to be simulated there.
+    """
     return UnsupportedError(
         f"Operator {operator!r} ({kind}, rule: {rule}): backend {capabilities.backend!r} simulates no number "
         "formats. Leave backend out, "

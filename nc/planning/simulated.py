@@ -15,6 +15,6 @@ WHY_REFERENCE = (
 def that_simulates(backend: str, config: AnyConfig) -> str:
     """Return the backend that is asked for.
 
-    For "auto" the reference, if the configuration simulates formats, which no engine does.
+    For "auto" it is the reference, if the configuration simulates formats, which no engine does.
     """
     return REFERENCE if backend == "auto" and is_simulated(config) else backend

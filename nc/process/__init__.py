@@ -1,4 +1,4 @@
 """What belongs to the whole process.
 
-Its lock, torch's settings and modes, warnings, the installation, the cache of compiled code.
+It has its lock, torch's settings and modes, warnings, the installation, and the cache of compiled code.
 """

@@ -143,7 +143,10 @@ def write(path: Path, content: bytes) -> bool:
 
 
 def prune(pattern: str, most: int) -> None:
-    """Remove files of a pattern in the folder but for those that were used last, and what an interrupted process has left."""
+    """Remove files of a pattern in the folder but for those that were used last.
+
+    What an interrupted process has left goes too.
+    """
     with contextlib.suppress(OSError):  # another process removes the same
         files = sorted(folder().glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
         old = [

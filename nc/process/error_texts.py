@@ -45,12 +45,15 @@ def is_of_gradients(error: BaseException) -> bool:
 
 
 def is_of_tensor_used_twice(error: BaseException) -> bool:
-    """Whether ONNX Runtime 1.32 fails because a weight is used twice and kernels that can't saturate are asked for."""
+    """Tell whether ONNX Runtime 1.32 fails because a weight is used twice.
+
+    It does so where kernels that can't saturate are asked for.
+    """
     return "Attempt to replace the existing tensor" in str(error)
 
 
 def is_of_grouped_experts(error: BaseException) -> bool:
-    """Whether an exporter has no translation for the operator by which transformers multiplies stacked experts."""
+    """Tell whether an exporter has no translation for transformers' product of stacked experts."""
     return "grouped_mm" in str(error)
 
 

@@ -22,7 +22,7 @@ _ADVICE = f"Run `pip uninstall nc {DISTRIBUTION}`, then install {DISTRIBUTION} a
 def why_not_ours() -> str:
     """Return what to do when `nc/__init__.py` is missing or another project's.
 
-    "" when the imported package is ours.
+    It is "" when the imported package is ours.
     """
     package = sys.modules["nc"]
     if (
@@ -52,7 +52,7 @@ def other_distribution() -> str:
 def altered_files() -> str:
     """Which of the installed files are missing or not as they were installed, and what to do.
 
-    "" for an editable or no installation.
+    It is "" for an editable or no installation.
     """
     try:
         installed = importlib.metadata.files(DISTRIBUTION) or []

@@ -1,6 +1,6 @@
-"""Modes for a while: eval mode, after which modules whose `train` does more than set a flag are as before.
+"""Modes for a while: eval mode, and attention's plain path.
 
-Attention's plain path.
+After eval mode, modules whose `train` does more than set a flag are as before.
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ from nc.errors import NCWarning
 
 
 def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
-    """Give a warning whose place is the innermost call that is neither of nc nor of torch, nor Python's import."""
+    """Give a warning whose place is the innermost call outside of nc and torch.
+
+    Python's import does not count either.
+    """
     packages = [sys.modules[name].__file__ for name in ("nc", "torch") if name in sys.modules]
     between = (*(f"{Path(file).parent}{os.sep}" for file in packages if file), "<frozen importlib")
     frame = sys._getframe(1)

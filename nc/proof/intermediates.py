@@ -96,7 +96,7 @@ def name_of(place: fx.Node) -> str:
 def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphModule:
     """Return a copy of a QDQ graph that also returns the values of nodes, behind its outputs.
 
-    Of codes the fp32 values behind them.
+    Of codes it returns the fp32 values behind them.
     """
     copy, mapping = copy_module(module)
     output = next(iter(reversed(copy.graph.nodes)))
@@ -118,7 +118,7 @@ def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphM
 def _results(node: fx.Node) -> list[fx.Node]:
     """Return the fp32 tensors in which the result of an int8 operator is first kept in memory.
 
-    None where it is kept as codes.
+    None is returned where it is kept as codes.
     """
     if node.target in _RECURRENT:
         return list(node.users)
@@ -146,7 +146,10 @@ def _how(node: fx.Node) -> str:
 
 
 def _segment(node: fx.Node, index: dict[fx.Node, int]) -> tuple[set[fx.Node], set[int]]:
-    """Return the nodes between a point and the points above it, itself included, and the indices of those points."""
+    """Return the nodes between a point and the points above it, and the indices of those.
+
+    The point itself is included.
+    """
     between, above, stack = {node}, set(), [node]
     while stack:
         for source in stack.pop().all_input_nodes:

@@ -1,9 +1,9 @@
-"""Compare every kernel of an engine with the quantized graph, each given the values that the engine itself
-had in front of it.
+"""Compare every kernel of an engine with the quantized graph.
 
-The outputs of a deep model say little of one kernel: rounding grows on the way, so that a wrong operator and
-a healthy one look alike. Between two tensors that were read only their own kernel computes, and what it may
-be off by is known: a code by its rounding, a fp32 value by the rounding of fp32.
+Each is given the values that the engine itself had in front of it. The outputs of a deep model say little of
+one kernel: rounding grows on the way, so that a wrong operator and a healthy one look alike. Between two
+tensors that were read only their own kernel computes, and what it may be off by is known: a code by its
+rounding, a fp32 value by the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def check_kernels(
 class _Error:
     """How far a tensor is off: codes in quanta, fp32 results in dB.
 
-    `wrong` says what is too much, "" where nothing is.
+    `wrong` says what is too much, and is "" where nothing is.
     """
 
     quanta: float = 0.0
@@ -156,7 +156,7 @@ class _Error:
 def _as_in_graph(node: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
     """Return an engine's value in the form that the graph has it in.
 
-    None where it is rounded otherwise, for example to bf16.
+    None is returned where it is rounded otherwise, for example to bf16.
     """
     if node.target is not quantize_per_tensor:
         return value if value.dtype is torch.float32 else None

@@ -1,6 +1,6 @@
 """Run a QDQ graph with an engine's values at every compared tensor.
 
-The expected value of each tensor for the inputs that the engine had.
+It gives the expected value of each tensor for the inputs that the engine had.
 
 This separates the error of an operator from errors of earlier operators.
 """

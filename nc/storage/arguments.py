@@ -160,7 +160,11 @@ def _dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype | None:
 
 
 def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
-    """Kernels take two int8 matrices, two fp32 biases and a projection for each layer and direction, all constant."""
+    """Check the weights of a recurrent layer.
+
+    Kernels take two int8 matrices, two fp32 biases and a projection for each layer and direction, all
+    constant.
+    """
     layer = Recurrent.of(node)
     layers = layer.num_layers * (1 + layer.bidirectional)
     counts = [
@@ -274,7 +278,7 @@ def _fits(expected: str, value: Any, length: int | None = None) -> bool:
 def _yields(node: fx.Node) -> str:
     """Return what a node gives.
 
-    "tensor", "number", "list" (several values), or "any" where only running it would tell.
+    It is "tensor", "number", "list" (several values), or "any" where only running it would tell.
     """
     if node.op in ("placeholder", "get_attr"):
         return "tensor"

@@ -1,6 +1,6 @@
 """A directory of model.json, weights.safetensors and checksums.json.
 
-Written atomically, checked when it is read.
+It is written atomically, and checked when it is read.
 
 What the document says is the business of the format: `store` for graphs, `nc.weights.files.artefact` for
 models with low-bit weights. Checksums find accidents, not attackers, who can write new checksums.

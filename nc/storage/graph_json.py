@@ -300,7 +300,7 @@ class _Sizes:
 def _key(size: torch.SymInt | Size) -> object:
     """Return what equal sizes have in common.
 
-    Of a symbol an expression, compared as it is: to print long ones takes seconds.
+    For a symbol it is an expression, compared as it is: to print long ones takes seconds.
     """
     return size if isinstance(size, Size) else size.node.expr
 

@@ -36,7 +36,7 @@ class Identity:
     def check(self) -> None:
         """Raise ArtefactCorruptError when the file was written into since.
 
-        To be called before its pages are read again.
+        It is to be called before its pages are read again.
         """
         try:
             now = Identity.of(self.path, self.path.stat())

@@ -39,7 +39,7 @@ _MOST = 1_000_000
 def description(model: torch.nn.Module) -> dict[str, Any] | None:
     """Return what `build` needs for a model: class, configuration, generation configuration, attention.
 
-    None for unlisted classes.
+    None is returned for unlisted classes.
     """
     cls = type(model)
     config: Any = getattr(model, "config", None)
@@ -115,7 +115,10 @@ def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """Memory that nothing initialises yet, which is what modules make their parameters of, is put on the meta device."""
+    """Puts memory that nothing initialises yet on the meta device.
+
+    It is what modules make their parameters of.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -167,7 +170,10 @@ def _class_named(name: object, file: object) -> Any:
 
 
 def _is_model_of(cls: Any, file: str) -> bool:
-    """Whether a class is a model that a file of transformers defines itself, and is made of a configuration alone."""
+    """Tell whether a class is a model that a file of transformers defines itself.
+
+    It must also be made of a configuration alone.
+    """
     if not isinstance(cls, type) or cls.__module__ != file or not _FILE.fullmatch(file):
         return False
     if (

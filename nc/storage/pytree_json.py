@@ -209,7 +209,7 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
 def _decode_keys(names: Sequence[json_values.Json]) -> list[Any]:
     """Return the keys of a dict.
 
-    Raises ValueError where two are equal, and TypeError for a list, which can't be a key.
+    It raises ValueError where two are equal, and TypeError for a list, which can't be a key.
     """
     keys = [json_values.decode(name) for name in names]
     if len(set(keys)) < len(keys):
@@ -221,7 +221,10 @@ def _decode_keys(names: Sequence[json_values.Json]) -> list[Any]:
 def _decode_object(
     name: str, members: list[str], items: list[pytree.TreeSpec], *, inputs: bool
 ) -> pytree.TreeSpec:
-    """Return the structure of an output of transformers, of a cache, or of an object of a class that is not known here."""
+    """Return the structure of an output of transformers, of a cache, or of an object.
+
+    The class of the object is one that is not known here.
+    """
     is_cache = tuple(members) == caches.MEMBERS.get(name)
     if not inputs and (is_cache or _TRANSFORMERS.fullmatch(name)):
         return pytree.TreeSpec(ModelOutputs, (name, members), items)
@@ -233,7 +236,7 @@ def _decode_object(
 def _class_of(name: str, members: Sequence[str]) -> type | None:
     """Return the class of that name, if it is an output of transformers with these members.
 
-    None for all else.
+    None is returned for all else.
     """
     match = _TRANSFORMERS.fullmatch(name)
     if match is None:

@@ -56,7 +56,10 @@ def _whole(rows: Sequence[Row]) -> list[int]:
 
 
 def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
-    """Return the rows with numbers instead of texts that are too long for the last column, and the texts in lines."""
+    """Return the rows with numbers for texts too long for the last column, and the texts.
+
+    The texts stand in lines.
+    """
     room = max(width - sum(w + 2 for w in _widths(rows)[:-1]), _NARROWEST)
     long = dict.fromkeys(row[-1] for row in rows[1:] if len(row) > 1 and len(row[-1]) > room)
     numbers = {text: f"({i})" for i, text in enumerate(long, 1)}
@@ -92,7 +95,10 @@ def _lines(row: Row, widths: Sequence[int]) -> list[str]:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return a text in lines of at most `width` characters, broken behind spaces, dots and other signs where there are any."""
+    """Return a text in lines of at most `width` characters.
+
+    It is broken behind spaces, dots and other signs where there are any.
+    """
     lines = [""]
     for piece in _BREAKS.split(text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -216,7 +222,10 @@ def _fold(rows: Sequence[Row], merge: _Merge) -> list[Row]:
 
 
 def _repeated(rows: Sequence[Row], at: int, merge: _Merge) -> _Repeated | None:
-    """Return the equal blocks that begin with a row, by the first index in its name of which there are several; None if there are none."""
+    """Return the equal blocks that begin with a row, or None if there are none.
+
+    They are those by the first index in its name of which there are several.
+    """
     name = rows[at][0]
     for index in _INDEX.finditer(name):
         prefix, start, behind = name[: index.start()], int(index[0]), at

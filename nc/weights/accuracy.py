@@ -1,6 +1,6 @@
 """How far a model with low-bit weights is from the float model.
 
-In the first call of the prepared model, and layer by layer.
+It is measured in the first call of the prepared model, and layer by layer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def goes_on(args: Any, kwargs: dict[str, Any]) -> bool:
 def accuracy_db(model: torch.nn.Module, first: FirstCall) -> float | None:
     """SQNR in dB of the worst output of a call against the float model's.
 
-    None where outputs have no values, or other sizes.
+    It is None where outputs have no values, or other sizes.
 
     Args:
         model: the quantized model, in eval mode.
@@ -73,7 +73,7 @@ def accuracy_db(model: torch.nn.Module, first: FirstCall) -> float | None:
 def hopeless_layers(model: torch.nn.Module) -> list[tuple[str, float]]:
     """Return the low-bit layers whose output has less than `HOPELESS_DB` against the float layer's.
 
-    (name, dB), the worst first.
+    They come as (name, dB), the worst first.
     """
     found = [
         (name, module.result.loss)
@@ -89,7 +89,7 @@ def hopeless_layers(model: torch.nn.Module) -> list[tuple[str, float]]:
 def hopeless_text(decibels: float | None, layers: Sequence[tuple[str, float]]) -> str:
     """Return what to say of a model that is far from the float one.
 
-    "" for one that is not, as far as is known.
+    It is "" for one that is not, as far as is known.
 
     Args:
         decibels: of its outputs in a call; None where they were not compared.

@@ -1,7 +1,7 @@
-"""The driver: block after block it collects statistics, applies transforms, solves the layers and runs the
-quantized block.
+"""The driver, which solves a model block after block.
 
-So each block is solved for the inputs that it gets from the quantized blocks in front of it, and the memory
+For each block it collects statistics, applies transforms, solves the layers and runs the quantized block. So
+each block is solved for the inputs that it gets from the quantized blocks in front of it, and the memory
 needed is that of one block, its statistics and its activations.
 """
 
@@ -296,7 +296,7 @@ class Driver:
     ) -> dict[str, InputStatistics]:
         """Apply the transforms that layers of a block ask for.
 
-        Returns the statistics of the layers' inputs after them.
+        It returns the statistics of the layers' inputs after them.
         """
         inputs = self._collect(module, inside, calls, float_calls)
         is_block = bool(prefix) or len(inside) == len(self.asked)
@@ -479,7 +479,7 @@ class Driver:
 def _stages(inside: Sequence[str], inputs: Mapping[str, InputStatistics]) -> list[list[str]]:
     """Layers that read one tensor, in the order in which a block calls them.
 
-    Last those that nothing reaches.
+    Those that nothing reaches come last.
     """
     stages: dict[int, list[str]] = {}
     for name, found in inputs.items():

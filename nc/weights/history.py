@@ -45,7 +45,7 @@ def history_of(model: torch.nn.Module) -> Run:
 def _apart(here: str, there: str) -> tuple[str, str]:
     """Return what two names of one layer have in front of what they have in common.
 
-    ("0", "") for "0.fc" and "fc".
+    It gives ("0", "") for "0.fc" and "fc".
     """
     a, b = here.split("."), there.split(".")
     while a and b and a[-1] == b[-1]:
@@ -54,7 +54,7 @@ def _apart(here: str, there: str) -> tuple[str, str]:
 
 
 def _moved(run: Run, here: str, there: str) -> Run:
-    """Return a run with the names that layers inside of `there` have in a model that holds them inside of `here`."""
+    """Return a run with the names of layers of `there` in a model that holds them inside of `here`."""
 
     def moved(name: str) -> str | None:
         if name != there and there and not name.startswith(f"{there}."):

@@ -1,6 +1,6 @@
 """What calls reach the blocks of a model.
 
-Recorded once, so that blocks can be run one after the other without the model.
+It is recorded once, so that blocks can be run one after the other without the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Stop(Exception):  # it is no error
 def block_lists(model: torch.nn.Module, layers: Collection[str]) -> list[list[str]]:
     """Names of the model's stacks of blocks that hold layers to quantize, in the order of `named_modules`.
 
-    Outermost stacks only.
+    Only outermost stacks count.
 
     Args:
         model: the model.
@@ -120,7 +120,7 @@ def _all(
 def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> tuple[Call, ...]:
     """Return calls in which tensors that equal an earlier one are that one.
 
-    Masks and positions of samples of one size.
+    So masks and positions of samples of one size are shared.
 
     Args:
         calls: of one sample.

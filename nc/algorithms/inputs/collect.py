@@ -113,8 +113,9 @@ class Collector:
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not annotate it
-    """Sees products with a layer's weight that are made without calling the layer, as attention of torch does
-    with its `out_proj`.
+    """Sees products with a layer's weight that are made without calling the layer.
+
+    Attention of torch makes such products with its `out_proj`.
 
     Args:
         layers: by name.

@@ -1,6 +1,6 @@
 """Weights that are computed from other tensors at each call.
 
-By hooks (weight_norm, spectral_norm, pruning) and by parametrizations.
+They are computed by hooks (weight_norm, spectral_norm, pruning) and by parametrizations.
 
 What such a module shows as `weight` is the result of its last call, or nothing before the first. Here the
 weight is computed from what the module holds, and becomes a parameter.

@@ -95,7 +95,7 @@ def _module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 def _taken_apart(value: Any, memo: dict[int, Any]) -> Any:
     """Return an object that refuses to be copied.
 
-    Itself, or a copy if it holds a module of which there is a copy.
+    It is itself, or a copy if it holds a module of which there is a copy.
     """
     memo[id(value)] = value
     attributes = getattr(value, "__dict__", None)

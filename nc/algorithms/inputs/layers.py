@@ -81,9 +81,9 @@ def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
 
 
 def readable(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model.
+    """Return the model, or a copy in which computed weights are parameters.
 
-    Or a copy that shares its tensors, in which the weights that layers compute at each call are parameters.
+    The copy shares its tensors. Layers of the model compute these weights at each call.
     """
     if not any(is_computed(layer.module) for layer in layers_of(model)):
         return model
@@ -142,7 +142,7 @@ def _layer(name: str, module: torch.nn.Module, head: torch.nn.Module | None) -> 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same values in the same memory.
 
-    Without values, for one and the same object.
+    Without values, it is equal for one and the same object.
     """
     return (
         (id(tensor),) if tensor.is_meta else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -150,7 +150,10 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def other_weights(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes of the float weights of two and more dimensions that are in no linear or embedding, such as stacked experts."""
+    """Return names and shapes of the float weights that are in no linear or embedding.
+
+    Weights of two and more dimensions count, such as stacked experts.
+    """
     inside = {
         name
         for name, module in model.named_modules()

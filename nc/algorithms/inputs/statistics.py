@@ -1,6 +1,6 @@
 """What calibration collects of the inputs of low-bit layers.
 
-Sums over tokens, in float64, so that they can be merged in any order.
+These are sums over tokens, in float64, so that they can be merged in any order.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def weighted_loss(
 ) -> float:
     """`tr((W - W^) H (W - W^)^T) / tr(W H W^T)`.
 
-    The mean squared error of the layer's output over its mean square.
+    It is the mean squared error of the layer's output over its mean square.
 
     Two-sided, `tr((W - W^) H (W - W^)^T) + 2 tr(W C (W - W^)^T)` over the same, with C = E[(y - x) x^T]: the
     error `|W y - W^ x|^2` against the output in the float model, less that of W itself. It is below 0 where

@@ -1,4 +1,7 @@
-"""AutoRound: which way each weight is rounded, and the range of each group, are learned by signed gradients (arXiv 2309.05516)."""
+"""AutoRound: rounding and ranges are learned by signed gradients (arXiv 2309.05516).
+
+It learns which way each weight is rounded, and the range of each group.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ UNREACHED = "calibration never reached it"
 
 
 def solve_best(problem: Problem, solver: Solver) -> tuple[PackedWeight, LayerResult]:
-    """Solve a layer, and keep round to nearest where the solver does worse by
-    `nc.algorithms.inputs.statistics.weighted_loss`.
+    """Solve a layer, and keep round to nearest where the solver does worse.
 
-    A solver that needs data is not asked where no token reached the layer; the note says so.
+    `nc.algorithms.inputs.statistics.weighted_loss` decides. A solver that needs data is not asked where no
+    token reached the layer; the note says so.
 
     Raises:
         CalibrationError: sums over its inputs overflowed.

@@ -154,7 +154,7 @@ class GPTQ:
     def _factored(self, problem: Problem) -> tuple[Factor, torch.Tensor] | None:
         """Return the factor of the Hessian in the order of the columns, and that order.
 
-        None if it cannot be factored.
+        None is returned if it cannot be factored.
         """
         assert problem.inputs is not None
         sums, tokens = problem.inputs.outer, problem.inputs.tokens
@@ -176,9 +176,9 @@ class GPTQ:
     def _two_sided(
         self, problem: Problem, parts: Factor, perm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the weight to round in its columns' order; what the first column is rounded from.
+        """Return the weight to round in its columns' order, and what the first column is rounded from.
 
-        And what values add to later columns.
+        What values add to later columns is returned too.
 
         With C = E[(y - x) x^T], y the float model's input: the best weight without rounding is W (I + C
         H^-1).

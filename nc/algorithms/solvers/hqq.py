@@ -1,5 +1,6 @@
-"""HQQ: half-quadratic quantization, which needs no data (mobiusml, "Half-Quadratic Quantization of Large
-Machine Learning Models", 2023).
+"""HQQ: half-quadratic quantization, which needs no data.
+
+See mobiusml, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
 
 It minimises `|W - W^|_p^p`, p < 1, over the zero points: weights with a large error count for little. Two
 steps take turns: the errors `e = shrink_p(W - W^)` are split off, and the zero point that fits `W - e` best
@@ -164,7 +165,7 @@ def _fitted(
 ) -> GroupParams:
     """Return the scale with the least squared error for given codes.
 
-    The old one where that has no value or changes its sign.
+    The old one stays where that has no value or changes its sign.
     """
     units = _grouped(decode(codes, GroupParams(torch.ones_like(params.scale), params.zero), form), params)
     squares = units.square().sum(2)

@@ -23,7 +23,7 @@ from nc.numerics.group_ranges import RULES
 class AWQ:
     """A scale per input channel for each set of linears behind one norm or linear.
 
-    `s = a^r`, a = mean |x|, r from a grid.
+    It is `s = a^r`, where a is the mean of |x| and r is from a grid.
 
     Candidates are compared by the error of the layers' outputs, `tr((W - W^) H (W - W^)^T)`, in the layers'
     own format and range rule; of all candidates with the rule "minmax", then of the best few with the layers'
@@ -85,7 +85,7 @@ class AWQ:
     def _scaled(self, scope: Scope, outcome: Outcome) -> tuple[list[str], dict[str, torch.Tensor]]:
         """Fold the best scales.
 
-        (notes for the report, what the input channels of layers are divided by now, by name).
+        It returns notes for the report, and by name what the input channels of layers are divided by now.
         """
         sets = sets_of(scope)
         outcome.sets = len(sets)

@@ -1,6 +1,6 @@
 """Ranges that are smaller than the weights need, where the layers' outputs lose less by it.
 
-AWQ's clip search on the layers of a block.
+This is AWQ's clip search on the layers of a block.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _QUERIES_AND_KEYS = re.compile(r"(^|_)(w?q|w?k|w?qkv|query|key|c_attn)(_|$)", re
 def clip_ranges(
     scope: Scope, scales: Mapping[str, torch.Tensor], tokens: int, rules: tuple[str, ...]
 ) -> list[str]:
-    """Search the ranges of a block's layers, see `nc.numerics.clipping`, and put those into `scope.clips`
-    that lose less.
+    """Search the ranges of a block's layers and put those into `scope.clips` that lose less.
+
+    See `nc.numerics.clipping` for the search.
 
     A layer's whole ranges stay if the error of its output, or that of the block's, is not less with the
     others.

@@ -21,8 +21,9 @@ class NotEquivalentError(Exception):
 
 
 def fold(module: torch.nn.Module, link: Link, scale: torch.Tensor) -> None:
-    """Divide the output channels of a producer by a scale, and multiply the columns of its readers by it, in
-    place.
+    """Divide the output channels of a producer by a scale in place.
+
+    The columns of its readers are multiplied by it.
 
     Args:
         module: a `WideCopy` of the block.

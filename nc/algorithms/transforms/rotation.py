@@ -23,13 +23,12 @@ from nc.graph.plan import Applied
 
 @dataclass(frozen=True)
 class Rotation:
-    """Weights are multiplied by orthogonal matrices that cancel out, so that outliers spread over all
-    channels.
+    """Spreads outliers over all channels, by orthogonal matrices that cancel out.
 
-    It costs nothing at run time. It is for decoders whose norms stand in front of attention and feed-forward
-    part. The gains of these norms are first folded into the linears behind them. What reads the residual
-    stream is multiplied by R1, what writes to it (embeddings too) by its transpose. For a model with
-    LayerNorm, R1 keeps the mean of the channels.
+    Weights are multiplied by these matrices. It costs nothing at run time. It is for decoders whose norms
+    stand in front of attention and feed-forward part. The gains of these norms are first folded into the
+    linears behind them. What reads the residual stream is multiplied by R1, what writes to it (embeddings
+    too) by its transpose. For a model with LayerNorm, R1 keeps the mean of the channels.
 
     Attributes:
         heads: also rotate values per head (R2).
@@ -248,7 +247,7 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
 def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[str, ...]:
     """Return the names of the blocks of a model that has one stack of them.
 
-    Else raises NotEquivalentError.
+    It raises NotEquivalentError for other models.
     """
     lists = block_lists(model, [name for name, layer in linears.items() if not layer.head])
     if len(lists) != 1:
@@ -260,7 +259,10 @@ def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[s
 def _links_of(
     model: torch.nn.Module, call: Call, blocks: Sequence[str], calls: Mapping[str, Call]
 ) -> list[tuple[str, Link]]:
-    """Return the links inside each block, and those of norms outside of all, each with the name of its block."""
+    """Return the links inside each block and those of norms outside of all.
+
+    Each stands with the name of its block.
+    """
     inside = [(name, link) for name in blocks for link in find_links(model.get_submodule(name), calls[name])]
     return inside + [("", link) for link in find_links(model, call, norms_only=True, outside=tuple(blocks))]
 

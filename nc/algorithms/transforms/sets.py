@@ -1,6 +1,6 @@
 """Sets of layers that share a scale per input channel, and what a scale costs.
 
-The error of a layer, and of the block.
+The cost is the error of a layer, and of the block.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ class ScaleSet:
     targets: Mapping[int, Target]
 
     def gathered(self, of: Callable[[int, Target], torch.Tensor], reduce: str) -> torch.Tensor:
-        """Values per input channel of each layer → per output channel of the producer, the mean or the largest over layers."""
+        """Return values per output channel of the producer, from those per input channel of each layer.
+
+        They are the mean or the largest over layers.
+        """
         parts = torch.stack(
             [self.link.gather(of(i, target), i, reduce) for i, target in self.targets.items()]
         )
         return parts.mean(0) if reduce == "mean" else parts.amax(0)
 
     def rounded(self, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the rounded weights by name in the block, if the producer's channels are divided by a scale."""
+        """Return the rounded weights by name in the block, if a scale divides the producer's channels."""
         return {
             self.link.consumers[index]: rounded(target, weight_of(target), self.link.spread(scale, index))
             for index, target in self.targets.items()
@@ -81,7 +84,7 @@ def weight_of(target: Target) -> torch.Tensor:
 def divided(inputs: InputStatistics, scale: torch.Tensor) -> InputStatistics:
     """Statistics of inputs whose channels are divided by a scale of shape [K].
 
-    Without those of the float model's inputs.
+    Those of the float model's inputs are left out.
     """
     wide = scale.double()
     outer = None if inputs.outer is None else inputs.outer / wide.outer(wide)
@@ -95,7 +98,7 @@ def rounded(
 ) -> torch.Tensor:
     """`Q(W s) / s`.
 
-    What a weight becomes by round to nearest in the target's format, if its columns are scaled first.
+    That is what a weight becomes by round to nearest in the target's format, if its columns are scaled first.
 
     Args:
         target: gives format, range rule and statistics.
@@ -174,7 +177,7 @@ class Outcome:
     def fold(self, found: ScaleSet, scale: torch.Tensor) -> bool:
         """Fold a scale into the weights, unless the block would compute something else.
 
-        Whether that was done.
+        It returns whether that was done.
         """
         link = found.link
         try:

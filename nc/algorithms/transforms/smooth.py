@@ -20,8 +20,9 @@ from nc.graph.plan import Applied
 
 @dataclass(frozen=True)
 class Smooth:
-    """A scale per input channel, `s = max|x|^alpha / max|w|^(1 - alpha)`, for each set of linears behind one
-    norm or linear.
+    """A scale per input channel, `s = max|x|^alpha / max|w|^(1 - alpha)`, for linears behind one operator.
+
+    Each set of linears behind one norm or linear has a scale per input channel of its own.
 
     It is made for activations in 8 bits (`act_dtype="int8"`); for weights alone, `AWQ` searches the scale.
 

@@ -48,7 +48,7 @@ class Link:
     def spread(self, scale: torch.Tensor, index: int) -> torch.Tensor:
         """Return a value per output channel of the producer → one per input channel of a consumer.
 
-        1 where there is none.
+        It is 1 where there is none.
         """
         channels = self.channels[index]
         return torch.where(channels < 0, torch.ones_like(scale[:1]), scale[channels.clamp(min=0)])
@@ -56,7 +56,7 @@ class Link:
     def gather(self, values: torch.Tensor, index: int, reduce: str = "mean") -> torch.Tensor:
         """Return a value per input channel of a consumer → one per output channel of the producer.
 
-        0 where nothing reads it.
+        It is 0 where nothing reads it.
 
         Args:
             values: shape [K].
@@ -135,7 +135,7 @@ class _Probe:
     def _first_linear(self, name: str, size: int) -> int | None:
         """Return the least channel from which on all reach a reader linearly.
 
-        None if not even the last does.
+        None is returned if not even the last does.
         """
         low, high = 1, size - 1
         if not self._exponents(name, _one_factor(size, high)):
@@ -175,7 +175,7 @@ class _Probe:
     def _exponents(self, name: str, exponents: torch.Tensor) -> dict[str, torch.Tensor]:
         """Multiply output channels by 2^exponents.
 
-        For each linear whose inputs follow exactly, by which exponents (0 where by none).
+        It returns for each linear whose inputs follow exactly by which exponents (0 where by none).
         """
         with _multiplied(self.module.get_submodule(name), exponents), inputs_of(self.modules) as found:
             run(self.module, self.call)

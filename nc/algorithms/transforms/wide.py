@@ -73,7 +73,10 @@ class WideCopy:
 
     @property
     def bound(self) -> float:
-        """Largest difference of the output, relative to its largest magnitude, for which two modules are the same."""
+        """Return the largest difference of the output for which two modules are the same.
+
+        It is relative to the output's largest magnitude.
+        """
         return BOUNDS[self.dtype]
 
 

@@ -17,7 +17,7 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 def accelerate_generation(model: _Model) -> _Model:
     """Let `model.generate` compute all tokens after the first by plans.
 
-    One list of calls in C for each token, no Python in between.
+    Each token takes one list of calls in C, with no Python in between.
 
     One step of the model is captured (a few seconds), and compared with the model's own. The model computes
     prompts, and each call that plans are not for: other caches than `DynamicCache`, hooks inside the model,

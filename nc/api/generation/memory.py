@@ -32,7 +32,10 @@ class Memory:
         return self.keys.shape[3]
 
     def is_of(self, layers: list[Any]) -> bool:
-        """Whether the user's cache shows this memory, and layers with a window were not asked to keep more of it."""
+        """Tell whether the user's cache shows this memory.
+
+        Layers with a window must not have been asked to keep more of it.
+        """
         if any(getattr(layer, "record_past", False) for layer in layers):
             return False
         return all(

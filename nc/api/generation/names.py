@@ -1,6 +1,6 @@
 """What transformers calls a cache of keys and values.
 
-`cache` in version 5.24, `past_key_values` in others, which newer ones warn about.
+It is `cache` in version 5.24, and `past_key_values` in others, which newer ones warn about.
 """
 
 from __future__ import annotations

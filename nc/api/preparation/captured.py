@@ -1,6 +1,6 @@
 """A captured model under calibration.
 
-The user's signature, fp32 results, and observers on tensors that will be quantized.
+It has the user's signature, fp32 results, and observers on tensors that will be quantized.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class PreparedModel(Preparation):
         )
 
     def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
-        """Return what ranks must have in common beside the model to get the same bytes from the same statistics."""
+        """Return what ranks must share beside the model to get the same bytes from the same statistics."""
         configuration = [
             self.plan.to_dict(),
             dataclasses.asdict(capabilities),
@@ -300,7 +300,7 @@ class PreparedModel(Preparation):
     def _executed(self, plan: Plan, found: Collected) -> Plan:
         """Return the plan without operators that never ran.
 
-        Taking one out can move edges, so until nothing changes.
+        Taking one out can move edges, so it goes on until nothing changes.
         """
         while True:
             keys = [(e.operator, observer_key(e)) for e in self._edges(self.graph.module, plan)]
@@ -317,7 +317,10 @@ class PreparedModel(Preparation):
             plan = dataclasses.replace(plan, decisions=decisions)
 
     def _accurate(self, plan: Plan) -> tuple[Plan, list[Finding]]:
-        """Return the plan without dynamic operators whose own result is hardly more than noise, and findings on those that stay int8."""
+        """Return the plan without dynamic operators whose own result is hardly more than noise.
+
+        Findings on those that stay int8 are returned too.
+        """
         dynamic = {d.operator for d in plan.quantized if d.spec.mode == "dynamic"}
         if not dynamic:
             return plan, []

@@ -157,7 +157,7 @@ def _captured(model: torch.nn.Module, asked: Request, *, share_weights: bool) ->
 
 
 def _decided(graph: Graph, model: torch.nn.Module, asked: Request) -> tuple[Plan, str, dict[str, str]]:
-    """Return the plan, the name of the backend that it is for, and which others "auto" passed over, and why."""
+    """Return the plan, the name of its backend, and the others that "auto" passed over, and why."""
     check_rules(asked.config, with_low_bit(graph, model), strict=asked.strict)
     backend, kind = that_simulates(asked.backend, asked.config), kind_of_graph(graph.module)
     first = choose_backend(backend, kind).name

@@ -1,6 +1,6 @@
 """Weight-only quantization beside another strategy in one model.
 
-The low-bit layers first, then the rest with these in place.
+The low-bit layers come first, then the rest with these in place.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PreparedMixed(Preparation):
     def convert(self, asked: Conversion) -> torch.nn.Module:
         """Return what the rest gives.
 
-        A captured model with the low-bit layers, calibrated with the same samples.
+        It is a captured model with the low-bit layers, calibrated with the same samples.
         """
         rest = self._prepare_rest(self.low_bit.quantized(asked.progress))
         for args, kwargs in (sample.call for sample in self.low_bit.samples):

@@ -1,6 +1,6 @@
 """Weight-only quantization under calibration.
 
-The user's float model, and the calibration samples that reach it.
+It holds the user's float model, and the calibration samples that reach it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PreparedWeights(Preparation):
     def convert(self, asked: Conversion) -> torch.nn.Module:
         """Return a model of the user's class, whose layers hold low-bit weights.
 
-        Warns where it is far from the float one, or slower.
+        It warns where the model is far from the float one, or slower.
 
         Raises:
             As `quantized`; and if the backend has no kernels for low-bit weights.
@@ -115,7 +115,7 @@ class PreparedWeights(Preparation):
     def _compared(self, low_bit: torch.nn.Module) -> float | None:
         """Return the SQNR of the outputs against the float model's in dB, if that was called.
 
-        Warn where it is far from it.
+        It warns where the model is far from it.
         """
         decibels = None
         if self.first is not None:
@@ -147,7 +147,7 @@ class PreparedWeights(Preparation):
     def quantized(self, progress: Progress | None = None) -> torch.nn.Module:
         """Return the model with low-bit weights: a copy, or with `inplace` the user's own.
 
-        The same one on all ranks of a group.
+        It is the same one on all ranks of a group.
 
         Raises:
             StateError: the configuration needs calibration data, and there is none; another rank has another

@@ -114,8 +114,9 @@ class IpexBackend(Backend):
         return cpu.capabilities(NAME, OPS, halved=_HALVED)
 
     def start(self) -> None:
-        """Import IPEX, which registers its fusion pass, and a layer norm for fp32 whose last digits are
-        others than torch's.
+        """Import IPEX, which registers its fusion pass and a layer norm for fp32.
+
+        The last digits of that layer norm are others than torch's.
 
         Raises:
             BackendUnavailableError: IPEX can't run here.

@@ -14,7 +14,7 @@ from nc.backends.spawn import end_with_parent
 def main(folder: str, threads: str, parent: str) -> None:
     """Load FOLDER/model.pt and run it three times on FOLDER/inputs.pt.
 
-    End with the process PARENT, however that ends.
+    It ends with the process PARENT, however that ends.
     """
     if not end_with_parent(int(parent)):
         return

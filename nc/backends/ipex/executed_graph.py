@@ -169,7 +169,10 @@ def line_of(node: torch._C.Node) -> int:
 
 
 def _reads_codes(node: torch._C.Node) -> bool:
-    """Whether an input of a fused node is a dequantize, directly or through values that are only moved inside the group."""
+    """Tell whether an input of a fused node is a dequantize.
+
+    It may be one directly, or through values that are only moved inside the group.
+    """
     return any(_from_codes(value.node(), 4) for value in node.inputs())
 
 

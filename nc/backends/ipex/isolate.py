@@ -68,7 +68,7 @@ def first_run_in_child(
 def failures_named() -> Iterator[None]:
     """Turn what IPEX's fuser and kernels raise into a BackendError that says what to do.
 
-    Nc's own errors stay as they are.
+    Errors of nc itself stay as they are.
     """
     try:
         yield

@@ -164,7 +164,7 @@ def _is_permuted(value: object) -> bool:
 def _read_copy(module: fx.GraphModule, reader: fx.Node, source: fx.Node) -> None:
     """Let one reader read a contiguous copy of `source`.
 
-    Of what is quantized, where `source` is a dequantize.
+    Where `source` is a dequantize, the copy is of what is quantized.
     """
     if source.target is dequantize_per_tensor and input_node(source).target is quantize_per_tensor:
         reader = input_node(source)

@@ -21,7 +21,7 @@ from nc.ops import dequantize_per_tensor
 def one_place(module: fx.GraphModule) -> Callable[[Sequence[torch.Tensor]], str] | None:
     """Return what tells of flat inputs why kernels are wrong for their sizes, "" for others.
 
-    None where no kernel can be.
+    None is returned where no kernel can be.
 
     Args:
         module: QDQ graph; it must stay as it is.

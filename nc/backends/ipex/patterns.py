@@ -1,4 +1,7 @@
-"""Names of the neighbourhood of each int8 operator, to compare a graph with the patterns that the test suite runs."""
+"""Names of the neighbourhood of each int8 operator.
+
+With them a graph is compared with the patterns that the test suite runs.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 
 def patterns(module: fx.GraphModule) -> frozenset[str]:
-    """For each int8 operator.
+    """Return for each int8 operator what surrounds it.
 
-    What made its inputs, its kind, and what reads its result up to the next quantize.
+    That is what made its inputs, its kind, and what reads its result up to the next quantize.
     """
     found = set()
     for node in module.graph.nodes:

@@ -1,6 +1,6 @@
 """Patterns of int8 operators that the test suite runs through IPEX's fuser.
 
-Written by test/tested_patterns.py.
+They are written by test/tested_patterns.py.
 """
 
 TESTED: frozenset[str] = frozenset(

@@ -1,6 +1,6 @@
 """Profile of a fused script.
 
-The times of what the JIT interpreter runs, and the kernels of each fusion group.
+It has the times of what the JIT interpreter runs, and the kernels of each fusion group.
 """
 
 from __future__ import annotations

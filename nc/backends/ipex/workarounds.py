@@ -1,8 +1,7 @@
-"""Patterns for which IPEX 2.8's fuser returns wrong results or does not return, and the rewrite that avoids
-each.
+"""Patterns that IPEX 2.8's fuser gets wrong or hangs on, and the rewrite that avoids each.
 
-IPEX is archived: none of these will be fixed. Each pass has a name, which the report shows, and a test that
-runs the pattern.
+For these the fuser returns wrong results or does not return. IPEX is archived: none of these will be fixed.
+Each pass has a name, which the report shows, and a test that runs the pattern.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ def operand_is_source(module: fx.GraphModule) -> list[str]:
 
 
 def operand_overwritten(module: fx.GraphModule) -> list[str]:
-    """`linear(x) + s`.
+    """Rewrite `linear(x) + s`, where the sum is written into the memory of s.
 
-    The sum is written into the memory of s, which may be the caller's, or be read again through a view.
+    That memory may be the caller's, or be read again through a view.
 
     The pass counts the readers of a value only, not those of its views. The addition gets a copy of s.
     """
@@ -122,7 +121,7 @@ def operand_overwritten(module: fx.GraphModule) -> list[str]:
 
 
 def softmax_to_codes(module: fx.GraphModule) -> list[str]:
-    """`softmax` quantized with a zero point, or without AVX-512 to int8.
+    """Rewrite a `softmax` quantized with a zero point, or without AVX-512 to int8.
 
     oneDNN has no such kernel, and the first run fails.
 
@@ -146,9 +145,9 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
 
 
 def strided_pointwise(module: fx.GraphModule) -> list[str]:
-    """Rewrite 1x1 convolutions with a stride, of 8, 24, 40...
+    """Rewrite 1x1 convolutions with a stride, of 8, 24, 40... channels.
 
-    Channels: oneDNN gathers rows in steps of 16, over those of another thread.
+    oneDNN gathers rows in steps of 16, over those of another thread.
 
     Slices gather them in front of it instead, in fp32, whose values go back to the same codes.
     """
@@ -238,7 +237,7 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
 def _is_wrong_window(conv: Conv, node: fx.Node) -> bool:
     """Whether AMX kernels may sum other values.
 
-    Found with two thousand random convolutions, of which all others were right.
+    This was found with two thousand random convolutions, of which all others were right.
 
     A free size can be one place in a later call; `nc.backends.ipex.one_place` looks for that.
     """
@@ -282,7 +281,10 @@ def _is_strided_pointwise(node: fx.Node) -> bool:
 
 
 def _is_read_elsewhere(side: fx.Node, add: fx.Node) -> bool:
-    """Whether the memory of `side` belongs to the caller, or may be read after `add` through another value."""
+    """Tell whether the memory of `side` belongs to the caller.
+
+    It counts too if it may be read after `add` through another value.
+    """
     memory = climb(side, lambda n: op_name(n) in MOVES)
     before = _ancestors(add)
     return memory.op == "placeholder" or any(
@@ -389,7 +391,10 @@ def _sides(node: fx.Node) -> tuple[tuple[str, Any, Any], ...]:
 
 
 def _own_codes(node: fx.Node, name: str) -> None:
-    """Give one input of an operator a quantize/dequantize pair that no other shares, with a scale that differs enough to stay apart."""
+    """Give one input of an operator a quantize/dequantize pair that no other shares.
+
+    Its scale differs enough to stay apart.
+    """
     dequantize: fx.Node = getattr(Binary.of(node), name)
     old, graph = Quantize.of(input_node(dequantize)), node.graph
     scale = old.numbers[0] * _NUDGE

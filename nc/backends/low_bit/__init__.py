@@ -1,1 +1,4 @@
-"""Kernels for linears with low-bit weights, as rows of data, and the engine that chooses among them layer by layer."""
+"""Kernels for linears with low-bit weights, as rows of data, and the engine that chooses among them.
+
+It chooses layer by layer.
+"""

@@ -36,7 +36,10 @@ _LEAST_SUMMED = 16
 
 
 def grid(name: str) -> tuple[float, float, tuple[int, ...]] | None:
-    """(lowest value, step, multiple of the step per code) of a floating-point format with at most 256 equally spaced steps; else None."""
+    """Return (lowest value, step, multiple of the step per code) of a floating-point format.
+
+    The format has at most 256 equally spaced steps; for others None is returned.
+    """
     values = named(name).values
     if not all(map(math.isfinite, values)):
         return None

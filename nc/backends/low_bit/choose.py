@@ -40,7 +40,7 @@ def able(
 def used(found: Sequence[LowBitKernel], rows: int | None = None) -> tuple[LowBitKernel, ...]:
     """Of the kernels that can compute a layer, those that are used for some number of rows.
 
-    With `rows`, the one that is used for it.
+    With `rows`, only the one that is used for it is returned.
     """
     if rows is not None:
         return tuple(kernel for kernel in found if rows <= kernel.max_rows)[:1]

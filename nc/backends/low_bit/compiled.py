@@ -116,7 +116,10 @@ def block_of(kernel: LowBitKernel) -> int:
 
 
 def isa() -> int:
-    """Return the best instruction set that this CPU has, the user and the operating system allow, and the C code was compiled for."""
+    """Return the best instruction set that the C code was compiled for and may use here.
+
+    This CPU has it, and the user and the operating system allow it.
+    """
     return NUMBERS[usable()[0]]
 
 

@@ -82,7 +82,7 @@ def function() -> Function:
 def isa() -> int:
     """Return the best instruction set that the code has and may use here, a number of `c_code.isas`.
 
-    Only where it is available.
+    It may be called only where the code is available.
     """
     return isas.NUMBERS[usable()[0]]
 
@@ -224,7 +224,7 @@ def _of_groups(read: torch.Tensor, codes: torch.Tensor, groups: int) -> torch.Te
 def _parts(code: Coding, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> int:
     """Return the numbers of bf16 whose sum a decoded weight is, `value * scale + offset`.
 
-    0 where AMX would lose some of them.
+    0 is returned where AMX would lose some of them.
     """
     largest = _of_groups(code.read, codes, scale.shape[1]) * scale.abs()
     if offset is not None:

@@ -1,6 +1,6 @@
 """Which kernel computes which low-bit linear.
 
-Chosen from the rows of a backend by format, shape, activations and their number.
+It is chosen from the rows of a backend by format, shape, activations and their number.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def engine(name: str = "auto") -> LowBitEngine | None:
 def _named_for_users() -> str:
     """Return what users can ask for, as text.
 
-    "auto", the backends with kernels for low-bit weights, and the reference.
+    It is "auto", the backends with kernels for low-bit weights, and the reference.
     """
     computing = [
         name

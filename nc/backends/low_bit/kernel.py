@@ -152,7 +152,7 @@ class LowBitKernel:
 def features() -> tuple[str, ...]:
     """Features of this CPU that kernels may need.
 
-    Those of `nc.backends.cpu`, and "aten_avx2" where ATen runs vector code.
+    They are those of `nc.backends.cpu`, and "aten_avx2" where ATen runs vector code.
     """
     return (
         *cpu.features(),

@@ -1,6 +1,6 @@
 """A graph that computes one token of a language model → plans.
 
-Low-bit kernels, functions in C between them, no Python.
+The plans call low-bit kernels and functions in C between them, and no Python.
 """
 
 from __future__ import annotations

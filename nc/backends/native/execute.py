@@ -123,7 +123,7 @@ class Executor(Protocol):
 class PlanExecutor:
     """Kept oneDNN primitives, made once for each set of input sizes.
 
-    No torch and no set-up between the kernels.
+    There is no torch and no set-up between the kernels.
     """
 
     name = "oneDNN primitives"
@@ -282,7 +282,7 @@ def _why_wrong(running: Running, outputs: Sequence[Any], judge: Judge | None) ->
 def sizes_compared(checks: PlanChecks) -> dict[str, str]:
     """Return what a report says of comparisons for other sizes than the example's.
 
-    Nothing where there were none.
+    It returns nothing where there were none.
     """
     if not checks.others and not checks.why_stopped:
         return {}
@@ -327,7 +327,10 @@ def _of_nodes(call: Call, module: fx.GraphModule) -> Running:
 def _values(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], names: Collection[str]
 ) -> tuple[Sequence[Any], Mapping[str, torch.Tensor]]:
-    """Return the outputs of a lowered graph, and copies of those values inside that stand for nodes of these names."""
+    """Return the outputs of a lowered graph and copies of values inside.
+
+    These are the values that stand for nodes of these names.
+    """
     found: dict[str, torch.Tensor] = {}
 
     def note(node: fx.Node, value: Any, _: Mapping[fx.Node, Any]) -> Any:

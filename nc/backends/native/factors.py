@@ -28,7 +28,7 @@ _BEHIND = {"linear": 0, "conv1d": 1, "conv2d": 2, "conv3d": 3}
 def fold_factors(module: fx.GraphModule) -> None:
     """Multiply the scales and the bias of a product by the constant that its result is multiplied by.
 
-    One number, or one per channel.
+    The constant is one number, or one per channel.
 
     Codes stay as they are. Results differ by rounding to fp32 only.
     """
@@ -79,7 +79,7 @@ def sum_first(module: fx.GraphModule) -> None:
 def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Tensor | None:
     """Return what `user` multiplies a product by, in fp64, of shape [] or [channels].
 
-    None where it is no such factor.
+    None is returned where it is no such factor.
     """
     if op_name(user) not in ("mul", "div"):
         return None
@@ -100,7 +100,10 @@ def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Te
 
 
 def _fits_channels(value: torch.Tensor, node: fx.Node, result: object, channels: int) -> bool:
-    """Whether a factor has one number, or one for each channel of the product, and leaves its shape and fp32."""
+    """Tell whether a factor has one number, or one for each channel of the product.
+
+    It must leave the product's shape and fp32.
+    """
     if not isinstance(result, TENSORS) or result.dtype is not torch.float32:
         return False
     behind, dims = _BEHIND[str(kind_of_node(node))], result.dim()
@@ -114,7 +117,7 @@ def _fits_channels(value: torch.Tensor, node: fx.Node, result: object, channels:
 def _fold(module: fx.GraphModule, node: fx.Node, factor: torch.Tensor) -> bool:
     """Change the scales and bias of a product.
 
-    False where fp32 can't hold the new ones, or the bias is no constant.
+    False is returned where fp32 can't hold the new ones, or the bias is no constant.
     """
     view = Weighted.of(node)
     bias = None if view.bias is None else constant_value(module, view.bias)

@@ -1,4 +1,7 @@
-"""An int8 operator of a QDQ graph, the operators after it and the quantization of its result → one call of a oneDNN kernel."""
+"""An int8 operator of a QDQ graph and what follows it → one call of a oneDNN kernel.
+
+What follows are the operators after it and the quantization of its result.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ _SHAPE = "reads"
 
 
 def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
-    """Run a graph once for the shapes that its convolutions read, if it has any, for programs that pack
-    weights when they are compiled.
+    """Run a graph once for the shapes that its convolutions read, if it has any.
 
-    Sizes from tracing won't do: a batch of 1 was traced as 2. See also `packing.packed`.
+    Programs that pack weights when they are compiled need these. Sizes from tracing won't do: a batch of 1
+    was traced as 2. See also `packing.packed`.
     """
     if any(kind_of_node(n) in _CONVOLUTIONS for n in module.graph.nodes):
         run_with(module, example, _note_shape)
@@ -66,7 +69,7 @@ def fuse(module: fx.GraphModule) -> None:
 def why_not_int8(node: fx.Node) -> str:
     """Why no oneDNN kernel computes an operator in int8.
 
-    "" where `fuse` finds one, and for operators that have no int8 form anywhere.
+    It is "" where `fuse` finds one, and for operators that have no int8 form anywhere.
     """
     kind = kind_of_node(node)
     if kind is None or kind in RECURRENT:
@@ -137,7 +140,10 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
 
 
 def put(module: fx.GraphModule, call: fx.Node, nodes: Sequence[fx.Node], *, converted: bool) -> None:
-    """Let a call take the place of nodes, and of the conversions behind the last one if it gives what those give."""
+    """Let a call take the place of nodes.
+
+    It also takes that of the conversions behind the last one if it gives what those give.
+    """
     last = nodes[-1]
     call.meta.update(
         val=last.meta.get("val"), operators=[name for node in nodes for name in operators_of(node)]
@@ -236,7 +242,10 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
 
 
 def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.Node, float, int]:
-    """Return the other side of a region's sum, in a form that the kernel may overwrite, with its scale and zero point."""
+    """Return the other side of a region's sum, with its scale and zero point.
+
+    It has a form that the kernel may overwrite.
+    """
     is_linear = _kind(region) == "linear"
     other, scale, zero_point = side, 1.0, 0
     if region.codes is not None:
@@ -277,7 +286,7 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
 def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.Node:
     """Return a weight as torch's kernel reads it.
 
-    A call of the operator that packs it, with these arguments.
+    It is a call of the operator that packs it, with these arguments.
     """
     name, operator = region.anchor.name, prepack(_kind(region))
     nodes = [

@@ -1,8 +1,7 @@
-"""Grouped convolutions for which oneDNN has nothing in int8 but plain C++, which takes longer than the
-convolution in fp32.
+"""Grouped convolutions for which oneDNN has nothing in int8 but plain C++.
 
-Some groups together, with weights of 0 between them, are one group that gives the same sums and may have a
-fast kernel.
+That takes longer than the convolution in fp32. Some groups together, with weights of 0 between them, are one
+group that gives the same sums and may have a fast kernel.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _MOST_JOINED = 64
 def joined(node: fx.Node) -> int:
     """How many groups of a convolution become one, so that there is a fast kernel on this CPU.
 
-    1 where it has one; 0 where none helps.
+    It is 1 where it has one, and 0 where none helps.
     """
     view = Conv.of(node)
     inputs = tuple(hint_of(size) for size in view.input.meta["val"].shape)
@@ -84,7 +83,10 @@ def join(codes: torch.Tensor, groups: int, count: int) -> torch.Tensor:
 
 
 def _fits(node: fx.Node, count: int) -> bool:
-    """Whether the codes of other pairs of inputs, which 16-bit sums add where groups have an odd number of inputs, are small enough."""
+    """Tell whether the codes of other pairs of inputs are small enough.
+
+    16-bit sums add those pairs where groups have an odd number of inputs.
+    """
     module = node.graph.owning_module
     assert module is not None
     codes = join(constant_of(module, Dequantize.of(Conv.of(node).weight).codes), Conv.of(node).groups, count)
@@ -103,7 +105,7 @@ def _kernel(
 ) -> str:
     """Return the name of oneDNN's kernel where `count` groups are one.
 
-    "" where there is none, or nobody can be asked.
+    It is "" where there is none, or nobody can be asked.
     """
     try:
         maker = provider().maker

@@ -1,6 +1,6 @@
 """What a lowered graph is compared with.
 
-The QDQ graph, kernel by kernel and at its outputs, on any inputs.
+It is the QDQ graph, compared kernel by kernel and at its outputs, on any inputs.
 """
 
 from __future__ import annotations

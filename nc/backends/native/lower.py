@@ -145,7 +145,10 @@ def _running(
     compile: bool,
     judge: Judge | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
-    """Return what runs a lowered graph, its outputs for the example, and what the report says of who runs it."""
+    """Return what runs a lowered graph and its outputs for the example.
+
+    What the report says of who runs it is returned too.
+    """
     if not compile:
         return executable(lowered, example, judge)
     running = PYTHON.build(lowered, example)

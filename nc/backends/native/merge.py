@@ -20,8 +20,7 @@ _aten = torch.ops.aten
 
 
 def merge(module: fx.GraphModule) -> None:
-    """Replace linears that a kernel would compute without anything behind them but a conversion to codes or
-    bf16.
+    """Replace linears that a kernel would compute with at most a conversion to codes or bf16 behind.
 
     Each keeps the scale and zero point of its own codes: a product's scales and bias can hold those of each
     output channel. Not where operators work in place, and not what is returned: a part of a larger tensor is

@@ -1,4 +1,7 @@
-"""Compile the quantized graph ahead of time with AOTInductor, with oneDNN's int8 kernels, to a `.pt2` file for C++."""
+"""Compile the quantized graph ahead of time with AOTInductor to a `.pt2` file for C++.
+
+The program has oneDNN's int8 kernels.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def _compile(
 ) -> tuple[bytes, Callable[..., Sequence[Any]]]:
     """Return the program that AOTInductor makes of a graph of kernels, which it changes.
 
-    Its file, and a callable.
+    It returns its file, and a callable.
     """
     run_passes(module, finish(program=True))
     with tempfile.TemporaryDirectory(prefix="nc-") as directory, torch.no_grad():
@@ -156,7 +159,7 @@ def _check_static(graph: QDQGraph) -> None:
 def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
     """Warn of what only plans have int8 kernels for.
 
-    Raise UnsupportedError when another operator that was asked to run in int8 has none.
+    It raises UnsupportedError when another operator that was asked to run in int8 has none.
 
     The program would compute them in fp32.
     """

@@ -110,7 +110,7 @@ def refused(module: fx.GraphModule) -> dict[str, str]:
 def refused_sizes(module: fx.GraphModule) -> dict[str, str]:
     """Return what a report says of sizes for which a packed graph computes convolutions in fp32.
 
-    Nothing where there are none.
+    It returns nothing where there are none.
     """
     found = {node: wrong_sizes(module, node) for node in module.graph.nodes if is_guarded(node)}
     texts = [

@@ -73,7 +73,10 @@ def kernels(
 
 
 def finish(*, program: bool = False) -> tuple[Pass, ...]:
-    """Return what is left around the kernels becomes what an executor can run, or a `program` that AOTInductor can compile."""
+    """Return the passes that make what is left around the kernels fit to run.
+
+    An executor can run it, or AOTInductor can compile it as a `program`.
+    """
     here = (
         Pass("pools_of_codes", pool_codes),
         Pass("explicit_clamps", explicit_clamps),

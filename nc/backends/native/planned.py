@@ -60,7 +60,7 @@ _MOST_PLANS = 64
 class _Memory(threading.local):
     """What a thread keeps of a model.
 
-    Memory that all its plans share, and contexts, which hold addresses in it.
+    It keeps memory that all its plans share, and contexts, which hold addresses in it.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class PlannedModel:
     def profile(self, inputs: Sequence[torch.Tensor]) -> Profile:
         """Time and kernel of every entry of the plan for these inputs.
 
-        Takes the process's standard output over.
+        It takes the process's standard output over.
         """
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
@@ -176,7 +176,10 @@ class PlannedModel:
         return {operator: " or ".join(kernels) for operator, kernels in found.items()}
 
     def multiplied(self) -> frozenset[str]:
-        """Operators that are primitives in all plans that there are, of those that torch has no kernel for."""
+        """Return operators that are primitives in all plans that there are.
+
+        Only those that torch has no kernel for count.
+        """
         entries = [
             entry for plan in list(self._plans.values()) if isinstance(plan, Plan) for entry in plan.entries
         ]
@@ -211,7 +214,10 @@ class PlannedModel:
         )
 
     def wrong_kernels(self) -> tuple[str, ...]:
-        """Kernels that plans passed over because their sums are wrong, each with the operators that it was meant for."""
+        """Return kernels that plans passed over because their sums are wrong.
+
+        Each stands with the operators that it was meant for.
+        """
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
             for operator, kernels in plan.wrong.items() if isinstance(plan, Plan) else ():
@@ -220,7 +226,10 @@ class PlannedModel:
         return tuple(f"{kernel} ({', '.join(operators)})" for kernel, operators in found.items())
 
     def refusals(self) -> tuple[str, ...]:
-        """Operators that torch computes in the plans that there are though they have ways of ours, by what these ways say."""
+        """Return operators that torch computes in the plans though they have ways of ours.
+
+        They are grouped by what these ways say.
+        """
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
             for refusal in plan.refusals if isinstance(plan, Plan) else ():
@@ -322,7 +331,7 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
 def _multiplies(entry: Entry) -> bool:
     """Whether an entry is a kernel for what torch has none for.
 
-    A product of two activations, or a transposed convolution.
+    These are products of two activations and transposed convolutions.
     """
     if isinstance(entry, FunctionCall):
         return entry.function.name == int8_attention.NAME

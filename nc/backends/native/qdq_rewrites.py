@@ -62,7 +62,10 @@ def _is_of_bytes(dequantize_node: fx.Node) -> bool:
 
 
 def remaining(module: fx.GraphModule) -> None:
-    """Let the quantize and dequantize nodes that no kernel took call torch's own kernels, which are for uint8."""
+    """Let the quantize and dequantize nodes that no kernel took call torch's own kernels.
+
+    These are for uint8.
+    """
     for node in module.graph.nodes:
         if node.target is quantize_per_tensor and Quantize.of(node).dtype is torch.uint8:
             node.args = (Quantize.of(node).input, *Quantize.of(node).qparams)

@@ -1,8 +1,7 @@
-"""Recurrent layers with a range for each row of each step → calls of an operator that computes them in C
-(`nc/kernels/c_code/recurrent.c`).
+"""Recurrent layers with a range for each row of each step → calls of an operator.
 
-What the operator reads is packed when the graph is lowered. That graph is never stored: artefacts are made of
-the graph in front of it.
+That operator computes them in C (`nc/kernels/c_code/recurrent.c`). What the operator reads is packed when the
+graph is lowered. That graph is never stored: artefacts are made of the graph in front of it.
 """
 
 from __future__ import annotations
@@ -272,7 +271,7 @@ def _direction(
 ) -> None:
     """All steps of one direction of one layer.
 
-    Writes outputs to `y` and the last states over the first ones.
+    It writes outputs to `y` and the last states over the first ones.
     """
     code = _code()
     assert not isinstance(code, Unavailable), "layers are replaced only where there is code"

@@ -1,6 +1,6 @@
 """What a kernel of oneDNN can compute at once.
 
-An int8 operator, the operators after it and the quantization of its result.
+It is an int8 operator, the operators after it and the quantization of its result.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def region_of(anchor: fx.Node) -> Region:
 def _adds_codes(other: fx.Node, dtype: torch.dtype) -> bool:
     """Whether kernels add codes of another tensor to codes of this dtype.
 
-    Uint8 to uint8, and fp32 to fp32.
+    They add uint8 to uint8, and fp32 to fp32.
     """
     return other.target is dequantize_per_tensor and dtype is torch.uint8
 
@@ -148,7 +148,7 @@ def is_sum(node: fx.Node, side: fx.Node) -> bool:
 def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:
     """Scale, zero point and dtype of the codes that all users read.
 
-    None when some read fp32, other codes, or a part of the dtype's.
+    None is returned when some read fp32, other codes, or a part of the dtype's.
     """
     codes = _quantized_behind(node)
     return (*codes.numbers, codes.dtype) if codes is not None and _has_all_codes(codes) else None

@@ -72,7 +72,7 @@ def prepack(kind: str) -> torch._ops.OpOverload:
 def in_place(graph: fx.Graph) -> None:
     """Replace sums that return a new tensor by the kernel, which adds in place.
 
-    To a copy, or to what only it reads.
+    It adds to a copy, or to what only it reads.
     """
     target = functional_sum()
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target is target]:

@@ -210,7 +210,10 @@ def is_wrong(module: fx.GraphModule, node: fx.Node, sizes: Sequence[int]) -> boo
 
 
 def wrong_sizes(module: fx.GraphModule, node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """Sizes of inputs that were seen in this process for which torch's kernel for a guarded node computes wrong sums."""
+    """Return the input sizes for which torch's kernel for a guarded node computes wrong sums.
+
+    Only sizes that were seen in this process count.
+    """
     found = list(_verdicts(_asked_by(module, node)).items())
     return tuple(dict.fromkeys(sizes for (_, sizes), is_right in found if not is_right))
 
@@ -223,7 +226,7 @@ def _asked_by(module: fx.GraphModule, node: fx.Node) -> _Asked:
 def _is_right(asked: _Asked, sizes: Sequence[int]) -> bool:
     """Whether torch's kernel adds up right for inputs of these sizes.
 
-    Tried once in a process for each number of threads.
+    It is tried once in a process for each number of threads.
 
     Raises:
         ValueError: they do not fit.

@@ -1,7 +1,7 @@
 """Export to ONNX.
 
-Quantize and dequantize nodes (QDQ) around fp32 operators, int8 weights, checked by ONNX Runtime; extra
-`onnx`.
+The file has quantize and dequantize nodes (QDQ) around fp32 operators, and int8 weights. ONNX Runtime checks
+it. The extra `onnx` is needed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Constants of an ONNX model as narrower or wider integers.
 
-What torch has no dtype for, and biases as ONNX Runtime fuses them.
+They are what torch has no dtype for, and biases as ONNX Runtime fuses them.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def explicit_zero_points(model: Any) -> None:
 
 
 def int32_biases(model: Any) -> None:
-    """Write biases of convolutions whose inputs and output are quantized as int32, with the scale of the
-    sums: input · weight.
+    """Write biases of convolutions whose inputs and output are quantized as int32.
 
-    A bias that does not fit, as of a channel whose weights are all close to 0, stays fp32.
+    Their scale is that of the sums: input · weight. A bias that does not fit, as of a channel whose weights
+    are all close to 0, stays fp32.
 
     Args:
         model: an `onnx_ir.Model`, changed in place.

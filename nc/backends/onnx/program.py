@@ -1,4 +1,7 @@
-"""QDQ graph → graph of operators that `torch.onnx` translates, spelled so that ONNX Runtime finds its int8 kernels."""
+"""QDQ graph → graph of operators that `torch.onnx` translates.
+
+They are spelled so that ONNX Runtime finds its int8 kernels.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def _plus_bias(module: fx.GraphModule, node: fx.Node, product: fx.Node, view: Li
 def _becomes_gemm(x: fx.Node) -> bool:
     """Whether ONNX Runtime makes one Gemm of a product with these rows and an addition.
 
-    Of matrices, and where all sizes are fixed.
+    It does so for matrices, and where all sizes are fixed.
     """
     shape = x.meta["val"].shape
     return len(shape) == 2 or all(isinstance(size, int) for size in shape)

@@ -71,7 +71,10 @@ class OnnxReport:
         return sum(op.int8 for op in self.operators)
 
     def __str__(self) -> str:
-        """Return a sentence, a line for each reason why operators did not run in int8, and one for those that can saturate."""
+        """Return a sentence, and a line for each reason why operators did not run in int8.
+
+        One more line is for those that can saturate.
+        """
         lines = self._ran()
         if self.saturating:
             db = self.saturated_db

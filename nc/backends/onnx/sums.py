@@ -26,7 +26,10 @@ WITHOUT_VNNI = Capabilities(
 
 
 def saturating(graph: QDQGraph) -> tuple[str, ...]:
-    """Names of the operators, in execution order, that some input can make saturate on CPUs without VNNI, if they run in int8."""
+    """Return the operators that some input can make saturate on CPUs without VNNI.
+
+    They are names, in execution order. They saturate if they run in int8.
+    """
     return saturation.saturating(graph, WITHOUT_VNNI, _fit)
 
 

@@ -79,7 +79,10 @@ def write(
 
 
 def _advice(report: OnnxReport, required: float, without_vnni: bool) -> str:
-    """Return what to do about operators that can saturate, and what they do on this CPU where that is seen."""
+    """Return what to do about operators that can saturate.
+
+    It also says what they do on this CPU where that is seen.
+    """
     db = report.saturated_db
     seen = db is not None and db < required
     here = (

@@ -60,7 +60,7 @@ class OpenVINOBackend(Backend):
     def capabilities(self) -> Capabilities:
         """Return what the CPU plugin computes in int8.
 
-        Without VNNI neither products of two activations nor transposed convolutions.
+        Without VNNI it computes neither products of two activations nor transposed convolutions.
 
         It has no static kernel for ranges that are found in each call.
         """

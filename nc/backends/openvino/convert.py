@@ -34,8 +34,9 @@ class Converted:
 
 
 def of_graph(graph: QDQGraph) -> Converted:
-    """Return the model of a quantized graph, with its free sizes free and its inputs named after the
-    arguments.
+    """Return the model of a quantized graph.
+
+    Its free sizes are free and its inputs are named after the arguments.
 
     Raises:
         BackendError: an operator has no translation.

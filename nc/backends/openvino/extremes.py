@@ -46,8 +46,9 @@ _TINY = 1e-5
 
 
 def keep_unfused(model: Any, *, narrow: bool) -> None:
-    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin), and a maximum in front of what is
-    said above.
+    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin).
+
+    A maximum goes in front of what is said above.
 
     Args:
         model: an `openvino.Model`, changed in place.

@@ -41,7 +41,10 @@ def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
 
 
 def _refuse_wrong(module: fx.GraphModule) -> None:
-    """Raise BackendError for average pools whose last window OpenVINO divides by its whole size, also where it leaves the padded input."""
+    """Raise BackendError for average pools whose last window OpenVINO divides by its whole size.
+
+    It does so also where the window leaves the padded input.
+    """
     for node in module.graph.nodes:
         if (op_name(node) or "").startswith("avg_pool"):
             a = schema_arguments(node)
@@ -98,9 +101,9 @@ def _without_empty(module: fx.GraphModule) -> None:
 
 
 def _without_bf16(module: fx.GraphModule) -> None:
-    """Values as they were before they were rounded to bf16: OpenVINO rounds where it computes in bf16.
+    """Return values as they were before they were rounded to bf16.
 
-    Constants stay rounded.
+    OpenVINO rounds where it computes in bf16. Constants stay rounded.
     """
     for node in [n for n in module.graph.nodes if n.target is from_bf16]:
         low = input_node(node)

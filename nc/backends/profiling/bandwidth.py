@@ -1,6 +1,6 @@
 """The bandwidth with which this machine reads memory.
 
-The limit of layers whose weights do not fit into a cache.
+It is the limit of layers whose weights do not fit into a cache.
 """
 
 from __future__ import annotations

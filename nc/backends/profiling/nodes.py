@@ -107,7 +107,7 @@ def _operators(node: fx.Node) -> tuple[str, ...]:
 def _served(node: fx.Node, converters: Set[object]) -> str:
     """Return the operator whose kernel made what a conversion reads.
 
-    Failing that, whose kernel reads what it makes.
+    Failing that, it is the one whose kernel reads what it makes.
     """
     source = first_input(node)
     while (

@@ -113,7 +113,7 @@ def by_mark(stream: Sequence[Kernel | Partition | int]) -> dict[int, tuple[Kerne
 def captured() -> Iterator[list[str]]:
     """Collect the lines that oneDNN prints inside, complete once the block ends.
 
-    Takes the standard output of the process over.
+    It takes the standard output of the process over.
     """
     lines: list[str] = []
     libc = ctypes.CDLL(None)

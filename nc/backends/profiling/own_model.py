@@ -42,7 +42,7 @@ class OwnModel:
     def called(self) -> Iterator[tuple[Callable[[], object] | None, str]]:
         """Yield the call of the module in eval mode, with inputs of its own.
 
-        Else None, and why it can't be timed.
+        Else it yields None, and why it can't be timed.
         """
         model = self._model()
         if model is None:
@@ -64,7 +64,10 @@ class OwnModel:
 
 
 def _other_value(value: Any) -> str | None:
-    """Return the class of the first value in nested tuples, lists and dicts that a call could change in another way than a tensor."""
+    """Return the class of the first value that a call could change in another way than a tensor.
+
+    It is searched for in nested tuples, lists and dicts.
+    """
     if type(value) in (tuple, list, dict):
         parts = value.values() if isinstance(value, dict) else value
         return next((found for part in parts if (found := _other_value(part)) is not None), None)

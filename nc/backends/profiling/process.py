@@ -1,8 +1,7 @@
-"""Profile of a quantized model, measured in a child process, because oneDNN's verbose output is for a whole
-process.
+"""Profile of a quantized model, measured in a child process.
 
-The parent hands over the model as an artefact and the name of the backend's class; the child lowers it again
-and measures.
+A child does it because oneDNN's verbose output is for a whole process. The parent hands over the model as an
+artefact and the name of the backend's class; the child lowers it again and measures.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ TIME_LIMIT_S = 900.0
 def profile_in_child(
     graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], time_limit_s: float = TIME_LIMIT_S
 ) -> Profile:
-    """Lower a graph in a child process, as it was lowered here, and measure it there with as many threads as
-    torch has here.
+    """Lower a graph in a child process, as it was lowered here, and measure it there.
+
+    The child has as many threads as torch has here.
 
     Args:
         graph: the quantized model.

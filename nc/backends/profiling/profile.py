@@ -41,7 +41,8 @@ class Step:
     def role(self) -> str:
         """One of `ROLES`.
 
-        Arithmetic on codes, between precisions, an operator in fp32 or bf16, or what belongs to no operator.
+        It tells arithmetic on codes, between precisions, an operator in fp32 or bf16, or what belongs to no
+        operator.
         """
         if self.name.startswith(("quantized::", "onednn::q")) or any(
             kernel.computes_on_codes for kernel in self.kernels

@@ -168,11 +168,10 @@ def measure(
     quantized: Callable[..., object] | None = None,
     watch: Watch | None = None,
 ) -> Verdict:
-    """Time the quantized model and the user's in turns, both as the user calls them, with torch's current
-    number of threads.
+    """Time the quantized model and the user's in turns, both as the user calls them.
 
-    Where there is no module of the user's, the captured graph is timed. Its attention is put back into one
-    call first, as models have it: capture takes it apart.
+    Both run with torch's current number of threads. Where there is no module of the user's, the captured
+    graph is timed. Its attention is put back into one call first, as models have it: capture takes it apart.
 
     Args:
         fp32: the captured model.
@@ -299,7 +298,7 @@ def _loses(cost: OpCost, runs: Sequence[Sequence[OpCost]]) -> bool:
 def _keys(names: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Return what `config.exclude` takes for these operators.
 
-    A type where all its operators are meant, else names.
+    It takes a type where all its operators are meant, else names.
     """
     kinds: Mapping[str, str] = {d.operator: d.kind for d in plan.quantized}
     keys: list[str] = []

@@ -67,7 +67,7 @@ def recompose(module: fx.GraphModule) -> None:
 def attention_of(node: fx.Node) -> Attention | None:
     """Return the attention whose last product a node is.
 
-    None when it is none, or something else reads its scores.
+    None is returned when it is none, or something else reads its scores.
     """
     if kind_of_node(node) != "matmul" or not _is_4d(node):
         return None
@@ -101,7 +101,7 @@ def attention_of(node: fx.Node) -> Attention | None:
 class _Behind:
     """What lies between a product of four dimensions and a softmax.
 
-    `factor * scores + biases`, computed by `nodes`, last first.
+    It is `factor * scores + biases`, computed by `nodes`, last first.
     """
 
     scores: fx.Node
@@ -113,7 +113,7 @@ class _Behind:
 def _behind_scores(node: object) -> _Behind | None:
     """Return the product that a node leads back to through factors, and then biases.
 
-    None where there is something else.
+    None is returned where there is something else.
     """
     factor = 1.0
     nodes: list[fx.Node] = []

@@ -1,6 +1,6 @@
 """Rewrites of a QDQ graph.
 
-Unsigned codes, and quantize nodes as early as possible without changing results.
+They give unsigned codes, and quantize nodes as early as possible without changing results.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def unsigned(module: fx.GraphModule) -> None:
 
 
 def hoist(module: fx.GraphModule, *, coded_pads: bool = True) -> None:
-    """Quantize, or round to bf16, in front of what only moves or joins values, where all that reads those
-    reads them so.
+    """Quantize, or round to bf16, in front of what only moves or joins values.
 
-    Not where operators work in place: there a value depends on when it is read.
+    All that reads those must read them so. Not where operators work in place: there a value depends on when
+    it is read.
 
     Args:
         module: graph, changed in place.

@@ -1,4 +1,7 @@
-"""Operators with packed low-bit weights → plain ones, whose weights are computed from codes, or else are in fp32."""
+"""Operators with packed low-bit weights → plain ones.
+
+Their weights are computed from codes, or else are in fp32.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compile and load a C source of this package.
 
-Shipped in the wheel, kept from an earlier process, or compiled now.
+The library is shipped in the wheel, kept from an earlier process, or compiled now.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def is_shipped(name: str) -> bool:
 def load_on_threads(name: str) -> ctypes.CDLL | Unavailable:
     """Return the library of a source that includes openmp.h, on the threads of torch's operators.
 
-    Or why there is none.
+    Where there is none, return why.
     """
     try:
         library = load(name)
@@ -140,7 +140,7 @@ def _attempt(
 ) -> tuple[ctypes.CDLL, str] | None:
     """Return what a way gives.
 
-    None where it gives nothing, for a reason that is noted unless there is nothing to load.
+    None is returned where it gives nothing, for a reason that is noted unless there is nothing to load.
     """
     try:
         return way()

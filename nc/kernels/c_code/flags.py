@@ -21,7 +21,7 @@ _HEADER = "identity.h"
 def compiler(named: str) -> str:
     """Return the command that compiles C: the one that the user named, or the first of those that there are.
 
-    "" for none.
+    It is "" for none.
     """
     return named or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 

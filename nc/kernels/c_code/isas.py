@@ -1,6 +1,6 @@
 """Instruction sets of the C code.
 
-Those that a library was compiled for, and the features of the CPU that each needs.
+They are those that a library was compiled for, and the features of the CPU that each needs.
 
 Imports nothing of nc: setup.py runs this file where there is no torch.
 """
@@ -48,7 +48,10 @@ def compiled(library: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def missing(source: str, compiled: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the instruction sets for which a library of a source lacks code, because its compiler does not know them."""
+    """Return the instruction sets for which a library of a source lacks code.
+
+    Its compiler does not know them.
+    """
     return tuple(name for name in OF_SOURCES[source] if name not in compiled)
 
 

@@ -47,7 +47,7 @@ def _first_process() -> int:
 def connect(library: ctypes.CDLL) -> None:
     """Let a library that includes openmp.h run on these threads.
 
-    On one thread where torch's are of another kind.
+    It runs on one thread where torch's are of another kind.
     """
     found = _addresses()
     library.nc_threads.argtypes = (ctypes.c_void_p,) * 3
@@ -58,7 +58,7 @@ def connect(library: ctypes.CDLL) -> None:
 def _addresses() -> tuple[int | None, ...] | None:
     """Addresses of functions of the OpenMP library that torch's own operators call.
 
-    None where they use another kind of threads.
+    None is returned where they use another kind of threads.
     """
     # as the linker looks for torch: first what all libraries see, then what torch itself was linked to
     libraries = (ctypes.CDLL(None), ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))

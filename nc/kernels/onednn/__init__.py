@@ -1,4 +1,4 @@
 """oneDNN's C API, called from Python.
 
-Where the library comes from, its functions, and primitives that are made once and kept.
+It tells where the library comes from, its functions, and primitives that are made once and kept.
 """

@@ -1,6 +1,6 @@
 """What a oneDNN primitive is made of, as values.
 
-Layouts of tensors, what modifies the result, how a window moves. No library is needed.
+They are layouts of tensors, what modifies the result, and how a window moves. No library is needed.
 
 The numbers are those of oneDNN's C headers (dnnl_types.h, version 3); names say which.
 """

@@ -1,8 +1,7 @@
-"""Addresses of functions that a loaded shared library contains but does not export, read from the symbol
-table of its file (ELF, 64 bits).
+"""Addresses of functions that a loaded shared library contains but does not export.
 
-PyTorch's wheels link oneDNN into `libtorch_cpu.so` and hide its functions at link time, but keep the symbol
-table.
+They are read from the symbol table of its file (ELF, 64 bits). PyTorch's wheels link oneDNN into
+`libtorch_cpu.so` and hide its functions at link time, but keep the symbol table.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def loaded(name: str) -> Image | None:
 def functions(library: Image, prefix: str) -> Mapping[str, int]:
     """Offsets in a loaded library of all functions whose name begins with `prefix`.
 
-    Empty where the file has no symbol table.
+    The result is empty where the file has no symbol table.
 
     Reading 100 MB of names takes 0.1 to 1.4 s, so the result is kept in the user's cache folder under the
     build id of the library.
@@ -100,7 +99,10 @@ def functions(library: Image, prefix: str) -> Mapping[str, int]:
 
 
 def _outside(library: Image, code: Sequence[range], found: Mapping[str, int]) -> str:
-    """Return the first function that lies in none of the sections with instructions, or in memory that can't be executed; "" for none."""
+    """Return the first function that lies where no instructions can be; "" for none.
+
+    It lies in none of the sections with instructions, or in memory that can't be executed.
+    """
     return next(
         (
             name

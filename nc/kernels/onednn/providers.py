@@ -52,7 +52,7 @@ class Provider:
 def provider() -> Provider:
     """Return the first library that passes the test.
 
-    Looked for once in a process for each value of `NC_ONEDNN`.
+    It is looked for once in a process for each value of `NC_ONEDNN`.
 
     Raises:
         BackendUnavailableError: there is none, with the reasons.

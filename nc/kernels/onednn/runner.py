@@ -1,6 +1,6 @@
 """Run lists of prepared calls.
 
-By a few lines of C where there is a compiler, else call by call through ctypes.
+They run by a few lines of C where there is a compiler, else call by call through ctypes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Does a oneDNN library compute what torch's own operators do? One int8 product and one int8 convolution, at first use."""
+"""Does a oneDNN library compute what torch's own operators do?
+
+One int8 product and one int8 convolution tell, at first use.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Do a convolution's kernels add up right? Unusual ones are tried on codes whose sums are known, before a
-plan takes them.
+"""Do a convolution's kernels add up right?
 
-Some of oneDNN's kernels give wrong sums for some windows, strides and sizes: transposed convolutions with
-strides (3.12, 3.13), AMX kernels over few channels or with a result of one column (3.7 to 3.13). torch's
-operators run the same kernels. Which ones are wrong depends on the release, the CPU and all sizes, so nothing
-is decided by version: the very primitive is run, with its sizes and attributes.
+Unusual ones are tried on codes whose sums are known, before a plan takes them. Some of oneDNN's kernels give
+wrong sums for some windows, strides and sizes: transposed convolutions with strides (3.12, 3.13), AMX kernels
+over few channels or with a result of one column (3.7 to 3.13). torch's operators run the same kernels. Which
+ones are wrong depends on the release, the CPU and all sizes, so nothing is decided by version: the very
+primitive is run, with its sizes and attributes.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Convolution:
 def convolution(
     maker: Maker, wanted: Convolution, weights: Desc | Layout
 ) -> tuple[Primitive, tuple[str, ...]]:
-    """Return a primitive whose sums are right, and the names of the kernels that were passed over because
-    theirs are not.
+    """Return a primitive whose sums are right, and the kernels that were passed over.
+
+    Those are the names of kernels whose sums are not.
 
     Raises:
         Unimplemented: there is none.
@@ -130,7 +131,10 @@ def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
 
 
 def fills_tiles_in_part(wanted: Convolution) -> bool:
-    """Whether a convolution has a window, and too few channels of a group or places in a row of the result for whole AMX tiles."""
+    """Tell whether a convolution fills AMX tiles only in part.
+
+    It has a window, and too few channels of a group or places in a row of the result for whole tiles.
+    """
     has_window = math.prod(wanted.geometry.window) > 1
     return has_window and (wanted.geometry.channels < _FULL_TILE or wanted.target.sizes[-1] < _NARROW)
 
@@ -156,7 +160,7 @@ def is_right(maker: Maker, primitive: Primitive, wanted: Convolution) -> bool:
 def adds_up(wanted: Convolution, run: Callable[[dict[int, torch.Tensor]], None]) -> bool:
     """Whether the sums of a kernel are right.
 
-    Of noise, in memory that holds noise, at places that include all edges.
+    They are sums of noise, in memory that holds noise, at places that include all edges.
 
     Args:
         wanted: what the kernel computes.
@@ -240,7 +244,7 @@ def _numbers(wanted: Convolution) -> dict[int, torch.Tensor]:
 def _grid(wanted: Convolution) -> list[torch.Tensor]:
     """For each spatial dimension of the result, places along it.
 
-    All, or the first and last ones and some in between.
+    They are all, or the first and last ones and some in between.
     """
     sizes = wanted.target.sizes[2:]
     left = _MOST_PRODUCTS / (wanted.source.sizes[1] * math.prod(wanted.geometry.window))

@@ -1,5 +1,6 @@
-"""A model with low-bit weights ↔ a directory of safetensors, JSON and checksums
-(docs/concepts/the-artefact.md).
+"""A model with low-bit weights ↔ a directory of safetensors, JSON and checksums.
+
+See docs/concepts/the-artefact.md.
 
 The directory holds every parameter and buffer, how each packed weight is to be read, and what the report
 says. The model's class is not in it: of a model of transformers its name and configuration are, for other
@@ -149,7 +150,7 @@ def _tensors(
 ) -> tuple[dict[str, str], dict[str, torch.Tensor | Source]]:
     """For each tensor the name under which it is stored, that of the first where several are one.
 
-    And what is stored.
+    What is stored is returned too.
     """
     for name, module in model.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
@@ -240,7 +241,7 @@ def _fill(
 
 
 def _check_names(model: torch.nn.Module, expected: set[str], names: Sequence[str]) -> None:
-    """Raise ArtefactError if a tensor of the model was not saved, or one that was saved has no place in it."""
+    """Raise ArtefactError if a tensor was not saved or a saved one has no place in the model."""
     missing = sorted(expected - set(names))
     unknown = [name for name in names if name not in expected and not _is_free(model, name)]
     if missing or unknown:

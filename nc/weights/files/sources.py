@@ -1,9 +1,9 @@
-"""Where the values of a transformers model lie in files, whose names and layout need not be those that the
-model has in memory.
+"""Where the values of a transformers model lie in files.
 
-Newer versions of transformers rename tensors while they read them, and join some: the experts of a layer,
-which files hold one by one, become one parameter. What it does for a model is its own data; it is asked for
-here, so a model gets what `from_pretrained` gives it.
+Names and layout of the files need not be those that the model has in memory. Newer versions of transformers
+rename tensors while they read them, and join some: the experts of a layer, which files hold one by one,
+become one parameter. What it does for a model is its own data; it is asked for here, so a model gets what
+`from_pretrained` gives it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Computed:
     def read(self) -> torch.Tensor:
         """Return the values.
 
-        Raises ArtefactCorruptError if the files do not give them, or give another shape.
+        It raises ArtefactCorruptError if the files do not give them, or give another shape.
         """
         try:
             made = self.make()
@@ -198,7 +198,10 @@ def _by_older_versions(
 def _loading(
     model: torch.nn.Module,
 ) -> tuple[Callable[..., tuple[str, str | None]], Callable[[str], Any], list[Any]] | None:
-    """Return what transformers does to a name, in which order it takes them, and its converters for this model; None for older versions."""
+    """Return what transformers does to a name, the order, and its converters for this model.
+
+    The order is that in which it takes names. For older versions None is returned.
+    """
     try:
         mapping = importlib.import_module("transformers.conversion_mapping")
         core = importlib.import_module("transformers.core_model_loading")

@@ -1,9 +1,8 @@
-"""Linears, 1 x 1 and depthwise convolutions as functions in C (`products.c`), on CPUs with AVX2 and neither
-VNNI nor AVX-512.
+"""Linears, 1 x 1 and depthwise convolutions as functions in C (`products.c`).
 
-There oneDNN packs the weight of an int8 matmul in each call, and takes long for what follows a short sum
-(docs/results/kernels.md). What the functions can't do is left to oneDNN, whose convolutions with larger
-windows are as fast.
+They are for CPUs with AVX2 and neither VNNI nor AVX-512. There oneDNN packs the weight of an int8 matmul in
+each call, and takes long for what follows a short sum (docs/results/kernels.md). What the functions can't do
+is left to oneDNN, whose convolutions with larger windows are as fast.
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ def _is_pointwise(product: Product) -> bool:
 def _is_depthwise(product: Product, *, in_place: bool) -> bool:
     """Whether each channel is a group of its own, in a form that the C code knows.
 
-    16 channels at once, the last ones perhaps twice.
+    The code computes 16 channels at once, the last ones perhaps twice.
     """
     outputs, inputs, *window = product.weight.tensor.shape
     if inputs != 1 or outputs != product.groups or outputs < _PANEL or (in_place and outputs % _PANEL):

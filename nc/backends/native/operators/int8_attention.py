@@ -46,8 +46,9 @@ _SOFTMAX = ("softmax", "_softmax")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Attention:
-    """`softmax(q @ k.T * score, followed by `before`) @ v * value, followed by `behind``, of tensors with
-    four dimensions.
+    """Attention, `behind(softmax(before(q @ k.T * score)) @ v * value)`.
+
+    Its tensors have four dimensions.
 
     Attributes:
         q: uint8 codes, [batch, heads, rows, width].
@@ -103,7 +104,7 @@ def is_scores(node: fx.Node) -> bool:
 def is_probabilities(node: fx.Node | None) -> bool:
     """Whether a quantize node gives the probabilities of an attention.
 
-    Not where something is changed in place before they are read.
+    It does not where something is changed in place before they are read.
     """
     if node is None or node.target is not quantize or why_unavailable():
         return False
@@ -187,7 +188,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
 def _chain(left: Any) -> tuple[Later, Later, Later]:
     """Probabilities, softmax and scores, where all of them wait for the product that reads them.
 
-    Raises `Refused`.
+    It raises `Refused` where they do not.
     """
     softmax = left.named["0"] if isinstance(left, Later) and left.node.target is quantize else None
     scores = softmax.named.get("self") if isinstance(softmax, Later) else None
@@ -279,7 +280,7 @@ def _repeated(x: PlanTensor, sizes: tuple[int, ...], *, follows: bool = False) -
 def _room(keys: int, width: int, wide: int) -> int:
     """Bytes of memory for a thread: keys, values, what zero points take off.
 
-    Of some rows scores, codes and sums.
+    They hold keys, values, what zero points take off, and of some rows scores, codes and sums.
     """
     padded, columns = math.ceil(keys / 16) * 16, math.ceil(wide / 16) * 16
     return aligned(padded * (math.ceil(width / 4) * 4 + columns + 4 + _ROWS * (4 + 1)) + _ROWS * columns * 4)

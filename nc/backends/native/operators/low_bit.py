@@ -67,7 +67,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
 def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBitKernel, list[torch.Tensor]]:
     """Return the kernel for this number of rows, and what it packed.
 
-    Raises `Refused` unless it is one in C.
+    It raises `Refused` unless it is one in C.
     """
     start = 0
     for name, count in zip(a["kernels"], a["counts"], strict=True):

@@ -233,7 +233,7 @@ def _even_steps(index: torch.Tensor) -> tuple[int, ...]:
 def _may_repeat(node: fx.Node) -> bool:
     """Whether the strides of a result don't matter to those who read it.
 
-    Operators of masks, and attention in C.
+    That is so for operators of masks and attention in C.
     """
     if int8_attention.why_unavailable():
         return False  # oneDNN would need what follows a product written out

@@ -56,7 +56,7 @@ _SCHEMA = (
 def product() -> torch._ops.OpOverload:
     """`left @ right * factor`, then "add" or "mul" with each of the others.
 
-    A product of uint8 codes and int8 codes; for plans.
+    It is a product of uint8 codes and int8 codes, for plans.
     """
     return define(_SCHEMA, _product, _product_like)
 
@@ -184,7 +184,7 @@ def fuse_products(module: fx.GraphModule) -> None:
 def why_not_product(node: fx.Node) -> str:
     """Why no kernel multiplies the two sides of a product in int8.
 
-    "" where one does, and for other operators.
+    It is "" where one does, and for other operators.
     """
     if kind_of_node(node) != "matmul":
         return ""

@@ -1,6 +1,6 @@
 """Operators that move tensors.
 
-Copies, reshapes, concatenations, and what is written to a place of another tensor.
+They are copies, reshapes, concatenations, and what is written to a place of another tensor.
 """
 
 from __future__ import annotations

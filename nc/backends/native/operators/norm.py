@@ -91,7 +91,7 @@ def recompose_norms(module: fx.GraphModule) -> None:
 def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
     """Return the norm that divides by a square root, or multiplies by the reciprocal of one.
 
-    None where there is none.
+    None is returned where there is none.
 
     Args:
         module: the graph, for constants.
@@ -126,7 +126,10 @@ def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) ->
 
 
 def _spread(node: fx.Node) -> _Spread | None:
-    """Return what a node computes, if that is a variance without Bessel's correction, or a mean of squares."""
+    """Return what a node computes, if that is a variance or a mean of squares.
+
+    The variance is without Bessel's correction.
+    """
     dim, source = _kept_dim(node), first_input(node)
     if dim is None or source is None:
         return None
@@ -184,10 +187,10 @@ def _divided(root: fx.Node, last: fx.Node) -> fx.Node | None:
 def _constant_behind(
     module: fx.GraphModule, last: fx.Node, x: fx.Node, dim: int, name: str
 ) -> tuple[fx.Node, torch.Tensor | None]:
-    """Return the product with, or the sum of, `last` and a constant with one value per place of a dimension,
-    and that constant as [size].
+    """Return the product or sum of `last` and a constant, and that constant as [size].
 
-    `last` and None where something else follows.
+    The constant has one value per place of a dimension. `last` and None are returned where
+    something else follows.
     """
     user, shape = only_user(last), x.meta["val"].shape
     if (

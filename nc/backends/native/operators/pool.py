@@ -32,7 +32,7 @@ def max_pool(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
 def mean_of_positions(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """Means over all positions of images by oneDNN.
 
-    `aten::adaptive_avg_pool2d` to one, `aten::mean` of the last two dimensions.
+    They are `aten::adaptive_avg_pool2d` to one, and `aten::mean` of the last two dimensions.
     """
     x = recorder.read(input_of(a))
     need(x.tensor.dim() == 4 and x.tensor.dtype is torch.float32, "its input is no images in fp32")

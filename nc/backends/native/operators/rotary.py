@@ -37,9 +37,9 @@ _ROW = abi.CONSTANTS.row
 
 @functools.cache
 def rotation() -> torch._ops.OpOverload:
-    """`x * cosine + (-second half of x, first half of x) * sine` along the last dimension, in fp32.
+    """Compute `x * cosine + (-second half of x, first half of x) * sine`, in fp32, for plans.
 
-    For plans.
+    It goes along the last dimension.
     """
     return define("rotation(Tensor x, Tensor cosine, Tensor sine) -> Tensor", _rotated, _rotated)
 
@@ -76,7 +76,7 @@ def recompose_rotary(module: fx.GraphModule) -> None:
 def rotary_of(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node], tuple[fx.Node, ...]] | None:
     """x, cos and sin of the rotary embedding whose sum a node is, and the other nodes of it, last first.
 
-    None where it is none.
+    None is returned where it is none.
     """
     if op_name(node) != "add" or Binary.of(node).alpha != 1:
         return None

@@ -18,7 +18,7 @@ def aligned(size: int) -> int:
 def solve(blocks: Iterable[Block]) -> tuple[dict[Block, int], int]:
     """Return the offset of each block, and the bytes of all.
 
-    The largest first, each at the lowest place that is free while it lives.
+    The largest is placed first, each at the lowest place that is free while it lives.
     """
     offsets: dict[Block, int] = {}
     placed: list[tuple[int, Block]] = []  # by offset

@@ -1,4 +1,7 @@
-"""Functions in C (`nc/kernels/c_code/steps.c`) that plans call between products, and the call of those that treat each element."""
+"""Functions in C (`nc/kernels/c_code/steps.c`) that plans call between products.
+
+The call of those that treat each element is here too.
+"""
 
 from __future__ import annotations
 

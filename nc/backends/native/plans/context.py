@@ -190,7 +190,7 @@ class Context:
     def _address(self, ref: Ref) -> tuple[int | None, int]:
         """Where a tensor lies.
 
-        None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
+        It is None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
         """
         if isinstance(ref, Constant):
             self._keep.append(ref.tensor.untyped_storage())  # another one may be set to the tensor
@@ -243,7 +243,7 @@ class Context:
 def _parts(entries: Sequence[Entry], *, together: bool) -> list[AtenCall | list[Call | FunctionCall]]:
     """Return entries in order.
 
-    Operators of torch's, and lists of other calls, as long as can be or of one each.
+    They are operators of torch's, and lists of other calls, as long as can be or of one each.
     """
     found: list[AtenCall | list[Call | FunctionCall]] = []
     for entry in entries:

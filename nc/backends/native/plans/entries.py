@@ -1,6 +1,6 @@
 """What a plan consists of.
 
-Pieces of memory, references to tensors in them, and the calls to make, in order.
+It has pieces of memory, references to tensors in them, and the calls to make, in order.
 """
 
 from __future__ import annotations

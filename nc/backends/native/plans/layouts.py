@@ -20,7 +20,7 @@ from nc.kernels.onednn.descriptions import (
 def flat(*tensors: PlanTensor) -> list[Desc]:
     """Layouts of tensors that are treated element by element.
 
-    Of one dimension where all lie alike and without gaps, else as they lie.
+    They have one dimension where all lie alike and without gaps; else they are as they lie.
 
     Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of
     the dimensions.

@@ -1,6 +1,6 @@
 """What products of an activation and a packed weight share.
 
-Their weights, biases, scales, and what follows them.
+They share their weights, biases, scales, and what follows them.
 """
 
 from __future__ import annotations

@@ -529,7 +529,7 @@ class Recorder:
     def _traced(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]
     ) -> Sequence[PlanTensor]:
-        """Return results of an operator as constants, as views of its arguments, or as what each call computes."""
+        """Return an operator's results as constants, views of its arguments, or what each call computes."""
         if not reads_inputs((args, kwargs)) and not _is_random(node.target) and node not in self._each_time:
             return [PlanTensor(tensor, None) for tensor in found]
         views = [

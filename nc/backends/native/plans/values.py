@@ -1,6 +1,6 @@
 """Values of a graph while a plan is recorded.
 
-Tensors with the memory that they will lie in, nodes that wait, weights.
+They are tensors with the memory that they will lie in, nodes that wait, and weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 class PlanTensor:
     """A tensor of this run, and the memory that it will lie in.
 
-    Its block, its slot, or itself where it is constant.
+    That memory is its block, its slot, or itself where it is constant.
     """
 
     tensor: torch.Tensor

@@ -26,7 +26,7 @@ def need(condition: object, why: str) -> None:
 class OutputCodes:
     """What a result is quantized to where it is written.
 
-    `round(x / scale) + zero_point`, in the limits of the dtype.
+    It is `round(x / scale) + zero_point`, in the limits of the dtype.
     """
 
     scale: float
