@@ -147,9 +147,9 @@ def test_what_stands_around_the_result_stays():
 
 
 def test_keys_and_values_of_a_head_stay_in_the_second_cache(monkeypatch):
-    monkeypatch.setattr(caches, "second", lambda: 2 * 8 * 4096)
-    case(keys=4097, rows=2, width=4).check(whole=False)
-    case(keys=4096, rows=2, width=4).check()
+    monkeypatch.setattr(caches, "second", lambda: 2 * (8 + 8) * 4096)
+    case(keys=4097, rows=2).check(whole=False)
+    case(keys=4096, rows=2).check()
 
 
 def test_what_is_left_to_onednn():
