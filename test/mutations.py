@@ -112,8 +112,8 @@ MUTATIONS = (
         "guards-that-do-not-matter",
         "questions about sizes without consequence refuse nothing",
         "capture/capture.py",
-        "        return Outcome.SAME\n",
-        "        return Outcome.OTHER\n",
+        "        return PathsSeen.SAME\n",
+        "        return PathsSeen.OTHER\n",
         ("size_paths",),
     ),
     Mutation(
@@ -488,8 +488,8 @@ MUTATIONS = (
         "plan-view",
         "a view of an input is read where it lies",
         "backends/native/plans/recorder.py",
-        "            return value.root if whole else Part(value.root, self._offset(value), value.desc)",
-        "            return value.root if whole else Part(value.root, 0, value.desc)",
+        "            return value.root if whole else MemoryPart(value.root, self._offset(value), value.desc)",
+        "            return value.root if whole else MemoryPart(value.root, 0, value.desc)",
         ("one_token",),
     ),
     Mutation(
@@ -883,7 +883,7 @@ MUTATIONS = (
     Mutation(
         "expert-missing",
         "files must hold all experts; else the others move up",
-        "weights/files/sources.py",
+        "weights/files/transformers_files.py",
         "if by_expert and set(counts.values()) != {shape[0]}:",
         "if False:",
         ("experts",),
@@ -891,7 +891,7 @@ MUTATIONS = (
     Mutation(
         "expert-order",
         "gate before up, as the model has them in one weight",
-        "weights/files/sources.py",
+        "weights/files/transformers_files.py",
         "for pattern in converter.source_patterns])",
         "for pattern in reversed(converter.source_patterns)])",
         ("experts",),

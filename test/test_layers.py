@@ -1,6 +1,7 @@
 """Imports go in one direction, between the folders of `nc` and between its modules."""
 
 import ast
+import collections
 import functools
 from pathlib import Path
 
@@ -259,3 +260,14 @@ def test_new_tensors_name_their_dtype():
                 if of_torch and "dtype" not in {keyword.arg for keyword in node.keywords}:
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    """A name that means two things makes a reader look up which."""
+    found = collections.defaultdict(list)
+    for path in sorted((ROOT / "nc").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(path.relative_to(ROOT).as_posix())
+    assert len(found) > 300
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}

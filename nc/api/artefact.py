@@ -150,7 +150,7 @@ class _Loading:
     compile: bool
 
 
-def _load_low_bit(content: folder.Content, asked: _Loading) -> torch.nn.Module:
+def _load_low_bit(content: folder.FolderContent, asked: _Loading) -> torch.nn.Module:
     """Return a module of the user's class with low-bit weights.
 
     Raises:
@@ -165,7 +165,7 @@ def _load_low_bit(content: folder.Content, asked: _Loading) -> torch.nn.Module:
     )
 
 
-def _load_graph(content: folder.Content, asked: _Loading) -> QuantizedModel:
+def _load_graph(content: folder.FolderContent, asked: _Loading) -> QuantizedModel:
     """Return a quantized graph on an engine.
 
     Raises:
@@ -209,7 +209,7 @@ def _load_graph(content: folder.Content, asked: _Loading) -> QuantizedModel:
 
 
 #: What makes a model of the files, by their format.
-_LOADERS: Mapping[str, Callable[[folder.Content, _Loading], torch.nn.Module]] = {
+_LOADERS: Mapping[str, Callable[[folder.FolderContent, _Loading], torch.nn.Module]] = {
     low_bit.FORMAT: _load_low_bit,
     store.FORMAT: _load_graph,
 }

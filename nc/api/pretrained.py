@@ -23,7 +23,7 @@ from nc.api.weight_report import WeightReport, weight_report
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, UnsupportedError
-from nc.nn.origin import Run
+from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.storage import folder, pretrained_class
@@ -32,10 +32,10 @@ from nc.storage.tensor_file import Source
 from nc.weights.driver import Driver, Progress
 from nc.weights.experts import separated, stacked_names
 from nc.weights.files import artefact
-from nc.weights.files.sources import experts_of, sources_of
 from nc.weights.files.streamed import StreamedWeights, shards, take_values_from
-from nc.weights.heap import give_back_large_pieces
+from nc.weights.files.transformers_files import experts_of, sources_of
 from nc.weights.history import note
+from nc.weights.malloc import give_back_large_pieces
 
 
 def quantize_folder(
@@ -98,7 +98,7 @@ def quantize_folder(
     give_back_large_pieces()
     with without_cache(model):
         driver.run()
-    note(model, Run(plan=plan.to_dict(), applied=tuple(driver.applied), config=config.to_dict()))
+    note(model, QuantizationRun(plan=plan.to_dict(), applied=tuple(driver.applied), config=config.to_dict()))
     artefact.write(model.eval(), out, store.files)
     store.remove()
     return weight_report(set_backend(model))  # the kernels that `load` will take here

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.block_calls import Call
+from nc.algorithms.inputs.block_calls import BlockCall
 from nc.algorithms.inputs.layers import memory_of, other_weights
 from nc.api import generation
 from nc.api.report import refused_lines
@@ -252,7 +252,7 @@ class WeightReport:
         )
 
 
-def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightReport:
+def weight_report(model: torch.nn.Module, call: BlockCall | None = None) -> WeightReport:
     """Return the report of a model; see `WeightReport`.
 
     Args:

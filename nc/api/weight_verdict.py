@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from nc.backends.profiling import verdict as int8_verdict
 from nc.backends.profiling.latency import LEAST_ROUNDS, Round, compared, milliseconds, timed_rounds
-from nc.backends.profiling.load import Load, Watch
+from nc.backends.profiling.load import Load, LoadWatch
 from nc.nn import QuantLinear
 from nc.process.torch_settings import without_autocast
 from nc.process.warn import warn
@@ -121,7 +121,7 @@ def measure(
     model: torch.nn.Module,
     seconds: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    watch: Watch | None = None,
+    watch: LoadWatch | None = None,
 ) -> LowBitVerdict | None:
     """Time some layers of each shape and format; None where a model has no low-bit linear.
 
@@ -211,7 +211,7 @@ def _timed(
     rows: int,
     seconds: float,
     clock: Callable[[], float],
-    watch: Watch | None,
+    watch: LoadWatch | None,
 ) -> tuple[LayerVerdict, list[LayerVerdict]]:
     """All layers together, and by format and shape, with some rows of inputs."""
     candidates: dict[str, Callable[[], object]] = {}

@@ -16,7 +16,7 @@ from torch import fx
 
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.passes import Pass, Rewrite
-from nc.backends.profiling.profile import Profile, Step
+from nc.backends.profiling.profile import EngineCall, Profile
 from nc.capture.precautions import Precautions
 from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnsupportedError
 from nc.formats import Capabilities
@@ -93,7 +93,7 @@ class EngineModel:
     report: Callable[[], EngineReport]
     script: torch.jit.ScriptModule | None = None
     profile: Callable[[Sequence[torch.Tensor]], Profile] | None = None
-    steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]] | None = None
+    steps: Callable[[Sequence[torch.Tensor]], Sequence[EngineCall]] | None = None
     verified: bool = False
 
 

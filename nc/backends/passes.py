@@ -47,7 +47,7 @@ class Rewrite:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class PassesResult:
     """What a list of passes did.
 
     Attributes:
@@ -59,7 +59,7 @@ class Outcome:
     refused: Mapping[tuple[str, str], str]
 
 
-def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> Outcome:
+def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> PassesResult:
     """Run passes in order, on a graph that they change in place."""
     rewrites: list[Rewrite] = []
     refused: dict[tuple[str, str], str] = {}
@@ -73,4 +73,4 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> Outcome:
                 refused.setdefault((node.meta["operator"], each.gives), why)
     module.graph.lint()
     module.recompile()
-    return Outcome(tuple(rewrites), refused)
+    return PassesResult(tuple(rewrites), refused)

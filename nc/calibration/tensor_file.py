@@ -21,7 +21,7 @@ from nc.storage.atomic import replaced
 
 #: Name and version of a kind of file.
 Kind = tuple[str, int]
-Content = TypeVar("Content")
+FileContent = TypeVar("FileContent")
 
 
 def encode(kind: Kind, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
@@ -46,8 +46,11 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
 
 def decode(
-    kind: Kind, data: bytes, where: str, parse: Callable[[dict[str, Any], dict[str, torch.Tensor]], Content]
-) -> Content:
+    kind: Kind,
+    data: bytes,
+    where: str,
+    parse: Callable[[dict[str, Any], dict[str, torch.Tensor]], FileContent],
+) -> FileContent:
     """Return what a file holds.
 
     Args:

@@ -28,7 +28,7 @@ from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
-from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
+from nc.capture.size_paths import Guards, PathsSeen, guards_of, those_that_matter
 from nc.capture.state import State, changed, changes_of, state_of
 from nc.capture.value_reads import (
     UnfitReadError,
@@ -331,21 +331,21 @@ def _conditioned(graph: Graph, guards: Guards, run: Caller, values: dict[str, An
     """
     picks = picks_of(graph.module)
 
-    def outcome(sizes: Mapping[str, int]) -> Outcome:
+    def outcome(sizes: Mapping[str, int]) -> PathsSeen:
         resized = with_sizes(values, sizes)
         try:
             got = run_graph(graph.module, graph.signature, resized)
         except Exception:  # as a call with these sizes will say
-            return Outcome.FAILED
+            return PathsSeen.FAILED
         try:
             expected = run(resized)
         except Exception:  # the model's own errors
-            return Outcome.REFUSED
+            return PathsSeen.REFUSED
         try:
             check_same(expected, got, picks)
         except Exception:  # other values, or another number of them
-            return Outcome.OTHER
-        return Outcome.SAME
+            return PathsSeen.OTHER
+        return PathsSeen.SAME
 
     tensors = enumerate(pytree.tree_leaves(values))
     sizes = {

@@ -32,7 +32,7 @@ FARTHEST, MOST_TRIED = 2100, 24
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _LAYERS = f"{_TORCH}nn{os.sep}"
 
-Sizes = Mapping[str, int]
+PathSizes = Mapping[str, int]
 
 
 class UnfitGuardError(RuntimeError):
@@ -188,7 +188,7 @@ def _place(location: Any) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
 
 
-class Outcome(enum.Enum):
+class PathsSeen(enum.Enum):
     """What was seen of sizes for which the model may take another way."""
 
     SAME = "the graph gives what the model gives"
@@ -198,7 +198,7 @@ class Outcome(enum.Enum):
 
 
 def those_that_matter(
-    guards: Guards, example: Sizes, outcome: Callable[[Sizes], Outcome]
+    guards: Guards, example: PathSizes, outcome: Callable[[PathSizes], PathsSeen]
 ) -> tuple[SizeCondition, ...]:
     """Return the guards for which other sizes were seen to be no `SAME`, or could not be tried.
 
@@ -210,9 +210,9 @@ def those_that_matter(
     """
     waiting = [guard for guard in (*guards.asked, *guards.needed) if guard.holds(example)]
     kept: list[SizeCondition] = []
-    tried: dict[tuple[int, ...], Outcome] = {}
+    tried: dict[tuple[int, ...], PathsSeen] = {}
 
-    def attempt(sizes: Sizes) -> Outcome | None:
+    def attempt(sizes: PathSizes) -> PathsSeen | None:
         key = tuple(sizes.values())
         if key not in tried and len(tried) < MOST_TRIED:
             tried[key] = outcome(sizes)
@@ -222,24 +222,27 @@ def those_that_matter(
         guard = waiting.pop(0)
         others = [*waiting, *kept]
         sizes = _unfulfilled(guard, guards, others, example)
-        seen = attempt(sizes) if sizes else Outcome.FAILED  # no sizes that a user may have
-        if sizes and seen is Outcome.FAILED and not guard.where:
+        seen = attempt(sizes) if sizes else PathsSeen.FAILED  # no sizes that a user may have
+        if sizes and seen is PathsSeen.FAILED and not guard.where:
             # perhaps for another reason: sizes that are too small for an operator say nothing of larger ones
             beyond = _unfulfilled(
                 guard, guards, others, example, larger=sum(sizes.values()) < sum(example.values())
             )
-            if beyond and attempt(beyond) is Outcome.SAME:
-                sizes, seen = beyond, Outcome.SAME
-        if seen is Outcome.SAME:
+            if beyond and attempt(beyond) is PathsSeen.SAME:
+                sizes, seen = beyond, PathsSeen.SAME
+        if seen is PathsSeen.SAME:
             assert sizes is not None
             waiting = [other for other in waiting if other.holds(sizes)]
         elif guard.where or (sizes and seen):  # an operator asks much that never fails
-            kept.append(dataclasses.replace(guard, silent=seen in (Outcome.OTHER, None)))
+            kept.append(dataclasses.replace(guard, silent=seen in (PathsSeen.OTHER, None)))
     return (*kept, *_ones(guards, kept, example, outcome))
 
 
 def _ones(
-    guards: Guards, kept: Sequence[SizeCondition], example: Sizes, outcome: Callable[[Sizes], Outcome]
+    guards: Guards,
+    kept: Sequence[SizeCondition],
+    example: PathSizes,
+    outcome: Callable[[PathSizes], PathsSeen],
 ) -> Iterator[SizeCondition]:
     """Sizes that must not be 1.
 
@@ -251,10 +254,10 @@ def _ones(
         if not all(condition.holds(sizes) for condition in (*guards.relations, *kept)):
             continue
         seen = outcome(sizes)
-        if seen in (Outcome.OTHER, Outcome.REFUSED):  # where the graph fails, its error says more
+        if seen in (PathsSeen.OTHER, PathsSeen.REFUSED):  # where the graph fails, its error says more
             for name in (name for name in group if name in free):
                 yield SizeCondition(
-                    f"{name} != 1", "a place that export does not name", silent=seen is Outcome.OTHER
+                    f"{name} != 1", "a place that export does not name", silent=seen is PathsSeen.OTHER
                 )
 
 
@@ -262,9 +265,9 @@ def _unfulfilled(
     guard: SizeCondition,
     guards: Guards,
     others: Sequence[SizeCondition],
-    example: Sizes,
+    example: PathSizes,
     larger: bool | None = None,
-) -> Sizes | None:
+) -> PathSizes | None:
     """Sizes near the example's that do not fulfil a guard, and of the others as many as possible.
 
     None is returned when there are none.
@@ -287,7 +290,7 @@ def _unfulfilled(
     )
 
 
-def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iterator[Sizes]:
+def _near(names: Sequence[str], axes: Mapping[str, str], example: PathSizes) -> Iterator[PathSizes]:
     """All sizes when one of these differs from the example's, together with those alike or alone.
 
     The nearest come first.
@@ -300,7 +303,7 @@ def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iter
                 yield _with(group, example[group[0]] - distance, axes, example)
 
 
-def _alike(name: str, example: Sizes) -> list[str]:
+def _alike(name: str, example: PathSizes) -> list[str]:
     """Return the names that probably change together, such as the batch of two inputs.
 
     They have the same dimension and the same size.
@@ -311,7 +314,7 @@ def _alike(name: str, example: Sizes) -> list[str]:
     ]
 
 
-def _with(names: Sequence[str], size: int, axes: Mapping[str, str], example: Sizes) -> Sizes:
+def _with(names: Sequence[str], size: int, axes: Mapping[str, str], example: PathSizes) -> PathSizes:
     """All sizes when those names have another one."""
     sizes = {**example, **dict.fromkeys(names, size)}
     return {**sizes, **{other: int(parsed(text)(sizes)) for other, text in axes.items() if text != other}}

@@ -66,7 +66,7 @@ def _broken(*columns: str, rows: Sequence[tuple[str, ...]], header: bool = True)
     return table
 
 
-def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, ...]], dict[str, str]]:
+def _low_bit(content: folders.FolderContent) -> tuple[dict[str, Any], list[tuple[str, ...]], dict[str, str]]:
     """Return the contents of a model with low-bit weights.
 
     They come as plain values, as a table of layers, and as lines about the rest.

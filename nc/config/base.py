@@ -24,11 +24,11 @@ from nc.config.document import (
     key_from,
     keys_from,
 )
-from nc.config.fields import Field
+from nc.config.fields import ConfigField
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
 from nc.formats import Mode
 from nc.formats.checks import require
-from nc.formats.rule_key import Key, RuleKey, key_text, parse_keys
+from nc.formats.rule_key import ParsedKey, RuleKey, key_text, parse_keys
 
 #: Dtypes that mean "not quantized".
 _FLOATS = frozenset({"fp32", "bf16"})
@@ -38,7 +38,7 @@ _FLOATS = frozenset({"fp32", "bf16"})
 class Rule:
     """One `set_local` entry: a key, and the configuration for operators that match it."""
 
-    key: Key
+    key: ParsedKey
     config: QuantConfig
 
 
@@ -54,12 +54,12 @@ class QuantConfig(Document):
     algorithm: ClassVar[str] = ""
     #: The name in dictionaries written for Neural Compressor.
     alias: ClassVar[str] = ""
-    FIELDS: ClassVar[Mapping[str, Field]] = {}
+    FIELDS: ClassVar[Mapping[str, ConfigField]] = {}
     #: A rule takes missing fields only from rules and configurations of the same family.
     family: ClassVar[Mode]
 
     given: Mapping[str, Any]
-    white_list: tuple[Key, ...] | None
+    white_list: tuple[ParsedKey, ...] | None
     rules: tuple[Rule, ...]
 
     def __init__(self, *args: Any, white_list: Any = "*", **fields: Any) -> None:
@@ -482,7 +482,7 @@ def _with_rules(rules: tuple[Rule, ...], added: tuple[Rule, ...]) -> tuple[Rule,
     return (*(rule for rule in rules if rule.key not in replaced), *added)
 
 
-def _white_list(value: Any) -> tuple[Key, ...] | None:
+def _white_list(value: Any) -> tuple[ParsedKey, ...] | None:
     if value == "*":
         return None
     keys = () if value is None else parse_keys([value] if isinstance(value, str) else value)

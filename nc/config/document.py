@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nc.errors import ArtefactMissingError, ConfigError
-from nc.formats.rule_key import Key, check_pattern
+from nc.formats.rule_key import ParsedKey, check_pattern
 from nc.storage.atomic import replaced
 
 SCHEMA_VERSION = 1
@@ -63,15 +63,15 @@ class Document(abc.ABC):
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def key_from(entry: Mapping[str, Any]) -> Key:
+def key_from(entry: Mapping[str, Any]) -> ParsedKey:
     """Return a key from its form in a rule or a white list."""
     text, is_type = entry.get("text", entry.get("key")), bool(entry.get("is_type", False))
     if not is_type:
         check_pattern(text)
-    return Key(text, is_type)
+    return ParsedKey(text, is_type)
 
 
-def keys_from(entries: object) -> tuple[Key, ...]:
+def keys_from(entries: object) -> tuple[ParsedKey, ...]:
     """Return the keys of a white list; raises ConfigError."""
     listed = list(as_list(entries, "white_list"))
     for entry in listed:

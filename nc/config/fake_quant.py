@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nc.config.base import QuantConfig
-from nc.config.fields import Check, Field
+from nc.config.fields import Check, ConfigField
 from nc.errors import ConfigError, UnknownFieldError
 from nc.formats import DTYPES, FakeTensorSpec
 from nc.formats.checks import require
@@ -90,7 +90,7 @@ class FakeQuantConfig(QuantConfig):
 
     algorithm, alias, family = "fake_quant", "fake_quant", "fake_quant"
     FIELDS = {
-        role: Field(
+        role: ConfigField(
             None,
             Check(_role, f'`FakeTensorSpec(…)`, a dict of its fields, a dtype, `"{OFF}"`'),
             merge=_merged,

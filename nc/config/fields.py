@@ -33,7 +33,7 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Field:
+class ConfigField:
     """One field.
 
     Attributes:

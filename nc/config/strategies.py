@@ -11,7 +11,7 @@ from nc.algorithms.solvers import RTN, SOLVERS, Solver
 from nc.algorithms.transforms import TRANSFORMS, Transform
 from nc.config.base import QuantConfig
 from nc.config.fields import (
-    Field,
+    ConfigField,
     double_quant,
     flag,
     group_size,
@@ -32,22 +32,22 @@ from nc.formats.checks import require
 from nc.numerics.low_bit import ACT_DTYPES
 
 _WEIGHTS = {
-    "w_dtype": Field("int8", one_of("int8", "fp32", "bf16")),
-    "w_sym": Field(True, flag),
-    "w_granularity": Field("per_channel", one_of("per_channel", "per_tensor")),
-    "w_algo": Field("minmax", one_of("minmax", "mse")),
+    "w_dtype": ConfigField("int8", one_of("int8", "fp32", "bf16")),
+    "w_sym": ConfigField(True, flag),
+    "w_granularity": ConfigField("per_channel", one_of("per_channel", "per_tensor")),
+    "w_algo": ConfigField("minmax", one_of("minmax", "mse")),
 }
 _STATIC = {
     **_WEIGHTS,
-    "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32", "bf16")),
-    "act_sym": Field(False, flag),
-    "act_granularity": Field("per_tensor", one_of("per_tensor", "per_channel")),
-    "act_algo": Field("minmax", range_algorithm, register=register_range_algorithm),
-    "excluded_precisions": Field((), precisions),
-    "remainder": Field("fp32", one_of("fp32", "bf16")),
-    "percentile": Field(99.999, number(50.0, 100.0)),
-    "pre": Field((), transforms(PRE_STAGES, PRE), outer=True, register=register_algorithms(PRE)),
-    "post": Field(
+    "act_dtype": ConfigField("uint8", one_of("uint8", "int8", "fp32", "bf16")),
+    "act_sym": ConfigField(False, flag),
+    "act_granularity": ConfigField("per_tensor", one_of("per_tensor", "per_channel")),
+    "act_algo": ConfigField("minmax", range_algorithm, register=register_range_algorithm),
+    "excluded_precisions": ConfigField((), precisions),
+    "remainder": ConfigField("fp32", one_of("fp32", "bf16")),
+    "percentile": ConfigField(99.999, number(50.0, 100.0)),
+    "pre": ConfigField((), transforms(PRE_STAGES, PRE), outer=True, register=register_algorithms(PRE)),
+    "post": ConfigField(
         (BiasCorrection(),), transforms(POST_STAGES, POST), outer=True, register=register_algorithms(POST)
     ),
 }
@@ -126,15 +126,15 @@ class SmoothQuantConfig(QuantConfig):
     algorithm, alias, family = "smooth", "smooth_quant", "static"
     FIELDS = {
         **{name: field for name, field in _STATIC.items() if name not in ("percentile", "pre", "post")},
-        "alpha": Field(0.5, ratio_or_auto),
-        "folding": Field(False, flag),
-        "scale_sharing": Field(False, flag),
-        "init_alpha": Field(0.5, number(0.0, 1.0, closed=True)),
-        "alpha_min": Field(0.0, number(0.0, 1.0, closed=True)),
-        "alpha_max": Field(1.0, number(0.0, 1.0, closed=True)),
-        "alpha_step": Field(0.1, number(0.0, 1.0)),
-        "shared_criterion": Field("max", one_of("max", "min", "mean")),
-        "do_blockwise": Field(False, flag),
+        "alpha": ConfigField(0.5, ratio_or_auto),
+        "folding": ConfigField(False, flag),
+        "scale_sharing": ConfigField(False, flag),
+        "init_alpha": ConfigField(0.5, number(0.0, 1.0, closed=True)),
+        "alpha_min": ConfigField(0.0, number(0.0, 1.0, closed=True)),
+        "alpha_max": ConfigField(1.0, number(0.0, 1.0, closed=True)),
+        "alpha_step": ConfigField(0.1, number(0.0, 1.0)),
+        "shared_criterion": ConfigField("max", one_of("max", "min", "mean")),
+        "do_blockwise": ConfigField(False, flag),
         **{name: _STATIC[name] for name in ("percentile", "pre", "post")},
     }
 
@@ -179,14 +179,14 @@ class DynamicQuantConfig(QuantConfig):
     algorithm, alias, family = "dynamic", "pt2e_dynamic_quant", "dynamic"
     FIELDS = {
         **_WEIGHTS,
-        "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32", "bf16")),
-        "act_sym": Field(False, flag),
-        "act_granularity": Field("per_token", one_of("per_token", "per_tensor")),
-        "act_algo": Field("minmax", one_of("minmax")),
-        "excluded_precisions": Field((), precisions),
+        "act_dtype": ConfigField("uint8", one_of("uint8", "int8", "fp32", "bf16")),
+        "act_sym": ConfigField(False, flag),
+        "act_granularity": ConfigField("per_token", one_of("per_token", "per_tensor")),
+        "act_algo": ConfigField("minmax", one_of("minmax")),
+        "excluded_precisions": ConfigField((), precisions),
         "remainder": _STATIC["remainder"],
-        "skip_slow": Field(False, flag),
-        "keep_inaccurate": Field(False, flag),
+        "skip_slow": ConfigField(False, flag),
+        "keep_inaccurate": ConfigField(False, flag),
         "pre": _STATIC["pre"],
     }
 
@@ -236,19 +236,19 @@ class WeightOnlyConfig(QuantConfig):
 
     algorithm, alias, family = "weight_only", "weight_only", "weight_only"
     FIELDS = {
-        "w_dtype": Field("int4", one_of(*DTYPES, "fp32")),
-        "group_size": Field(128, group_size),
-        "w_sym": Field(True, flag),
-        "w_algo": Field("wls", one_of("minmax", "mse", "wls")),
-        "scale_dtype": Field("fp32", one_of(*SCALE_DTYPES)),
-        "act_dtype": Field("fp32", one_of(*ACT_DTYPES)),
-        "solver": Field(RTN(), plain_object(SOLVERS, Solver)),
-        "transforms": Field((), plain_objects(TRANSFORMS, Transform)),
-        "lm_head": Field(None, one_of(*DTYPES), outer=True),
-        "embedding": Field(None, one_of(*DTYPES), outer=True),
-        "double_quant": Field(None, double_quant),
-        "float_zero": Field(False, flag),
-        "scale_mode": Field("floor", one_of(*SCALE_MODES)),
+        "w_dtype": ConfigField("int4", one_of(*DTYPES, "fp32")),
+        "group_size": ConfigField(128, group_size),
+        "w_sym": ConfigField(True, flag),
+        "w_algo": ConfigField("wls", one_of("minmax", "mse", "wls")),
+        "scale_dtype": ConfigField("fp32", one_of(*SCALE_DTYPES)),
+        "act_dtype": ConfigField("fp32", one_of(*ACT_DTYPES)),
+        "solver": ConfigField(RTN(), plain_object(SOLVERS, Solver)),
+        "transforms": ConfigField((), plain_objects(TRANSFORMS, Transform)),
+        "lm_head": ConfigField(None, one_of(*DTYPES), outer=True),
+        "embedding": ConfigField(None, one_of(*DTYPES), outer=True),
+        "double_quant": ConfigField(None, double_quant),
+        "float_zero": ConfigField(False, flag),
+        "scale_mode": ConfigField("floor", one_of(*SCALE_MODES)),
     }
 
     @classmethod

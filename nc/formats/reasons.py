@@ -107,7 +107,7 @@ class Level(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class DecidingRule:
     """Which rule decided.
 
     Attributes:
@@ -130,10 +130,10 @@ class Rule:
         return {"level": None if self.level is None else self.level.name, "key": self.key}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Rule:
+    def from_dict(cls, data: Mapping[str, Any]) -> DecidingRule:
         """Return the inverse of `to_dict`."""
         return cls(None if data["level"] is None else Level[data["level"]], data["key"])
 
 
-NO_RULE = Rule()
-WHITE_LIST = Rule(key="white_list")
+NO_RULE = DecidingRule()
+WHITE_LIST = DecidingRule(key="white_list")

@@ -36,7 +36,7 @@ RuleKey = str | type | Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Key:
+class ParsedKey:
     """The key of a rule.
 
     Attributes:
@@ -67,7 +67,7 @@ def fused_names(text: str) -> tuple[str, ...]:
     return first, *(name.lower() for name in rest)
 
 
-def parse_keys(key: object) -> tuple[Key, ...]:
+def parse_keys(key: object) -> tuple[ParsedKey, ...]:
     """One key, or a list of them.
 
     Raises:
@@ -83,15 +83,15 @@ def parse_keys(key: object) -> tuple[Key, ...]:
     return (_parse(key),)
 
 
-def _parse(key: object) -> Key:
-    if isinstance(key, Key):
+def _parse(key: object) -> ParsedKey:
+    if isinstance(key, ParsedKey):
         return key
     if isinstance(key, str):
         check_pattern(key)
-        return Key(key)
+        return ParsedKey(key)
     if isinstance(key, type):
         name = key.__name__
-        return Key(name if kind_of(name) else f"{key.__module__}.{key.__qualname__}", True)
+        return ParsedKey(name if kind_of(name) else f"{key.__module__}.{key.__qualname__}", True)
     function = getattr(key, "__name__", None)
     if callable(key) and function is not None:
         if kind_of(function) is None:
@@ -100,7 +100,7 @@ def _parse(key: object) -> Key:
                 f"{', '.join(sorted(_KIND_OF_NAME))}."
             )
             raise ConfigError(msg)
-        return Key(function, True)
+        return ParsedKey(function, True)
     msg = f"Expected the key of a rule to be a name, a pattern, a type or a list of those, but got {key!r}."
     raise ConfigError(msg)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from nc.formats import FLOAT, OpSpec
-from nc.formats.reasons import NO_RULE, Cause, Reason, Rule
+from nc.formats.reasons import NO_RULE, Cause, DecidingRule, Reason
 from nc.graph.shares import Part, Shares, shares_of
 from nc.text.table import WIDTH, folded, format_table
 
@@ -44,7 +44,7 @@ class Decision:
     kind: str
     module_type: str
     spec: OpSpec = FLOAT
-    decided: Rule = NO_RULE
+    decided: DecidingRule = NO_RULE
     why: Reason | None = None
     fallback: str = "fp32"
     unsmoothed: bool = False
@@ -108,7 +108,7 @@ class Decision:
         """Return the inverse of `to_dict`."""
         values = {key: value for key, value in data.items() if key not in ("rule", "reason")}
         values["spec"] = OpSpec.from_dict(data["spec"])
-        values["decided"] = Rule.from_dict(data["decided"])
+        values["decided"] = DecidingRule.from_dict(data["decided"])
         values["why"] = None if data["why"] is None else Reason.from_dict(data["why"])
         values["fields"] = tuple(map(tuple, data["fields"]))
         values["weights"] = tuple((name, tuple(shape)) for name, shape in data["weights"])

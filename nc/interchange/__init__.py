@@ -25,12 +25,12 @@ from nc.errors import (
 )
 from nc.interchange import awq, compressed_tensors, folder, gguf, gptq, quark
 from nc.interchange.gguf_writer import write as write_gguf
-from nc.interchange.layer import INT8, Layer
+from nc.interchange.layer import INT8, StoredLayer
 from nc.interchange.model import contents_of, put, settings_of
 from nc.numerics.packed_weight import PackedWeight
 
-Write = Callable[[Mapping[str, Layer], Sequence[str]], tuple[dict[str, torch.Tensor], dict[str, Any]]]
-Read = Callable[[dict[str, torch.Tensor], Mapping[str, Any]], dict[str, Layer]]
+Write = Callable[[Mapping[str, StoredLayer], Sequence[str]], tuple[dict[str, torch.Tensor], dict[str, Any]]]
+Read = Callable[[dict[str, torch.Tensor], Mapping[str, Any]], dict[str, StoredLayer]]
 
 #: Formats of folders, by the `quant_method` in config.json: writer and reader.
 FORMATS: dict[str, tuple[Write, Read]] = {
@@ -53,7 +53,7 @@ class ForeignWeights:
     """
 
     format: str
-    layers: dict[str, Layer]
+    layers: dict[str, StoredLayer]
     tensors: dict[str, torch.Tensor]
 
 
@@ -202,7 +202,7 @@ def _read_gguf(path: Path) -> ForeignWeights:
     layers, tensors = {}, {}
     for name, info in file.tensors.items():
         if info.type in gguf.TYPES and gguf.TYPES[info.type].form is not None and len(info.shape) == 2:
-            layers[name.removesuffix(".weight")] = Layer(file.packed(name))
+            layers[name.removesuffix(".weight")] = StoredLayer(file.packed(name))
         else:
             tensors[name] = file.float(name)
     return ForeignWeights(GGUF, layers, tensors)

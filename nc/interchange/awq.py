@@ -15,8 +15,8 @@ import torch
 from nc.errors import UnsupportedError
 from nc.interchange.layer import (
     INT8,
-    Codes,
-    Layer,
+    GroupCodes,
+    StoredLayer,
     codes_in,
     codes_of,
     groups_in,
@@ -37,7 +37,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def write(
-    layers: Mapping[str, Layer], floats: Sequence[str]
+    layers: Mapping[str, StoredLayer], floats: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`."""
     found = {name: codes_of(layer, name, NAME) for name, layer in layers.items()}
@@ -59,7 +59,7 @@ def write(
     return tensors, config
 
 
-def _check(name: str, layer: Layer, codes: Codes) -> None:
+def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
     outputs, inputs = codes.codes.shape
     if codes.bits != 4:
         refuse(name, NAME, f"it has 4 bits, and the weight {codes.bits}", 'Quantize with w_dtype="int4"')
@@ -96,7 +96,7 @@ def unpacked(stored: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor
     return codes_in(stored, 4, stored.shape[1] * 8).reshape(stored.shape[0], -1, 8)[:, :, inverse].flatten(1)
 
 
-def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
+def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, StoredLayer]:
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
     version, width = str(config.get("version", "gemm")).lower(), config.get("bits", 4)
     if version != "gemm" or width != 4:
@@ -108,11 +108,11 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     return {name: _layer(tensors, name, int(config.get("group_size", -1))) for name in names}
 
 
-def _layer(tensors: dict[str, torch.Tensor], name: str, group: int) -> Layer:
+def _layer(tensors: dict[str, torch.Tensor], name: str, group: int) -> StoredLayer:
     qweight = taken(tensors, f"{name}.qweight", (torch.int32,), (None, None))
     inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
     scales = taken(tensors, f"{name}.scales", _FLOATS, (None, outputs))
     groups_in(scales.shape[0], inputs, name, group)
     qzeros = taken(tensors, f"{name}.qzeros", (torch.int32,), (scales.shape[0], qweight.shape[1]))
-    codes = Codes(4, unpacked(qweight).T, scales.T.float(), unpacked(qzeros).T)
+    codes = GroupCodes(4, unpacked(qweight).T, scales.T.float(), unpacked(qzeros).T)
     return layer_of(codes, scales.dtype, f"Layer {name!r}")

@@ -23,8 +23,8 @@ import torch
 
 from nc.errors import ArtefactCorruptError, UnsupportedError
 from nc.interchange.layer import (
-    Codes,
-    Layer,
+    GroupCodes,
+    StoredLayer,
     codes_in,
     codes_of,
     groups_in,
@@ -44,7 +44,7 @@ _DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "t
 
 
 def write(
-    layers: Mapping[str, Layer], floats: Sequence[str]
+    layers: Mapping[str, StoredLayer], floats: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`.
 
@@ -94,7 +94,7 @@ def write(
     return tensors, config
 
 
-def _scheme(layer: Layer, codes: Codes) -> dict[str, Any]:
+def _scheme(layer: StoredLayer, codes: GroupCodes) -> dict[str, Any]:
     row = codes.scale.shape[1] == 1
     weights = {
         "num_bits": codes.bits,
@@ -116,7 +116,7 @@ def _scheme(layer: Layer, codes: Codes) -> dict[str, Any]:
     }
 
 
-def _packed(codes: Codes) -> dict[str, torch.Tensor]:
+def _packed(codes: GroupCodes) -> dict[str, torch.Tensor]:
     parts = {
         "weight_packed": words(codes.codes, codes.bits),
         "weight_shape": torch.tensor(codes.codes.shape, dtype=torch.int64),
@@ -126,14 +126,14 @@ def _packed(codes: Codes) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _integers(codes: Codes) -> dict[str, torch.Tensor]:
+def _integers(codes: GroupCodes) -> dict[str, torch.Tensor]:
     parts = {"weight": (codes.codes ^ 128).view(torch.int8)}
     if codes.zero is not None:
         parts["weight_zero_point"] = (codes.zero ^ 128).view(torch.int8)
     return parts
 
 
-def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
+def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, StoredLayer]:
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
     names = [key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")]
     integers = [key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")]
@@ -191,19 +191,19 @@ def _scales(tensors: dict[str, torch.Tensor], name: str, outputs: int, inputs: i
     return found
 
 
-def _ordered(tensors: dict[str, torch.Tensor], name: str, inputs: int, codes: Codes) -> Codes:
+def _ordered(tensors: dict[str, torch.Tensor], name: str, inputs: int, codes: GroupCodes) -> GroupCodes:
     if f"{name}.weight_g_idx" not in tensors:
         return codes
     g_idx = taken(tensors, f"{name}.weight_g_idx", (torch.int32, torch.int64), (inputs,))
     if bool((g_idx == -1).all()):  # a placeholder
         return codes
     order = ordered_groups(g_idx, codes.scale.shape[1], name)
-    return Codes(
+    return GroupCodes(
         codes.bits, codes.codes, codes.scale[:, order], None if codes.zero is None else codes.zero[:, order]
     )
 
 
-def _read_packed(tensors: dict[str, torch.Tensor], name: str, width: int) -> tuple[Codes, torch.dtype]:
+def _read_packed(tensors: dict[str, torch.Tensor], name: str, width: int) -> tuple[GroupCodes, torch.dtype]:
     shape = taken(tensors, f"{name}.weight_shape", (torch.int64, torch.int32), (2,))
     outputs, inputs = (int(length) for length in shape)
     packed = taken(tensors, f"{name}.weight_packed", (torch.int32,), (outputs, -(-inputs * width // 32)))
@@ -215,11 +215,11 @@ def _read_packed(tensors: dict[str, torch.Tensor], name: str, width: int) -> tup
         )
         zero = codes_in(stored.T, width, outputs).T
     return _ordered(
-        tensors, name, inputs, Codes(width, codes_in(packed, width, inputs), scale.float(), zero)
+        tensors, name, inputs, GroupCodes(width, codes_in(packed, width, inputs), scale.float(), zero)
     ), scale.dtype
 
 
-def _read_integers(tensors: dict[str, torch.Tensor], name: str, width: int) -> tuple[Codes, torch.dtype]:
+def _read_integers(tensors: dict[str, torch.Tensor], name: str, width: int) -> tuple[GroupCodes, torch.dtype]:
     weight = taken(tensors, f"{name}.weight", (torch.int8,), (None, None))
     middle = 2 ** (width - 1)
     if bool((weight < -middle).any()) or bool((weight > middle - 1).any()):
@@ -232,4 +232,4 @@ def _read_integers(tensors: dict[str, torch.Tensor], name: str, width: int) -> t
         stored = taken(tensors, f"{name}.weight_zero_point", (torch.int8,), (outputs, scale.shape[1]))
         zero = (stored.to(torch.int16) + middle).to(torch.uint8)
     codes = (weight.to(torch.int16) + middle).to(torch.uint8)
-    return _ordered(tensors, name, inputs, Codes(width, codes, scale.float(), zero)), scale.dtype
+    return _ordered(tensors, name, inputs, GroupCodes(width, codes, scale.float(), zero)), scale.dtype

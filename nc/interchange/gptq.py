@@ -17,8 +17,8 @@ import torch
 from nc.errors import ArtefactCorruptError, UnsupportedError
 from nc.interchange.layer import (
     INT8,
-    Codes,
-    Layer,
+    GroupCodes,
+    StoredLayer,
     codes_in,
     codes_of,
     groups_in,
@@ -40,7 +40,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def write(
-    layers: Mapping[str, Layer], floats: Sequence[str]
+    layers: Mapping[str, StoredLayer], floats: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file.
 
@@ -86,7 +86,7 @@ def write(
     return tensors, config
 
 
-def _check(name: str, layer: Layer, codes: Codes) -> None:
+def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
     (outputs, inputs), fields = codes.codes.shape, 32 // codes.bits
     if codes.bits not in BITS:
         refuse(
@@ -122,7 +122,7 @@ def _check(name: str, layer: Layer, codes: Codes) -> None:
         )
 
 
-def _tensors(name: str, codes: Codes, version_1: bool) -> dict[str, torch.Tensor]:
+def _tensors(name: str, codes: GroupCodes, version_1: bool) -> dict[str, torch.Tensor]:
     zeros = codes.zeros - 1 if version_1 else codes.zeros
     return {
         "qweight": words(codes.codes, codes.bits).T.contiguous(),
@@ -132,7 +132,7 @@ def _tensors(name: str, codes: Codes, version_1: bool) -> dict[str, torch.Tensor
     }
 
 
-def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
+def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, StoredLayer]:
     """Return the low-bit linears of a file; their tensors are taken out of `tensors`.
 
     Bits and groups of a layer are read from the sizes of its tensors where `g_idx` tells the number of input
@@ -151,7 +151,9 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     return {name: _layer(tensors, name, config, version_1) for name in names}
 
 
-def _layer(tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any], version_1: bool) -> Layer:
+def _layer(
+    tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any], version_1: bool
+) -> StoredLayer:
     qweight = taken(tensors, f"{name}.qweight", (torch.int32,), (None, None))
     g_idx = (
         taken(tensors, f"{name}.g_idx", (torch.int32, torch.int64), (None,))
@@ -190,5 +192,5 @@ def _layer(tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any
         order = ordered_groups(g_idx, count, name)
         scale, zero = scale[:, order], zero[:, order]
     return layer_of(
-        Codes(width, codes_in(qweight.T, width, inputs), scale, zero), scales.dtype, f"Layer {name!r}"
+        GroupCodes(width, codes_in(qweight.T, width, inputs), scale, zero), scales.dtype, f"Layer {name!r}"
     )

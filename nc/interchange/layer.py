@@ -27,7 +27,7 @@ INT8 = ("int8", "int8_block32")
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class StoredLayer:
     """A linear, or the table of an embedding.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class GroupCodes:
     """A weight of shape [N, K] in G groups per row: `(code - zero) * scale`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Codes:
         )
 
 
-def codes_of(layer: Layer, name: str, format_name: str) -> Codes:
+def codes_of(layer: StoredLayer, name: str, format_name: str) -> GroupCodes:
     """Return what a file of integer codes holds of a layer.
 
     A group with a negative scale is written with the opposite one, which changes no weight: code' = 2^b - 1 -
@@ -120,7 +120,7 @@ def codes_of(layer: Layer, name: str, format_name: str) -> Codes:
         zero = torch.where(negative, last - zero, zero)
         turned = negative.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
         codes = torch.where(turned, last - codes, codes)
-    return Codes(form.bits, codes, scale.abs(), zero)
+    return GroupCodes(form.bits, codes, scale.abs(), zero)
 
 
 _INTEGER_ZERO = "Quantize with integer zero points (w_sym=False without a float zero) or symmetrically"
@@ -156,7 +156,7 @@ def stored_scale(
     )
 
 
-def layer_of(codes: Codes, scale_dtype: torch.dtype, where: str, act_dtype: str = "fp32") -> Layer:
+def layer_of(codes: GroupCodes, scale_dtype: torch.dtype, where: str, act_dtype: str = "fp32") -> StoredLayer:
     """Return the layer of what a file holds. Zero points that all are 2^(bits - 1) make a symmetric weight.
 
     Raises:
@@ -173,7 +173,9 @@ def layer_of(codes: Codes, scale_dtype: torch.dtype, where: str, act_dtype: str 
         scale_dtype=_SCALE_NAMES[scale_dtype],
     )
     zero = None if symmetric or codes.zero is None else codes.zero.float()
-    return Layer(pack(codes.codes.contiguous(), GroupParams(codes.scale.contiguous(), zero), form), act_dtype)
+    return StoredLayer(
+        pack(codes.codes.contiguous(), GroupParams(codes.scale.contiguous(), zero), form), act_dtype
+    )
 
 
 def words(codes: torch.Tensor, width: int) -> torch.Tensor:
@@ -248,7 +250,7 @@ def groups_in(scale_groups: int, inputs: int, name: str, size: int = -1) -> None
         raise ArtefactCorruptError(msg)
 
 
-def one_format(found: Mapping[str, Codes], format_name: str) -> Codes:
+def one_format(found: Mapping[str, GroupCodes], format_name: str) -> GroupCodes:
     """Return the bits and groups that all layers have, as those of any layer.
 
     Raises:
@@ -269,7 +271,7 @@ def one_format(found: Mapping[str, Codes], format_name: str) -> Codes:
     return first
 
 
-def size_of_groups(found: Mapping[str, Codes]) -> int:
+def size_of_groups(found: Mapping[str, GroupCodes]) -> int:
     """Return the group size of layers that are alike.
 
     It is -1 where each row is one group and rows have different lengths.

@@ -12,14 +12,14 @@ from nc.algorithms.inputs.layers import layers_of, memory_of, names_of
 from nc.algorithms.transforms import Rotation
 from nc.errors import ArtefactError, UnsupportedError
 from nc.interchange.folder import CONFIG, KEY
-from nc.interchange.layer import Layer
+from nc.interchange.layer import StoredLayer
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
 from nc.storage import pretrained_class
 from nc.weights.experts import Experts
 from nc.weights.history import history_of
 
-Contents = tuple[dict[str, Layer], list[str], dict[str, torch.Tensor]]
+Contents = tuple[dict[str, StoredLayer], list[str], dict[str, torch.Tensor]]
 
 
 def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents:
@@ -28,7 +28,7 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
     Of tied tensors only the first is there.
     """
     if not isinstance(model, torch.nn.Module):
-        return {name: Layer(weight) for name, weight in model.items()}, [], {}
+        return {name: StoredLayer(weight) for name, weight in model.items()}, [], {}
     stack = next((name for name, module in model.named_modules() if isinstance(module, Experts)), None)
     if stack is not None:
         msg = (
@@ -45,15 +45,15 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
     return _layers(packed), floats, _other_tensors(model, own)
 
 
-def _layers(packed: Mapping[str, QuantLinear | QuantEmbedding]) -> dict[str, Layer]:
+def _layers(packed: Mapping[str, QuantLinear | QuantEmbedding]) -> dict[str, StoredLayer]:
     """Return low-bit layers, those with several names under the first."""
     first: dict[QuantLinear | QuantEmbedding, str] = {}
     for name, module in packed.items():
         first.setdefault(module, name)
-    layers: dict[str, Layer] = {}
+    layers: dict[str, StoredLayer] = {}
     for module, name in first.items():
         act_dtype = str(module.act_dtype) if isinstance(module, QuantLinear) else "fp32"
-        layers[name] = Layer(module.packed, act_dtype, embedding=isinstance(module, QuantEmbedding))
+        layers[name] = StoredLayer(module.packed, act_dtype, embedding=isinstance(module, QuantEmbedding))
     return layers
 
 
@@ -126,7 +126,7 @@ def _head(model: Any) -> Any:
 
 
 def put(
-    model: torch.nn.Module, layers: Mapping[str, Layer], tensors: Mapping[str, torch.Tensor], path: str
+    model: torch.nn.Module, layers: Mapping[str, StoredLayer], tensors: Mapping[str, torch.Tensor], path: str
 ) -> torch.nn.Module:
     """Replace the layers of a model and load its other tensors; see `nc.interchange.import_weights`."""
     rest = dict(tensors)
@@ -144,7 +144,7 @@ def put(
 
 
 def _module(
-    model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor | None, path: str
+    model: torch.nn.Module, name: str, layer: StoredLayer, bias: torch.Tensor | None, path: str
 ) -> torch.nn.Module:
     """Return the module that takes the place of the model's."""
     try:

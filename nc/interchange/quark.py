@@ -17,8 +17,8 @@ from nc.errors import UnsupportedError
 from nc.interchange import awq
 from nc.interchange.layer import (
     INT8,
-    Codes,
-    Layer,
+    GroupCodes,
+    StoredLayer,
     codes_of,
     groups_in,
     layer_of,
@@ -36,7 +36,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def write(
-    layers: Mapping[str, Layer], floats: Sequence[str]
+    layers: Mapping[str, StoredLayer], floats: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`."""
     found = {name: codes_of(layer, name, NAME) for name, layer in layers.items()}
@@ -54,7 +54,7 @@ def write(
     return tensors, _config(f"{'' if symmetric else 'u'}int{first.bits}", group, symmetric, floats)
 
 
-def _check(name: str, layer: Layer, codes: Codes, group: int) -> None:
+def _check(name: str, layer: StoredLayer, codes: GroupCodes, group: int) -> None:
     if codes.bits not in BITS:
         refuse(
             name,
@@ -127,7 +127,7 @@ def _config(dtype: str, group: int, symmetric: bool, floats: Sequence[str]) -> d
     }
 
 
-def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
+def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, StoredLayer]:
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
     schemes = config.get("global_quant_config") or {}
     weight, export = dict(schemes.get("weight") or {}), dict(config.get("export") or {})
@@ -159,7 +159,7 @@ def _is_uniform(config: Mapping[str, Any], export: Mapping[str, Any]) -> bool:
 
 def _layer(
     tensors: dict[str, torch.Tensor], name: str, spec: Mapping[str, Any], order: Sequence[int]
-) -> Layer:
+) -> StoredLayer:
     kind = str(spec["dtype"])
     width, signed = int(kind[-1]), kind.startswith("int")
     storage = torch.int32 if width == 4 else torch.int8 if signed else torch.uint8
@@ -171,7 +171,7 @@ def _layer(
     if f"{name}.weight_zero_point" in tensors:
         stored = taken(tensors, f"{name}.weight_zero_point", (storage,), (scale.shape[0], weight.shape[1]))
         zero = _codes(stored, width, signed, order)
-    codes = Codes(width, _codes(weight, width, signed, order), scale.T.float(), zero)
+    codes = GroupCodes(width, _codes(weight, width, signed, order), scale.T.float(), zero)
     return layer_of(codes, scale.dtype, f"Layer {name!r}")
 
 

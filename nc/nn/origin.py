@@ -9,7 +9,7 @@ from nc.graph.plan import Applied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class QuantizationRun:
     """One quantization of a model.
 
     Attributes:
@@ -40,4 +40,4 @@ class Origin:
     """
 
     name: str
-    run: Run
+    run: QuantizationRun

@@ -117,10 +117,10 @@ def _layers(
     return steps.transpose(0, 1) if batch_first else steps, finals
 
 
-Weights = tuple[Any, Any, Any, Any, Any]
+RecurrentWeights = tuple[Any, Any, Any, Any, Any]
 
 
-def weights_of_layers(params: Sequence[Any], has_biases: bool, layers: int) -> Iterator[Weights]:
+def weights_of_layers(params: Sequence[Any], has_biases: bool, layers: int) -> Iterator[RecurrentWeights]:
     """For each of so many layers and directions: input and hidden matrix, biases of both, and the projection.
 
     For none it is None.

@@ -12,7 +12,7 @@ from typing import Any
 
 from nc.algorithms.solvers import Solver
 from nc.algorithms.transforms import Transform
-from nc.formats.reasons import NO_RULE, Cause, Reason, Rule
+from nc.formats.reasons import NO_RULE, Cause, DecidingRule, Reason
 from nc.formats.weight_format import WeightFormat
 from nc.graph.plan import Step, algorithm_lines, explained, named
 from nc.graph.shares import Part, Shares, shares_of
@@ -47,7 +47,7 @@ class LayerDecision:
     solver: Solver | None = None
     act_dtype: str = "fp32"
     transforms: tuple[Transform, ...] = ()
-    decided: Rule = NO_RULE
+    decided: DecidingRule = NO_RULE
     why: Reason | None = None
     fields: tuple[tuple[str, str, str], ...] = ()
 

@@ -17,8 +17,8 @@ from nc.capture.naming import Operator
 from nc.config import AnyConfig, QuantConfig, parts_of
 from nc.errors import UnmatchedRuleError, UnmatchedTypeWarning
 from nc.formats import OpSupport
-from nc.formats.reasons import Level, Rule
-from nc.formats.rule_key import KIND_NAMES, Key, fused_names, kind_of
+from nc.formats.reasons import DecidingRule, Level
+from nc.formats.rule_key import KIND_NAMES, ParsedKey, fused_names, kind_of
 from nc.process.warn import warn
 
 #: The source of a field that no rule sets.
@@ -48,7 +48,7 @@ class Match:
         config: its configuration.
     """
 
-    rule: Rule
+    rule: DecidingRule
     config: QuantConfig
 
 
@@ -81,16 +81,16 @@ def matches_of(
     found: list[Match] = []
     for part in parts_of(config):
         if part.white_list is None:
-            found.append(Match(Rule(Level.GLOBAL), part))
+            found.append(Match(DecidingRule(Level.GLOBAL), part))
         for key in part.white_list or ():
             level = match_level(key, op, modules)
             if level is not None:
-                found.append(Match(Rule(level, key.text), part))
+                found.append(Match(DecidingRule(level, key.text), part))
     for part in parts_of(config):
         for rule in part.rules:
             level = match_level(rule.key, op, modules)
             if level is not None:
-                found.append(Match(Rule(level, rule.key.text), rule.config))
+                found.append(Match(DecidingRule(level, rule.key.text), rule.config))
     # of several global strategies, those with a kernel for this kind of operator come first
     order = {
         id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or has_kernel(m.config, row), i)
@@ -121,7 +121,7 @@ def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:
     return values, sources
 
 
-def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> Level | None:
+def match_level(key: ParsedKey, op: Operator, modules: Collection[str] = ()) -> Level | None:
     """Return the level at which a key matches an operator; None if it does not match.
 
     A string that is the name of one of the model's `modules` means this module, also if it is spelled like a
@@ -146,7 +146,7 @@ def _matches_type(text: str, op: Operator) -> bool:
     return anchor == op.kind or anchor in (op.module_type, op.module_type.rpartition(".")[2])
 
 
-def _check_matches(key: Key, graph: Named, strict: bool) -> None:
+def _check_matches(key: ParsedKey, graph: Named, strict: bool) -> None:
     if any(match_level(key, op, graph.submodules) is not None for op in graph.operators):
         return
     if key.names_type and (key.is_type or key.text not in graph.submodules):

@@ -28,7 +28,7 @@ from nc.formats import (
     dtype,
     granularity,
 )
-from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
+from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, DecidingRule, Level, Reason
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.fake_quant import SIMULATED_ONLY
@@ -352,7 +352,9 @@ def _why_no_kernel(
     return None
 
 
-def _not_simulated(operator: str, kind: str, rule: Rule, capabilities: Capabilities) -> UnsupportedError:
+def _not_simulated(
+    operator: str, kind: str, rule: DecidingRule, capabilities: Capabilities
+) -> UnsupportedError:
     """Return the error for a backend that would compute an operator in fp32.
 
     Formats were to be simulated there.
@@ -384,7 +386,7 @@ def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
 
 
 def _check_dtypes(
-    operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capabilities: Capabilities
+    operator: str, spec: OpSpec, row: OpSupport, rule: DecidingRule, capabilities: Capabilities
 ) -> None:
     """Raise UnsupportedError if the kernel of a row does not take the dtype or granularity of an operator."""
     value: object

@@ -42,7 +42,7 @@ _ADVICE = "Copy the artefact again from where it was made, or save the model aga
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Content:
+class FolderContent:
     """Complete, unaltered files; nothing of them is built yet.
 
     Attributes:
@@ -141,14 +141,14 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
 
 def read(
     directory: str | os.PathLike[str], formats: Collection[str] = tuple(FORMATS), *, wait: bool = True
-) -> Content:
+) -> FolderContent:
     """Read and check an artefact.
 
     Args:
         directory: where it lies.
         formats: those that are expected, out of `FORMATS`.
         wait: until the weights are checked. False: the caller works on them meanwhile, and calls
-            `Content.check`.
+            `FolderContent.check`.
 
     Raises:
         ArtefactMissingError: the directory or a file of it is not there.
@@ -172,7 +172,7 @@ def read(
         found = ", ".join(sums)
         msg = f"{path}: expected the checksums of {', '.join(_FILES)}, but got those of {found}. {_ADVICE}"
         raise ArtefactCorruptError(msg)
-    content = Content(folder, document, *_weights(folder, sums))
+    content = FolderContent(folder, document, *_weights(folder, sums))
     if wait:
         content.check()
     return content

@@ -26,7 +26,7 @@ SCHEMA = folder.FORMATS[FORMAT]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
+class StoredGraph:
     """A graph's artefact with complete, unaltered files and listed operators only.
 
     Nothing of it is built yet.
@@ -35,7 +35,7 @@ class Stored:
         content: the files, their document in the form of the newest schema.
     """
 
-    content: folder.Content
+    content: folder.FolderContent
 
     @property
     def directory(self) -> Path:
@@ -99,7 +99,7 @@ def write(graph: QDQGraph, backend: str, directory: str | os.PathLike[str]) -> N
     )
 
 
-def read(directory: str | os.PathLike[str]) -> Stored:
+def read(directory: str | os.PathLike[str]) -> StoredGraph:
     """Read and check an artefact.
 
     Raises:
@@ -111,8 +111,8 @@ def read(directory: str | os.PathLike[str]) -> Stored:
     return checked(folder.read(directory, (FORMAT,)))
 
 
-def checked(content: folder.Content) -> Stored:
+def checked(content: folder.FolderContent) -> StoredGraph:
     """Files that were read, with the checks of a graph; raises as `read`."""
     with malformed(content.directory / MODEL):
         graph_json.check_operators(content.document)
-    return Stored(content)
+    return StoredGraph(content)

@@ -48,7 +48,7 @@ _PIECE = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a safetensors file.
 
     Attributes:
@@ -63,7 +63,7 @@ class Stored:
     shape: tuple[int, ...]
     start: int
 
-    def part(self, index: int) -> Stored:
+    def part(self, index: int) -> StoredTensor:
         """One of the tensors [...] of a tensor [E, ...]."""
         one = dataclasses.replace(self, shape=self.shape[1:])
         return dataclasses.replace(one, start=self.start + index * _size(one))
@@ -79,7 +79,7 @@ class Stored:
 
 
 class Source(Protocol):
-    """A tensor that is read when it is needed, as `Stored` is."""
+    """A tensor that is read when it is needed, as `StoredTensor` is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class Source(Protocol):
         """Its values, in memory of their own."""
 
 
-def stored_in(path: Path) -> dict[str, Stored]:
+def stored_in(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name; only the header is read.
 
     Raises:
@@ -107,7 +107,7 @@ def stored_in(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
         return {
-            name: Stored(
+            name: StoredTensor(
                 path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
             )
             for name, entry in header.items()
@@ -201,13 +201,13 @@ def write(
         put(text)
         for name in names:
             tensor = tensors[name]
-            if isinstance(tensor, Stored):
+            if isinstance(tensor, StoredTensor):
                 _copy(tensor, put)
             else:
                 put(_bytes(tensor if isinstance(tensor, torch.Tensor) else tensor.read().contiguous()))
 
 
-def _copy(source: Stored, put: Callable[[bytes | memoryview], None]) -> None:
+def _copy(source: StoredTensor, put: Callable[[bytes | memoryview], None]) -> None:
     left = _size(source)
     with source.path.open("rb") as opened:
         opened.seek(source.start)

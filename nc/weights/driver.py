@@ -16,7 +16,7 @@ import torch
 
 from nc.algorithms.inputs.activations import Activations
 from nc.algorithms.inputs.block_calls import (
-    Call,
+    BlockCall,
     Sample,
     block_lists,
     called,
@@ -29,7 +29,7 @@ from nc.algorithms.inputs.collect import Collector, inputs_of
 from nc.algorithms.inputs.copies import sharing
 from nc.algorithms.inputs.layers import Layer, layers_of
 from nc.algorithms.inputs.statistics import InputStatistics
-from nc.algorithms.solvers.base import BlockProblem, BlockSolver, Needs, Problem
+from nc.algorithms.solvers.base import BlockProblem, BlockSolver, InputNeeds, Problem
 from nc.algorithms.solvers.best import keep_best, solve_best
 from nc.algorithms.transforms import Scope, Target, Transform
 from nc.calibration.ranks import Ranks
@@ -41,7 +41,7 @@ from nc.numerics.group_ranges import refuse_underflow
 from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import WeightPlan
 from nc.weights.experts import is_expert
-from nc.weights.heap import give_back_small_pieces
+from nc.weights.malloc import give_back_small_pieces
 from nc.weights.shared_work import Share
 from nc.weights.swap import replace
 
@@ -49,7 +49,7 @@ from nc.weights.swap import replace
 Progress = Callable[[int, int, str], None]
 
 
-class Calls(Sequence[Call]):
+class Calls(Sequence[BlockCall]):
     """The calls of a block, whose hidden states are filled in as they are read.
 
     Args:
@@ -57,7 +57,7 @@ class Calls(Sequence[Call]):
         hidden: outputs of the block in front; None where calls are whole.
     """
 
-    def __init__(self, recorded: Sequence[Call], hidden: Activations | None = None) -> None:
+    def __init__(self, recorded: Sequence[BlockCall], hidden: Activations | None = None) -> None:
         self._recorded, self._hidden = recorded, hidden
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class Driver:
         self._clips: dict[str, torch.Tensor] = {}
         self._packed: dict[str, tuple[PackedWeight, LayerResult]] = {}
         self._find_ties()
-        needs = Needs()
+        needs = InputNeeds()
         for wanted in (
             *(d.solver.needs for d in plan.quantized if d.solver is not None),
             *(t.needs for t in plan.transforms),
@@ -232,7 +232,7 @@ class Driver:
                     store.settle()
 
     def _block(
-        self, name: str, recorded: Sequence[Call], hidden: Activations, float_hidden: Activations
+        self, name: str, recorded: Sequence[BlockCall], hidden: Activations, float_hidden: Activations
     ) -> Activations:
         """Solve a block, and replace the hidden states in front of it by those behind it.
 
@@ -430,7 +430,7 @@ class Driver:
         prefix: str,
         module: torch.nn.Module,
         targets: dict[str, Target],
-        calls: Sequence[Call],
+        calls: Sequence[BlockCall],
         keeps: Sequence[torch.Tensor | None],
     ) -> Scope:
         return Scope(

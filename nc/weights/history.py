@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nc.nn import QuantEmbedding, QuantLinear
-from nc.nn.origin import Origin, Run
+from nc.nn.origin import Origin, QuantizationRun
 
 
-def note(model: torch.nn.Module, run: Run, names: Collection[str] | None = None) -> None:
+def note(model: torch.nn.Module, run: QuantizationRun, names: Collection[str] | None = None) -> None:
     """Let low-bit layers of a model carry the run that made them.
 
     Args:
@@ -25,19 +25,19 @@ def note(model: torch.nn.Module, run: Run, names: Collection[str] | None = None)
             module.origin = Origin(name, run)
 
 
-def history_of(model: torch.nn.Module) -> Run:
+def history_of(model: torch.nn.Module) -> QuantizationRun:
     """Return the run that made the layers of a model; for layers of several runs, these put together.
 
     A model can hold one that was quantized, or be a part of it. Then names are those in this model, and what
     was measured of the other model is left out.
     """
-    places: list[tuple[Run, str, str]] = []
+    places: list[tuple[QuantizationRun, str, str]] = []
     for name, module in model.named_modules():
         origin = module.origin if isinstance(module, (QuantLinear, QuantEmbedding)) else None
         if origin is not None and all(origin.run != run for run, _, _ in places):
             places.append((origin.run, *_apart(name, origin.name)))
     if not places:
-        return Run()
+        return QuantizationRun()
     runs = [run if here == there else _moved(run, here, there) for run, here, there in places]
     return runs[0] if len(runs) == 1 else _together(runs)
 
@@ -53,7 +53,7 @@ def _apart(here: str, there: str) -> tuple[str, str]:
     return ".".join(a), ".".join(b)
 
 
-def _moved(run: Run, here: str, there: str) -> Run:
+def _moved(run: QuantizationRun, here: str, there: str) -> QuantizationRun:
     """Return a run with the names of layers of `there` in a model that holds them inside of `here`."""
 
     def moved(name: str) -> str | None:
@@ -77,7 +77,7 @@ def _moved(run: Run, here: str, there: str) -> Run:
     return dataclasses.replace(run, plan=plan, applied=tuple(applied), sqnr_db=None, verdict=None)
 
 
-def _together(runs: list[Run]) -> Run:
+def _together(runs: list[QuantizationRun]) -> QuantizationRun:
     """Return one run for several; it has a configuration where all have the same."""
     plans = [run.plan for run in runs if run.plan is not None]
     plan: dict[str, Any] | None = None
@@ -88,4 +88,4 @@ def _together(runs: list[Run]) -> Run:
             "decisions": [decision for each in plans for decision in each["decisions"]],
         }
     config = runs[0].config if all(run.config == runs[0].config for run in runs) else {}
-    return Run(plan=plan, applied=tuple(a for run in runs for a in run.applied), config=config)
+    return QuantizationRun(plan=plan, applied=tuple(a for run in runs for a in run.applied), config=config)

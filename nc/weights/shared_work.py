@@ -15,7 +15,7 @@ import torch
 
 from nc.algorithms.inputs.block_calls import Sample
 from nc.algorithms.inputs.statistics import InputStatistics
-from nc.algorithms.solvers.base import Needs
+from nc.algorithms.solvers.base import InputNeeds
 from nc.calibration.ranks import Ranks
 from nc.formats.weight_format import WeightFormat
 from nc.graph.plan import Applied
@@ -43,7 +43,7 @@ class Share:
     ranks: Ranks = Ranks()  # it is frozen
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], ranks: Ranks, looking: Iterable[Needs]) -> Share:
+    def of(cls, samples: Sequence[Sample], ranks: Ranks, looking: Iterable[InputNeeds]) -> Share:
         """Neighbouring samples for each rank, as many for one as for another.
 
         Args:
@@ -170,7 +170,7 @@ def _parameters(module: torch.nn.Module) -> _Parameters:
     return [(name, key, p) for name, part in module.named_modules() for key, p in part._parameters.items()]
 
 
-def _looked_at(needs: Needs, samples: Sequence[Sample]) -> int:
+def _looked_at(needs: InputNeeds, samples: Sequence[Sample]) -> int:
     """How many of the first samples a transform or block solver looks at."""
     if needs.samples is None:
         return len(samples)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.block_calls import Call, run
+from nc.algorithms.inputs.block_calls import BlockCall, run
 from nc.nn import QuantLinear
 
 _WARM_UP, _CALLS = 2, 5
@@ -33,7 +33,7 @@ class LayerSpeed:
 
 
 def layer_speeds(
-    model: torch.nn.Module, call: Call, clock: Callable[[], float] = time.perf_counter
+    model: torch.nn.Module, call: BlockCall, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, LayerSpeed]:
     """Return the times of the low-bit linears that a call of the model reaches, by name.
 

@@ -11,7 +11,7 @@ from nc.algorithms.inputs.layers import layers_of
 from nc.algorithms.inputs.statistics import InputStatistics, weighted_loss
 from nc.algorithms.solvers import GPTQ, RTN
 from nc.algorithms.solvers.base import Problem
-from nc.algorithms.transforms import Scope, Target, sets
+from nc.algorithms.transforms import Scope, Target, scale_sets
 from nc.formats.weight_format import WeightFormat
 from nc.numerics import clipping
 from nc.numerics.group_ranges import choose
@@ -158,13 +158,13 @@ def scope_of(block, rule):
 
 def error_of(scope, name, clip):
     target = scope.targets[name]
-    weight = sets.weight_of(target)
+    weight = scale_sets.weight_of(target)
     after = (
         RTN()
         .solve(Problem(name="", weight=weight, form=FORM, rule=target.rule, inputs=target.inputs, clip=clip))
         .dequantize()
     )
-    return sets.BlockError(scope, 1000)({name.removeprefix("blocks.0."): after}), weighted_loss(
+    return scale_sets.BlockError(scope, 1000)({name.removeprefix("blocks.0."): after}), weighted_loss(
         weight, after, target.inputs
     )
 
@@ -195,7 +195,7 @@ RULES = [
 @pytest.mark.parametrize(("rule", "clip", "clipped"), RULES)
 def test_clip_says_for_which_range_rules(rule, clip, clipped, monkeypatch):
     monkeypatch.setattr(
-        sets.BlockError,
+        scale_sets.BlockError,
         "__call__",
         lambda _, weights: float(sum(w.double().abs().sum() for w in weights.values())),
     )

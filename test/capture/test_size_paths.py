@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
-from nc.capture.size_paths import Guards, Outcome, those_that_matter
+from nc.capture.size_paths import Guards, PathsSeen, those_that_matter
 from nc.graph.size_conditions import SizeCondition, parsed
 from nc.numerics.metrics import sqnr_db
 
@@ -424,7 +424,7 @@ def test_sizes_that_change_together_are_tried_together():
     def outcome(sizes):
         tried.append((sizes["in0_0"], sizes["in1_0"]))
         return (
-            Outcome.SAME if sizes["in0_0"] == sizes["in1_0"] else Outcome.FAILED
+            PathsSeen.SAME if sizes["in0_0"] == sizes["in1_0"] else PathsSeen.FAILED
         )  # a model that takes one batch only
 
     assert those_that_matter(guards, {"in0_0": 4, "in1_0": 4}, outcome) == ()

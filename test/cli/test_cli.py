@@ -509,7 +509,7 @@ def test_doctor_says_what_an_artefact_needs_and_this_cpu_lacks(run, monkeypatch)
     assert quantize(run).exit_code == 0
     assert "out fits this CPU: it needs no special CPU features" in run("doctor", "out").stdout
     plan = store.read("out").plan
-    monkeypatch.setattr(store.Stored, "plan", dataclasses.replace(plan, isa=("amx_int8", "avx9")))
+    monkeypatch.setattr(store.StoredGraph, "plan", dataclasses.replace(plan, isa=("amx_int8", "avx9")))
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512_vnni"))
     result = run("doctor", "out")
     assert result.exit_code == 1
@@ -553,7 +553,7 @@ def test_tables_print_brackets_as_they_are(run, monkeypatch):
         assert any("[bold]" in line and why in line for line in lines)
     decisions = tuple(dataclasses.replace(d, operator=names[d.operator]) for d in stored.plan.decisions)
     graph = dataclasses.replace(stored.graph(), plan=dataclasses.replace(stored.plan, decisions=decisions))
-    monkeypatch.setattr(store.Stored, "graph", lambda self: graph)
+    monkeypatch.setattr(store.StoredGraph, "graph", lambda self: graph)
     monkeypatch.setattr("nc.cli.doctor.available_backends", lambda: {"native": ""})
     monkeypatch.setattr("nc.cli.doctor.saturating", lambda *_: frozenset(BRACKETS))
     first = [

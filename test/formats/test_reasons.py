@@ -8,7 +8,7 @@ from models import MLP
 from torch import nn, randn
 
 from nc import StaticQuantConfig, describe
-from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
+from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, DecidingRule, Level, Reason
 from nc.graph.plan import Plan
 
 
@@ -30,10 +30,16 @@ def test_every_reason_survives_json(cause):
 
 
 @pytest.mark.parametrize(
-    "rule", [NO_RULE, WHITE_LIST, Rule(Level.GLOBAL), *(Rule(level, "a'b\"\\d") for level in Level if level)]
+    "rule",
+    [
+        NO_RULE,
+        WHITE_LIST,
+        DecidingRule(Level.GLOBAL),
+        *(DecidingRule(level, "a'b\"\\d") for level in Level if level),
+    ],
 )
 def test_every_rule_survives_json(rule):
-    assert Rule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
+    assert DecidingRule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
 
 
 def test_a_plan_says_why_by_value():
@@ -48,4 +54,4 @@ def test_a_plan_says_why_by_value():
 def test_a_rule_for_a_type_wins_over_the_global_one():
     config = StaticQuantConfig().set_local(nn.Linear, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
     decided = describe(MLP().eval(), config, randn(2, 16), backend="reference")["fc1"].decided
-    assert decided == Rule(Level.TYPE, "Linear")
+    assert decided == DecidingRule(Level.TYPE, "Linear")

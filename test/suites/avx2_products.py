@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from nc.backends import cpu
 from nc.backends.native.operators import avx2
-from nc.backends.native.plans.values import Codes, PlanTensor, Weights
+from nc.backends.native.plans.operands import PackedWeights, PlanTensor, WeightToPack
 from nc.backends.native.plans.ways import Refused
 from nc.kernels.c_code.calls import call_once
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Sum
@@ -37,7 +37,7 @@ class Now:
     """Makes calls instead of recording them."""
 
     def __init__(self):
-        self.weights, self.in_memory = Weights(), lambda weight: weight.tensor
+        self.weights, self.in_memory = PackedWeights(), lambda weight: weight.tensor
 
     def call_function(self, function, fields, tensors, node, factors=1):
         call_once(function, fields, [t.tensor if isinstance(t, PlanTensor) else t for t in tensors])
@@ -101,7 +101,7 @@ def check(x, weight, exact, shape, operation, added, to_codes, threads, **option
         product = avx2.Product(
             PlanTensor(x, None),
             PlanTensor(result, None),
-            Codes("w", weight),
+            WeightToPack("w", weight),
             scales,
             bias,
             (*post_ops, *([] if operation is None else [operation])),

@@ -8,7 +8,7 @@ from torch import fx, nn
 from nc.backends.native import planned as model
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.operators.matmul import product
-from nc.backends.native.plans.entries import FunctionCall
+from nc.backends.native.plans.execution_plan import FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
 from nc.graph.fx_utils import call_function
 from nc.kernels.onednn.runner import runner

@@ -15,7 +15,7 @@ from nc.api.pretrained import quantize_folder
 from nc.errors import CaptureError, UnsupportedError
 from nc.nn import QuantLinear
 from nc.numerics.metrics import sqnr_db
-from nc.storage.tensor_file import Stored
+from nc.storage.tensor_file import StoredTensor
 from nc.torchao import quantize_
 from nc.weights.experts import Experts, separated, stacked_names
 
@@ -216,13 +216,13 @@ def qwen3_vl():
 def test_a_folder_with_stacks_that_are_transposed_while_they_are_read(tmp_path, monkeypatch):
     model = qwen3_vl()
     model.save_pretrained(tmp_path / "source")
-    read, seen = Stored.read, []
+    read, seen = StoredTensor.read, []
 
     def counted(stored):
         seen.extend([stored] if len(stored.shape) == 3 else [])
         return read(stored)
 
-    monkeypatch.setattr(Stored, "read", counted)
+    monkeypatch.setattr(StoredTensor, "read", counted)
     quantize_folder(tmp_path / "source", four_bits(), tmp_path / "out")
     nc.save(nc.quantize(model, four_bits()), tmp_path / "expected")
     assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (

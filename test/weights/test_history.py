@@ -12,7 +12,7 @@ from torch import nn
 
 import nc
 from nc.nn import QuantLinear
-from nc.nn.origin import Run
+from nc.nn.origin import QuantizationRun
 from nc.weights.history import history_of
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
@@ -46,7 +46,7 @@ def test_a_model_that_is_not_changed_in_place_keeps_its_layers():
     before = dict(model.named_modules())
     nc.quantize(model, nc.WeightOnlyConfig(group_size=32))
     assert dict(model.named_modules()) == before
-    assert history_of(model) == Run()
+    assert history_of(model) == QuantizationRun()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda q: pickle.loads(pickle.dumps(q))])
@@ -108,5 +108,5 @@ def test_layers_from_files_of_other_tools_have_no_history(tmp_path):
     q = quantized(nc.WeightOnlyConfig(group_size=32, scale_dtype="fp16").exclude("small"))
     nc.export_weights(q, tmp_path / "gptq", "gptq")
     read = nc.import_weights(tmp_path / "gptq", model=Net())
-    assert history_of(read) == Run()
+    assert history_of(read) == QuantizationRun()
     assert [layer.note for layer in nc.report(read).layers] == ["", ""]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 #: Stands for the first output of the block in front.
 HIDDEN = type("Hidden", (), {"__repr__": lambda _: "HIDDEN"})()
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+BlockCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,7 +29,7 @@ class Sample:
         keep: positions of [batch, length] that are no padding; None where nothing says so.
     """
 
-    call: Call
+    call: BlockCall
     keep: torch.Tensor | None = None
 
 
@@ -68,7 +68,7 @@ def record(
     blocks: Sequence[torch.nn.Module],
     samples: Sequence[Sample],
     first: Callable[[int, torch.Tensor], None] | None = None,
-) -> list[tuple[Call, ...]] | None:
+) -> list[tuple[BlockCall, ...]] | None:
     """For each sample the arguments of each block, or None if blocks are not called once each and in order.
 
     Where a block only passes a hidden state on, blocks are not computed while arguments are recorded: the
@@ -101,8 +101,8 @@ def record(
 
 
 def _all(
-    found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.Tensor], None] | None
-) -> list[tuple[Call, ...]] | None:
+    found: Iterator[tuple[BlockCall, ...] | None], first: Callable[[int, torch.Tensor], None] | None
+) -> list[tuple[BlockCall, ...]] | None:
     result = []
     kept: dict[Any, torch.Tensor] = {}
     for index, calls in enumerate(found):
@@ -117,7 +117,7 @@ def _all(
     return result
 
 
-def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> tuple[Call, ...]:
+def _without_copies(calls: tuple[BlockCall, ...], kept: dict[Any, torch.Tensor]) -> tuple[BlockCall, ...]:
     """Return calls in which tensors that equal an earlier one are that one.
 
     So masks and positions of samples of one size are shared.
@@ -150,7 +150,7 @@ def _rest(output: Any) -> Sequence[Any]:
     return tuple(output)[1:] if isinstance(output, (tuple, list)) else (torch.empty(0, dtype=torch.float32),)
 
 
-def _same(one: Sequence[Call], other: Sequence[Call]) -> bool:
+def _same(one: Sequence[BlockCall], other: Sequence[BlockCall]) -> bool:
     """Whether all tensors but hidden states are the same."""
     left, right = (pytree.tree_leaves([call for call in calls]) for calls in (one, other))
 
@@ -170,7 +170,7 @@ def _calls(
     real: int,
     like: Callable[[torch.Tensor], Any] = lambda hidden: hidden,
     shape: Callable[[Any], None] = lambda _: None,
-) -> tuple[Call, ...] | None:
+) -> tuple[BlockCall, ...] | None:
     """Return the arguments of each block.
 
     Args:
@@ -181,7 +181,7 @@ def _calls(
         like: hidden state → what a block returns.
         shape: is told what the first block returns.
     """
-    calls: list[tuple[int, Call]] = []
+    calls: list[tuple[int, BlockCall]] = []
     last: list[Any] = [None]
 
     def part(value: Any) -> Any:
@@ -252,12 +252,12 @@ def first_tensor(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def filled(call: Call, hidden: torch.Tensor | None) -> Call:
+def filled(call: BlockCall, hidden: torch.Tensor | None) -> BlockCall:
     """Return the arguments with the output of the block in front in its place."""
     return _replaced(call, HIDDEN, hidden)
 
 
-def _replaced(call: Call, old: Any, new: Any) -> Call:
+def _replaced(call: BlockCall, old: Any, new: Any) -> BlockCall:
     def part(value: Any) -> Any:
         return new if value is old else value
 
@@ -265,7 +265,7 @@ def _replaced(call: Call, old: Any, new: Any) -> Call:
     return pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()}
 
 
-def fresh(call: Call) -> Call:
+def fresh(call: BlockCall) -> BlockCall:
     """Return the arguments as copies.
 
     A module may change its own in place (`x += …`), and calls are made several times.
@@ -280,13 +280,13 @@ def fresh(call: Call) -> Call:
     }
 
 
-def called(module: torch.nn.Module, call: Call) -> Any:
+def called(module: torch.nn.Module, call: BlockCall) -> Any:
     """Call a module; the result is its first output tensor."""
     args, kwargs = fresh(call)
     return first_tensor(module(*args, **kwargs))
 
 
-def run(module: torch.nn.Module, call: Call) -> Any:
+def run(module: torch.nn.Module, call: BlockCall) -> Any:
     """As `called`, without gradients."""
     with torch.no_grad():
         return called(module, call)

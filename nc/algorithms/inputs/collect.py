@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nc.algorithms.inputs.statistics import InputStatistics
-from nc.algorithms.solvers.base import Needs
+from nc.algorithms.solvers.base import InputNeeds
 from nc.errors import CalibrationError
 from nc.process.modes import PlainPath
 
@@ -27,7 +27,7 @@ class Collector:
             tensor have the same object.
     """
 
-    def __init__(self, layers: Mapping[str, torch.nn.Module], needs: Needs) -> None:
+    def __init__(self, layers: Mapping[str, torch.nn.Module], needs: InputNeeds) -> None:
         self._layers, self._needs = layers, needs
         self.of: dict[str, InputStatistics] = {}
         self._owner: dict[str, str] = {}

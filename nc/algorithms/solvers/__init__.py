@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nc.algorithms.solvers.autoround import AutoRound
-from nc.algorithms.solvers.base import BlockProblem, BlockSolver, Needs, Problem, Solver
+from nc.algorithms.solvers.base import BlockProblem, BlockSolver, InputNeeds, Problem, Solver
 from nc.algorithms.solvers.best import keep_best, solve_best
 from nc.algorithms.solvers.gptq import GPTQ
 from nc.algorithms.solvers.hqq import HQQ
@@ -19,7 +19,7 @@ __all__ = [
     "AutoRound",
     "BlockProblem",
     "BlockSolver",
-    "Needs",
+    "InputNeeds",
     "Problem",
     "Solver",
     "keep_best",

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch.nn.utils import parametrize
 
-from nc.algorithms.solvers.base import BlockProblem, Needs, Problem, needing_gradients
+from nc.algorithms.solvers.base import BlockProblem, InputNeeds, Problem, needing_gradients
 from nc.errors import ConfigError
 from nc.formats.checks import is_number, is_whole
 from nc.numerics import formats
@@ -77,9 +77,9 @@ class AutoRound:
             raise ConfigError(msg)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """The Hessian: it judges what was learned, and a single layer is learned with it."""
-        return Needs(squares=True, hessian=True, samples=self.samples)
+        return InputNeeds(squares=True, hessian=True, samples=self.samples)
 
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`; for a layer that is in no block. What is made small is the H-weighted loss."""

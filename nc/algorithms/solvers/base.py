@@ -20,7 +20,7 @@ from nc.process.error_texts import is_of_gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
+class InputNeeds:
     """What has to be collected of a layer's inputs.
 
     Attributes:
@@ -39,9 +39,9 @@ class Needs:
     samples: int | None = None
     tokens: int = 0
 
-    def __or__(self, other: Needs) -> Needs:
+    def __or__(self, other: InputNeeds) -> InputNeeds:
         """Return what either wants collected."""
-        return Needs(
+        return InputNeeds(
             squares=self.squares or other.squares,
             hessian=self.hessian or other.hessian,
             float_inputs=self.float_inputs or other.float_inputs,
@@ -94,7 +94,7 @@ class Solver(Protocol):
     name: ClassVar[str]
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """What it wants collected."""
         ...
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from nc.algorithms.solvers.base import Needs, Problem
+from nc.algorithms.solvers.base import InputNeeds, Problem
 from nc.algorithms.solvers.rtn import RTN
 from nc.errors import ConfigError, UnsupportedError
 from nc.formats.checks import is_number, is_whole
@@ -87,9 +87,9 @@ class GPTQ:
             raise ConfigError(msg)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """The Hessian, and for the two-sided forms the float model's inputs."""
-        return Needs(squares=True, hessian=True, float_inputs=self.two_sided is not None)
+        return InputNeeds(squares=True, hessian=True, float_inputs=self.two_sided is not None)
 
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`."""

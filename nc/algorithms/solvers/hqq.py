@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from nc.algorithms.solvers.base import Needs, Problem
+from nc.algorithms.solvers.base import InputNeeds, Problem
 from nc.errors import ConfigError
 from nc.formats.checks import is_number, is_whole
 from nc.formats.weight_format import WeightFormat
@@ -67,9 +67,9 @@ class HQQ:
             raise ConfigError(msg)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """Nothing."""
-        return Needs()
+        return InputNeeds()
 
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nc.algorithms.solvers.base import Needs, Problem
+from nc.algorithms.solvers.base import InputNeeds, Problem
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
 from nc.numerics.packed_weight import PackedWeight, pack
@@ -18,9 +18,9 @@ class RTN:
     name: ClassVar[str] = "rtn"
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """Nothing."""
-        return Needs()
+        return InputNeeds()
 
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`.

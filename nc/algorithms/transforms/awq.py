@@ -8,11 +8,19 @@ from typing import ClassVar, Literal
 
 import torch
 
-from nc.algorithms.solvers.base import Needs
+from nc.algorithms.solvers.base import InputNeeds
 from nc.algorithms.transforms.base import Scope, Target
 from nc.algorithms.transforms.clip import clip_ranges
 from nc.algorithms.transforms.folding import LOOKED_AT
-from nc.algorithms.transforms.sets import BlockError, Outcome, ScaleSet, full, rounded, sets_of, weight_of
+from nc.algorithms.transforms.scale_sets import (
+    BlockError,
+    ScaleSet,
+    TransformOutcome,
+    full,
+    rounded,
+    sets_of,
+    weight_of,
+)
 from nc.errors import ConfigError
 from nc.formats.checks import is_whole
 from nc.graph.plan import Applied
@@ -68,13 +76,13 @@ class AWQ:
             raise ConfigError(msg)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """Products of inputs: the error of a layer's output."""
-        return Needs(squares=True, hessian=True, samples=LOOKED_AT, tokens=self.tokens)
+        return InputNeeds(squares=True, hessian=True, samples=LOOKED_AT, tokens=self.tokens)
 
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""
-        outcome = Outcome(self.name, scope)
+        outcome = TransformOutcome(self.name, scope)
         notes, scales = self._scaled(scope, outcome)
         if self.clip is not False:
             clipped = clip_ranges(scope, scales, self.tokens, RULES if self.clip else ("minmax",))
@@ -82,7 +90,7 @@ class AWQ:
             notes += [f"ranges clipped in {', '.join(clipped)}"] if clipped else []
         return outcome.applied("; ".join(notes))
 
-    def _scaled(self, scope: Scope, outcome: Outcome) -> tuple[list[str], dict[str, torch.Tensor]]:
+    def _scaled(self, scope: Scope, outcome: TransformOutcome) -> tuple[list[str], dict[str, torch.Tensor]]:
         """Fold the best scales.
 
         It returns notes for the report, and by name what the input channels of layers are divided by now.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import torch
 
 from nc.algorithms.inputs.statistics import InputStatistics
-from nc.algorithms.solvers.base import Needs
+from nc.algorithms.solvers.base import InputNeeds
 from nc.formats.weight_format import WeightFormat
 from nc.graph.plan import Applied
 
@@ -84,7 +84,7 @@ class Transform(Protocol):
     level: ClassVar[Literal["model", "block"]]
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """What it wants collected of the inputs of the layers."""
         ...
 

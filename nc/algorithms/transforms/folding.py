@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.algorithms.inputs.block_calls import Call, run
+from nc.algorithms.inputs.block_calls import BlockCall, run
 from nc.algorithms.inputs.layers import layers_of
+from nc.algorithms.transforms.float64 import BOUNDS, WideCopy, computing_in
 from nc.algorithms.transforms.structure import Link, difference
-from nc.algorithms.transforms.wide import BOUNDS, WideCopy, computing_in
 
 #: Samples among which the smallest is chosen.
 LOOKED_AT = 8
@@ -104,7 +104,7 @@ class Checked:
         return self if self.error >= other.error else other
 
 
-def rewrite(module: torch.nn.Module, call: Call, change: Callable[[torch.nn.Module], None]) -> Checked:
+def rewrite(module: torch.nn.Module, call: BlockCall, change: Callable[[torch.nn.Module], None]) -> Checked:
     """Change the weights of a module, if it then computes what it did before.
 
     The change is made on a float64 copy, which is run before and after. Then the new weights, rounded once,
@@ -167,13 +167,13 @@ def _take_over(module: torch.nn.Module, wide: torch.nn.Module) -> Callable[[], N
     return undo
 
 
-def smallest(samples: Sequence[Call]) -> Call:
+def smallest(samples: Sequence[BlockCall]) -> BlockCall:
     """Return the sample with the fewest elements, of the first `LOOKED_AT`.
 
     Others may have to be read from a file.
     """
 
-    def elements(call: Call) -> int:
+    def elements(call: BlockCall) -> int:
         return sum(v.numel() for v in (*call[0], *call[1].values()) if isinstance(v, torch.Tensor))
 
     return min(samples[:LOOKED_AT], key=elements)

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from nc.algorithms.inputs.block_calls import Call, Sample, block_lists, filled, record, run
+from nc.algorithms.inputs.block_calls import BlockCall, Sample, block_lists, filled, record, run
 from nc.algorithms.inputs.layers import Layer, layers_of
-from nc.algorithms.solvers.base import Needs
+from nc.algorithms.solvers.base import InputNeeds
 from nc.algorithms.transforms.base import Scope
 from nc.algorithms.transforms.folding import NotEquivalentError, fold, gain_offset, rewrite, smallest
 from nc.algorithms.transforms.structure import Link, find_links, is_norm_like
@@ -42,9 +42,9 @@ class Rotation:
     level: ClassVar[Literal["model"]] = "model"
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """Nothing."""
-        return Needs()
+        return InputNeeds()
 
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`.
@@ -131,9 +131,9 @@ class _Stream:
     """
 
     size: int
-    call: Call
+    call: BlockCall
     blocks: tuple[str, ...]
-    calls: dict[str, Call]
+    calls: dict[str, BlockCall]
     norms: tuple[tuple[str, Link], ...]
     values: tuple[tuple[str, Link], ...]
     embeddings: tuple[str, ...]
@@ -180,7 +180,7 @@ def _random(size: int, generator: torch.Generator) -> torch.Tensor:
     return result
 
 
-def _some_tokens(model: torch.nn.Module) -> Call:
+def _some_tokens(model: torch.nn.Module) -> BlockCall:
     """16 random token ids, for a model that was given no samples."""
     get = getattr(model, "get_input_embeddings", None)
     table = get() if callable(get) else None
@@ -209,7 +209,7 @@ def _norms_of_stream(model: torch.nn.Module, found: Sequence[tuple[str, Link]]) 
     return norms
 
 
-def _stream(model: torch.nn.Module, call: Call) -> _Stream:
+def _stream(model: torch.nn.Module, call: BlockCall) -> _Stream:
     layers = {layer.name: layer for layer in layers_of(model)}
     linears = {name: layer for name, layer in layers.items() if layer.kind == "linear"}
     blocks = _only_stack(model, linears)
@@ -257,7 +257,7 @@ def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[s
 
 
 def _links_of(
-    model: torch.nn.Module, call: Call, blocks: Sequence[str], calls: Mapping[str, Call]
+    model: torch.nn.Module, call: BlockCall, blocks: Sequence[str], calls: Mapping[str, BlockCall]
 ) -> list[tuple[str, Link]]:
     """Return the links inside each block and those of norms outside of all.
 
@@ -267,13 +267,13 @@ def _links_of(
     return inside + [("", link) for link in find_links(model, call, norms_only=True, outside=tuple(blocks))]
 
 
-def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: Call) -> dict[str, Call]:
+def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: BlockCall) -> dict[str, BlockCall]:
     modules = [model.get_submodule(name) for name in blocks]
     recorded = record(model, modules, [Sample(call)])
     if recorded is None:
         msg = "the blocks are not called once each, in order"
         raise NotEquivalentError(msg)
-    calls: dict[str, Call] = {}
+    calls: dict[str, BlockCall] = {}
     hidden = None
     for name, module, one in zip(blocks, modules, recorded[0], strict=True):
         calls[name] = filled(one, hidden)

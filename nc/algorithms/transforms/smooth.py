@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from nc.algorithms.solvers.base import Needs
+from nc.algorithms.solvers.base import InputNeeds
 from nc.algorithms.transforms.base import Scope
 from nc.algorithms.transforms.folding import LOOKED_AT
-from nc.algorithms.transforms.sets import Outcome, ScaleSet, sets_of, weight_of
+from nc.algorithms.transforms.scale_sets import ScaleSet, TransformOutcome, sets_of, weight_of
 from nc.formats.checks import is_number, require
 from nc.graph.plan import Applied
 
@@ -43,13 +43,13 @@ class Smooth:
         require(is_number(self.alpha) and 0 <= self.alpha <= 1, "alpha", "a number from 0 to 1", self.alpha)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """Any data."""
-        return Needs(squares=True, samples=LOOKED_AT)
+        return InputNeeds(squares=True, samples=LOOKED_AT)
 
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""
-        outcome = Outcome(self.name, scope)
+        outcome = TransformOutcome(self.name, scope)
         sets = sets_of(scope)
         outcome.sets = len(sets)
         for found in sets:

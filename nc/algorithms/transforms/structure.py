@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.block_calls import Call, run
+from nc.algorithms.inputs.block_calls import BlockCall, run
 from nc.algorithms.inputs.collect import inputs_of
 from nc.algorithms.inputs.layers import Layer, layers_of
 
@@ -78,7 +78,7 @@ class Link:
 
 
 def find_links(
-    module: torch.nn.Module, call: Call, norms_only: bool = False, outside: Sequence[str] = ()
+    module: torch.nn.Module, call: BlockCall, norms_only: bool = False, outside: Sequence[str] = ()
 ) -> list[Link]:
     """All links of a block, norms first in the order of its modules.
 
@@ -112,7 +112,7 @@ def is_norm_like(module: torch.nn.Module) -> bool:
 
 
 class _Probe:
-    def __init__(self, module: torch.nn.Module, call: Call, linears: dict[str, Layer]) -> None:
+    def __init__(self, module: torch.nn.Module, call: BlockCall, linears: dict[str, Layer]) -> None:
         self.module, self.call, self.linears = module, call, linears
         self.modules: dict[str, torch.nn.Module] = {name: layer.module for name, layer in linears.items()}
         with inputs_of(self.modules) as found:

@@ -8,10 +8,17 @@ from typing import ClassVar, Literal
 
 import torch
 
-from nc.algorithms.solvers.base import Needs, needing_gradients
+from nc.algorithms.solvers.base import InputNeeds, needing_gradients
 from nc.algorithms.transforms.base import Scope, Target
 from nc.algorithms.transforms.folding import LOOKED_AT
-from nc.algorithms.transforms.sets import BlockError, Outcome, ScaleSet, rounded, sets_of, weight_of
+from nc.algorithms.transforms.scale_sets import (
+    BlockError,
+    ScaleSet,
+    TransformOutcome,
+    rounded,
+    sets_of,
+    weight_of,
+)
 from nc.errors import ConfigError
 from nc.formats.checks import is_number, is_whole
 from nc.graph.plan import Applied
@@ -50,13 +57,13 @@ class TEQ:
             raise ConfigError(msg)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> InputNeeds:
         """Any data."""
-        return Needs(squares=True, samples=LOOKED_AT, tokens=self.tokens)
+        return InputNeeds(squares=True, samples=LOOKED_AT, tokens=self.tokens)
 
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""
-        outcome = Outcome(self.name, scope)
+        outcome = TransformOutcome(self.name, scope)
         sets = sets_of(scope)
         outcome.sets = len(sets)
         if not sets:

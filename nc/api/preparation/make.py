@@ -14,7 +14,7 @@ from nc.algorithms.base import Algorithm
 from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.preparation.base import Preparation
 from nc.api.preparation.captured import PreparedModel
-from nc.api.preparation.mixed import PreparedMixed
+from nc.api.preparation.combined import PreparedCombined
 from nc.api.preparation.weights import PreparedWeights
 from nc.api.quantized import as_call
 from nc.backends import choose_backend, first_that_can, get_backend, precautions
@@ -87,7 +87,7 @@ def _layers(model: torch.nn.Module, asked: Request) -> PreparedWeights:
     return PreparedWeights(model, layers, asked.config, inplace=asked.inplace, asked=asked.backend)
 
 
-def _layers_then_graph(model: torch.nn.Module, asked: Request) -> PreparedMixed | PreparedModel:
+def _layers_then_graph(model: torch.nn.Module, asked: Request) -> PreparedCombined | PreparedModel:
     """Return the preparation of a configuration that is weight-only in part."""
     low_bit = PreparedWeights(
         model, plan_layers(asked.config, model, check=False), asked.config, inplace=asked.inplace
@@ -96,7 +96,7 @@ def _layers_then_graph(model: torch.nn.Module, asked: Request) -> PreparedMixed 
         return _graph(model, asked)
     if not low_bit.plan.needs_data:
         return _graph(low_bit.quantized(), asked)
-    return PreparedMixed(low_bit, functools.partial(_graph, asked=asked))
+    return PreparedCombined(low_bit, functools.partial(_graph, asked=asked))
 
 
 def _graph(model: torch.nn.Module, asked: Request) -> PreparedModel:

@@ -25,7 +25,7 @@ from nc.calibration.ranks import Ranks
 from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
 from nc.errors import StateError
-from nc.nn.origin import Run
+from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.process.modes import PlainPath, evaluating
 from nc.process.warn import warn
@@ -131,7 +131,7 @@ class PreparedWeights(Preparation):
             warn(hopeless)
         return decibels
 
-    def _note(self, model: torch.nn.Module, run: Run) -> None:
+    def _note(self, model: torch.nn.Module, run: QuantizationRun) -> None:
         note(model, run, {decision.operator for decision in self.plan.quantized})
 
     def _users_model(self) -> torch.nn.Module | None:
@@ -157,7 +157,7 @@ class PreparedWeights(Preparation):
         self._note(model, run)
         return model
 
-    def _solved(self, progress: Progress | None) -> tuple[torch.nn.Module, Run]:
+    def _solved(self, progress: Progress | None) -> tuple[torch.nn.Module, QuantizationRun]:
         """Return the model with low-bit weights, and what was done; raises as `quantized`."""
         if self.inplace and any(
             is_low_bit(self.model.get_submodule(decision.operator)) for decision in self.plan.quantized
@@ -190,7 +190,9 @@ class PreparedWeights(Preparation):
         if not self.inplace:
             own_tensors(model)
         zeros_at_padding(model)
-        run = Run(plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict())
+        run = QuantizationRun(
+            plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict()
+        )
         return model.eval(), run
 
 

@@ -12,7 +12,7 @@ import torch
 
 from nc.backends.ipex.executed_graph import GROUP, executed_graph, line_of
 from nc.backends.profiling import onednn_verbose
-from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
+from nc.backends.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
 
 _CONVERTERS = frozenset({"aten::quantize_per_tensor", "aten::quantize_per_channel", "aten::dequantize"})
 
@@ -68,7 +68,7 @@ def _steps(
     nodes: Sequence[torch._C.Node],
     partitions: Sequence[onednn_verbose.Partition],
     operator_at: Mapping[int, str],
-) -> Iterator[Step]:
+) -> Iterator[EngineCall]:
     """Yield what was recorded, with the operators of the nodes that it goes back to."""
     matcher = difflib.SequenceMatcher(None, names, [node.kind() for node in nodes], autojunk=False)
     node_of = {a + i: nodes[b + i] for a, b, size in matcher.get_matching_blocks() for i in range(size)}
@@ -78,7 +78,7 @@ def _steps(
         else [onednn_verbose.Partition(())] * names.count(GROUP)
     )
     for i, (name, ms) in enumerate(zip(names, times, strict=True)):
-        yield Step(
+        yield EngineCall(
             name=name,
             operators=_operators(node_of[i], operator_at) if i in node_of else (),
             kernels=next(kernels).kernels if name == GROUP else (),

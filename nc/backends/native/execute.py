@@ -22,7 +22,7 @@ from nc.backends.native.planned import planned, why_not
 from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
 from nc.backends.profiling.nodes import node_steps, profile_nodes
-from nc.backends.profiling.profile import Profile, Step
+from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.torchscript import script
 from nc.errors import BackendError
 from nc.graph.fx_utils import GIVES, run_with
@@ -82,7 +82,7 @@ class Running:
     call: Call
     weight_bytes: Callable[[], int]
     profile: Callable[[Sequence[torch.Tensor]], Profile]
-    steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]]
+    steps: Callable[[Sequence[torch.Tensor]], Sequence[EngineCall]]
     kernels: Callable[[], Mapping[str, str]] = dict
     details: Callable[[], Mapping[str, str]] = dict
     refused: Callable[[], Mapping[str, str]] = dict

@@ -20,7 +20,7 @@ from nc.backends.native.judge import Judge
 from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
-from nc.backends.passes import Outcome, run_passes
+from nc.backends.passes import PassesResult, run_passes
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.backends.verify import verify_kernels as judge_kernels
 from nc.formats.reasons import Cause
@@ -59,7 +59,7 @@ def lower(
     """
     check_option("verify", verify, ("raise", "warn", "off"))
 
-    def again(products: bool) -> tuple[fx.GraphModule, Outcome]:
+    def again(products: bool) -> tuple[fx.GraphModule, PassesResult]:
         graph.intact()
         return _lowered(graph.module, graph.example, products)
 
@@ -132,7 +132,7 @@ def lower(
 
 def _lowered(
     part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool
-) -> tuple[fx.GraphModule, Outcome]:
+) -> tuple[fx.GraphModule, PassesResult]:
     """Return the graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
     module, _ = copy_module(part, lazy=True)
     note_values(module)
@@ -165,7 +165,7 @@ def _running(
 def _op_run(
     decision: Decision,
     found: Mapping[str, str],
-    outcome: Outcome,
+    outcome: PassesResult,
     primitives: Mapping[str, str],
     joined: Mapping[str, str],
 ) -> OpRun:

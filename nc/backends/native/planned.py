@@ -18,14 +18,20 @@ from nc.backends.native.operators import int8_attention
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.checks import PlanChecks, PlanJudge
-from nc.backends.native.plans.context import Context
-from nc.backends.native.plans.entries import AtenCall, Call, Entry, FunctionCall, Plan
+from nc.backends.native.plans.execution_plan import (
+    AtenCall,
+    Entry,
+    ExecutionPlan,
+    FunctionCall,
+    PrimitiveCall,
+)
+from nc.backends.native.plans.operands import PackedWeights
+from nc.backends.native.plans.plan_instance import PlanInstance
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Weights
-from nc.backends.native.plans.ways import Operator
+from nc.backends.native.plans.ways import PlannedOperator
 from nc.backends.profiling import onednn_verbose
-from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
+from nc.backends.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import schema_arguments
 from nc.kernels.c_code import openmp
@@ -42,7 +48,7 @@ class Otherwise(Protocol):
         """Flat tensors → flat outputs."""
 
     @property
-    def steps(self) -> Callable[[Sequence[torch.Tensor]], Sequence[Step]]:
+    def steps(self) -> Callable[[Sequence[torch.Tensor]], Sequence[EngineCall]]:
         """See `PlannedModel.steps`."""
 
     @property
@@ -65,7 +71,7 @@ class _Memory(threading.local):
 
     def __init__(self) -> None:
         self.arena = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.contexts: weakref.WeakKeyDictionary[Plan, Context] = weakref.WeakKeyDictionary()
+        self.contexts: weakref.WeakKeyDictionary[ExecutionPlan, PlanInstance] = weakref.WeakKeyDictionary()
 
 
 class PlannedModel:
@@ -93,7 +99,7 @@ class PlannedModel:
         source: Provider,
         run_by: Runner,
         otherwise: Callable[[], Otherwise],
-        known: Mapping[Any, Operator] | None = None,
+        known: Mapping[Any, PlannedOperator] | None = None,
         follow: bool = False,
         judge: PlanJudge | None = None,
     ) -> None:
@@ -103,8 +109,8 @@ class PlannedModel:
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
         self.checks = PlanChecks(judge, lambda *inputs: self._otherwise().call(*inputs))
-        self._weights = Weights()
-        self._plans: dict[_Key, Plan | Unavailable] = {}
+        self._weights = PackedWeights()
+        self._plans: dict[_Key, ExecutionPlan | Unavailable] = {}
         self._used: dict[_Key, int] = {}
         self._clock = itertools.count()
         #: Held while a plan is recorded: one thread makes it, and others that want one wait.
@@ -128,7 +134,7 @@ class PlannedModel:
         if isinstance(found, Unavailable):
             raise BackendError(found.reason)
 
-    def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
+    def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[EngineCall, ...]:
         """Every entry of the plan for these inputs, with the time that it took in one run."""
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
@@ -170,7 +176,7 @@ class PlannedModel:
         """For each operator its kernels in the plans that there are."""
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
-            for entry in plan.entries if isinstance(plan, Plan) else ():
+            for entry in plan.entries if isinstance(plan, ExecutionPlan) else ():
                 for operator in entry.step.operators[:1]:
                     found.setdefault(operator, {})[entry.step.kernel] = None
         return {operator: " or ".join(kernels) for operator, kernels in found.items()}
@@ -181,7 +187,10 @@ class PlannedModel:
         Only those that torch has no kernel for count.
         """
         entries = [
-            entry for plan in list(self._plans.values()) if isinstance(plan, Plan) for entry in plan.entries
+            entry
+            for plan in list(self._plans.values())
+            if isinstance(plan, ExecutionPlan)
+            for entry in plan.entries
         ]
         primitives = {name for e in entries if _multiplies(e) for name in e.step.operators}
         return frozenset(
@@ -220,7 +229,7 @@ class PlannedModel:
         """
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
-            for operator, kernels in plan.wrong.items() if isinstance(plan, Plan) else ():
+            for operator, kernels in plan.wrong.items() if isinstance(plan, ExecutionPlan) else ():
                 for kernel in kernels:
                     found.setdefault(kernel, {})[operator] = None
         return tuple(f"{kernel} ({', '.join(operators)})" for kernel, operators in found.items())
@@ -232,7 +241,7 @@ class PlannedModel:
         """
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
-            for refusal in plan.refusals if isinstance(plan, Plan) else ():
+            for refusal in plan.refusals if isinstance(plan, ExecutionPlan) else ():
                 found.setdefault(refusal.why, {})[refusal.operator] = None
         return tuple(f"{', '.join(names)} ({why})" for why, names in found.items())
 
@@ -242,7 +251,7 @@ class PlannedModel:
             dict.fromkeys(plan.reason for plan in list(self._plans.values()) if isinstance(plan, Unavailable))
         )
 
-    def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | Unavailable:
+    def _found(self, inputs: tuple[torch.Tensor, ...]) -> ExecutionPlan | Unavailable:
         """Return the plan for inputs, made if need be, or why there is none."""
         key = _key(inputs)
         plan = self._plans.get(key)
@@ -255,13 +264,13 @@ class PlannedModel:
         self._used[key] = next(self._clock)  # not before: inputs may be wrong
         return plan
 
-    def _separate(self, plan: Plan) -> Context:
+    def _separate(self, plan: ExecutionPlan) -> PlanInstance:
         """Return a context of its own, which runs entries one by one."""
         with torch.inference_mode(False):
             arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
-            return Context(plan, self._source.maker, self._runner, arena, together=False)
+            return PlanInstance(plan, self._source.maker, self._runner, arena, together=False)
 
-    def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | Unavailable:
+    def _record(self, inputs: tuple[torch.Tensor, ...]) -> ExecutionPlan | Unavailable:
         """Return a new plan, or why there is none.
 
         Raises:
@@ -281,7 +290,7 @@ class PlannedModel:
         why = self.checks.why_wrong(_key(inputs), inputs, look)
         return Unavailable(why) if why else plan
 
-    def _keep(self, key: _Key, plan: Plan | Unavailable) -> None:
+    def _keep(self, key: _Key, plan: ExecutionPlan | Unavailable) -> None:
         """Keep a new plan; the caller holds the lock."""
         self._used[key] = next(self._clock)
         self._plans[key] = plan
@@ -292,7 +301,7 @@ class PlannedModel:
         ]:  # also one that another thread has used since it went
             del self._used[gone]
 
-    def _context(self, plan: Plan) -> Context:
+    def _context(self, plan: ExecutionPlan) -> PlanInstance:
         memory = self._memory
         found = memory.contexts.get(plan)
         if found is None:
@@ -301,7 +310,9 @@ class PlannedModel:
                 if needed > memory.arena.numel():
                     memory.contexts.clear()  # they point into the memory that goes now
                     memory.arena = torch.empty(needed, dtype=torch.uint8, device="cpu")
-                found = memory.contexts[plan] = Context(plan, self._source.maker, self._runner, memory.arena)
+                found = memory.contexts[plan] = PlanInstance(
+                    plan, self._source.maker, self._runner, memory.arena
+                )
         return found
 
 
@@ -312,7 +323,7 @@ def _packed_only(module: fx.GraphModule) -> set[str]:
     return {str(node.target) for node in reads} - others
 
 
-def _timed_steps(plan: Plan, times: Sequence[float]) -> tuple[Step, ...]:
+def _timed_steps(plan: ExecutionPlan, times: Sequence[float]) -> tuple[EngineCall, ...]:
     return tuple(
         dataclasses.replace(entry.step, ms=ms) for entry, ms in zip(plan.entries, times, strict=True)
     )
@@ -335,7 +346,7 @@ def _multiplies(entry: Entry) -> bool:
     """
     if isinstance(entry, FunctionCall):
         return entry.function.name == int8_attention.NAME
-    return isinstance(entry, Call) and entry.primitive.kind in _OWN
+    return isinstance(entry, PrimitiveCall) and entry.primitive.kind in _OWN
 
 
 def why_not(module: fx.GraphModule) -> str:

@@ -27,7 +27,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Converted:
+class OnnxModel:
     """A model of ONNX.
 
     Attributes:
@@ -48,7 +48,7 @@ class Converted:
         self.model.save(path)
 
 
-def of_graph(graph: QDQGraph) -> Converted:
+def of_graph(graph: QDQGraph) -> OnnxModel:
     """Return the model of a quantized graph: free sizes stay free, inputs are named after the arguments.
 
     Raises:
@@ -64,7 +64,7 @@ def convert(
     example: tuple[torch.Tensor, ...],
     free: Sequence[dict[int, Any]] | None = None,
     names: Sequence[str] | None = None,
-) -> Converted:
+) -> OnnxModel:
     """Return the model of a program.
 
     Args:
@@ -100,7 +100,7 @@ def convert(
     pack_4_bits(model.model)
     explicit_zero_points(model.model)
     _forget_origin(model.model)
-    return Converted(model, source, nodes)
+    return OnnxModel(model, source, nodes)
 
 
 def _name_axes(exported: torch.export.ExportedProgram) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from nc.backends.onnx.runtime import Kernel
+from nc.backends.onnx.runtime import ExecutedKernel
 from nc.graph.plan import INPUTS, OUTPUTS, Decision, Plan
 
 #: Kernels that multiply or add codes, beside those of names with "QLinear".
@@ -100,7 +100,9 @@ class OnnxReport:
         return [head, *(f"Not in int8, {reason}: {', '.join(names)}." for reason, names in others.items())]
 
 
-def operators(plan: Plan, kernels: Sequence[Kernel], nodes: Mapping[str, str]) -> tuple[OnnxOperator, ...]:
+def operators(
+    plan: Plan, kernels: Sequence[ExecutedKernel], nodes: Mapping[str, str]
+) -> tuple[OnnxOperator, ...]:
     """How each quantized operator ran.
 
     Args:

@@ -18,7 +18,7 @@ _NODE, _END = "Node", "_kernel_time"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
+class ExecutedKernel:
     """One kernel that ran.
 
     Attributes:
@@ -41,7 +41,7 @@ def version() -> str:
 
 def run(
     path: Path, inputs: Sequence[torch.Tensor], *, optimize: bool = True, exact: bool = False
-) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
+) -> tuple[list[torch.Tensor], tuple[ExecutedKernel, ...]]:
     """Return outputs of a file, and the kernels that computed them, in the order in which they ran.
 
     Args:
@@ -73,5 +73,5 @@ def run(
     )
 
 
-def _kernel(event: dict[str, Any]) -> Kernel:
-    return Kernel(event["name"].removesuffix(_END), event["args"]["op_name"], int(event["dur"]))
+def _kernel(event: dict[str, Any]) -> ExecutedKernel:
+    return ExecutedKernel(event["name"].removesuffix(_END), event["args"]["op_name"], int(event["dur"]))

@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel
-from nc.backends.onnx.convert import Converted, convert, of_graph
+from nc.backends.onnx.convert import OnnxModel, convert, of_graph
 from nc.backends.onnx.integers import int32_biases
 from nc.backends.onnx.program import program
 from nc.backends.onnx.report import OnnxReport, operators
-from nc.backends.onnx.runtime import EXACT, Kernel, run, version
+from nc.backends.onnx.runtime import EXACT, ExecutedKernel, run, version
 from nc.backends.onnx.sums import WITHOUT_VNNI, saturating
 from nc.backends.verify import agreement_db, first_disagreement, required_db, verify_outputs
 from nc.errors import BackendError, BackendUnavailableError, UnsupportedError
@@ -121,7 +121,7 @@ def _check_inputs(graph: QDQGraph) -> None:
         raise UnsupportedError(msg)
 
 
-def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> OnnxReport:
+def _checked(graph: QDQGraph, converted: OnnxModel, file: Path, verify: str) -> OnnxReport:
     """Run the file once, compare its outputs with those of the graph, and say what ran.
 
     What is checked is the file, not the CPU: sums that saturate here, and not where the file will run, are in
@@ -146,7 +146,7 @@ def _run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequenc
 
 def _run(
     file: Path, inputs: Sequence[torch.Tensor], *, exact: bool
-) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
+) -> tuple[list[torch.Tensor], tuple[ExecutedKernel, ...]]:
     try:
         try:
             return run(file, inputs, exact=exact)

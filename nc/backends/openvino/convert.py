@@ -19,7 +19,7 @@ from nc.process.lock import LOCK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Converted:
+class OpenVinoModel:
     """A model of OpenVINO.
 
     Attributes:
@@ -33,7 +33,7 @@ class Converted:
     layers: dict[str, str]
 
 
-def of_graph(graph: QDQGraph) -> Converted:
+def of_graph(graph: QDQGraph) -> OpenVinoModel:
     """Return the model of a quantized graph.
 
     Its free sizes are free and its inputs are named after the arguments.
@@ -52,7 +52,7 @@ def of_graph(graph: QDQGraph) -> Converted:
 
 def convert(
     source: Program, example: tuple[torch.Tensor, ...], free: Sequence[dict[int, Any]] | None = None
-) -> Converted:
+) -> OpenVinoModel:
     """Return the model of a program.
 
     Args:
@@ -92,7 +92,7 @@ def convert(
         for node in decoder.pt_module.graph.nodes
         if (operator := _operator_of(node, source.operators))
     }
-    return Converted(model, source, layers)
+    return OpenVinoModel(model, source, layers)
 
 
 def _decompositions() -> Any:

@@ -24,7 +24,7 @@ _PRODUCTS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layer:
+class ExecutedLayer:
     """One layer that OpenVINO executes.
 
     Attributes:
@@ -40,12 +40,12 @@ class Layer:
     parts: tuple[str, ...]
 
 
-def layers_of(compiled: Any) -> tuple[Layer, ...]:
+def layers_of(compiled: Any) -> tuple[ExecutedLayer, ...]:
     """Return the layers of a compiled model, in the order in which they run."""
     return tuple(_layer(node.get_rt_info()) for node in compiled.get_runtime_model().get_ordered_ops())
 
 
-def _layer(info: Any) -> Layer:
+def _layer(info: Any) -> ExecutedLayer:
     def text(key: str) -> str:
         return str(info[key].astype(str)) if key in info else ""
 
@@ -54,10 +54,12 @@ def _layer(info: Any) -> Layer:
         precision = kernel  # compressed weights are int8, but the kernel computes in another type
     names = text("originalLayersNames").split(",")
     parts = tuple(dict.fromkeys(name.partition("/")[0] for name in names if name))
-    return Layer(text("layerType"), _PRECISIONS.get(precision, precision), text("primitiveType"), parts)
+    return ExecutedLayer(
+        text("layerType"), _PRECISIONS.get(precision, precision), text("primitiveType"), parts
+    )
 
 
-def op_run(decision: Decision, layers: Sequence[Layer], operators: Mapping[str, str]) -> OpRun:
+def op_run(decision: Decision, layers: Sequence[ExecutedLayer], operators: Mapping[str, str]) -> OpRun:
     """How an operator ran.
 
     Args:
@@ -80,7 +82,7 @@ def op_run(decision: Decision, layers: Sequence[Layer], operators: Mapping[str, 
     return OpRun(operator=decision.operator, ran=ran, reason=reason, primitive=primitive, kernels=kernels)
 
 
-def _reason(decision: Decision, layer: Layer | None, ran: str, operators: Mapping[str, str]) -> str:
+def _reason(decision: Decision, layer: ExecutedLayer | None, ran: str, operators: Mapping[str, str]) -> str:
     """Why an operator ran in that precision; "" if it is the one that was asked for."""
     asked = decision.spec.precision
     if ran == "int8" and asked == "fp32" and layer is not None:

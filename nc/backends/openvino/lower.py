@@ -11,7 +11,7 @@ from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport
 from nc.backends.new_sizes import NewSizes
-from nc.backends.openvino.convert import Converted, convert, of_graph
+from nc.backends.openvino.convert import OpenVinoModel, convert, of_graph
 from nc.backends.openvino.layers import layers_of, op_run
 from nc.backends.openvino.program import program
 from nc.backends.openvino.runtime import Requests, compiled, version
@@ -83,7 +83,7 @@ def run_part(
     return source.together(Requests(compiled(converted.model, threads, bf16=bf16)).infer(inputs), inputs)
 
 
-def _constant_bytes(converted: Converted) -> int:
+def _constant_bytes(converted: OpenVinoModel) -> int:
     """Bytes of the constants of a model."""
     constants = [node for node in converted.model.get_ops() if node.get_type_name() == "Constant"]
     return sum(int(node.get_byte_size()) for node in constants)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nc.backends.profiling.load import Load, Watch
+from nc.backends.profiling.load import Load, LoadWatch
 
 #: Milliseconds of one round, by candidate.
 Round = dict[str, float]
@@ -72,7 +72,7 @@ LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class SpeedComparison:
     """How much faster one callable is than another.
 
     Attributes:
@@ -102,8 +102,8 @@ def compare(
     fast: Callable[[], object],
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
-    watch: Watch | None = None,
-) -> Comparison:
+    watch: LoadWatch | None = None,
+) -> SpeedComparison:
     """Time two callables in turns.
 
     Args:
@@ -121,7 +121,7 @@ def timed_rounds(
     candidates: Mapping[str, Callable[[], object]],
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
-    watch: Watch | None = None,
+    watch: LoadWatch | None = None,
     least: int = 1,
 ) -> tuple[list[Round], int, Load]:
     """Time candidates in turns, as long as there is time.
@@ -138,7 +138,7 @@ def timed_rounds(
         The rounds without that one, or if there was no time that one; calls of each candidate in a round; the
         load.
     """
-    start, watch = clock(), watch or Watch()
+    start, watch = clock(), watch or LoadWatch()
     (first,) = interleaved(
         candidates, 1, warm_up=0, clock=clock
     )  # warms up, and says how often calls fit in a round
@@ -155,14 +155,14 @@ def timed_rounds(
 
 def compared(
     rounds: Sequence[Round], repeats: int, load: Load, slow: str = "slow", fast: str = "fast"
-) -> Comparison:
+) -> SpeedComparison:
     """Return what some rounds say of two of their candidates."""
     ratios = sorted(times[slow] / max(times[fast], 1e-9) for times in rounds)
     enough = len(rounds) >= LEAST_ROUNDS
     interval = _interval_of_median(ratios) if enough else None
     quartiles = (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]) if enough else None
     times = median(rounds)
-    return Comparison(
+    return SpeedComparison(
         times={"slow": times[slow], "fast": times[fast]},
         ratio=statistics.median(ratios),
         interval=interval,
@@ -177,7 +177,7 @@ def compared(
 def doubt(interval: tuple[float, float] | None, quartiles: tuple[float, float] | None, load: Load) -> str:
     """Why a measurement does not tell which one is faster; "" if it does.
 
-    Arguments are those of `Comparison`.
+    Arguments are those of `SpeedComparison`.
     """
     if interval is None or quartiles is None:
         return "there was no time for more calls, so that nobody knows how much they differ"

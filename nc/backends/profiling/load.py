@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Watch:
+class LoadWatch:
     """Looks at the machine from its creation on. It needs Linux for all but the CPU time."""
 
     _wall: float = field(default_factory=time.perf_counter)

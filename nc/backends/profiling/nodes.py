@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from nc.backends.profiling import onednn_verbose
-from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
+from nc.backends.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
 from nc.graph.catalogue import first_input
 
 
@@ -67,7 +67,7 @@ def profile_nodes(
 
 def node_steps(
     module: fx.GraphModule, converters: Set[object], inputs: Sequence[torch.Tensor]
-) -> tuple[Step, ...]:
+) -> tuple[EngineCall, ...]:
     """Every call of a graph with the time that it took in one run; see `profile_nodes`."""
     with torch.no_grad():
         return _steps(module, converters, _clocked(module, inputs))
@@ -82,17 +82,17 @@ def _clocked(
     return clock.ms
 
 
-def _steps(module: fx.GraphModule, converters: Set[object], times: Sequence[float]) -> tuple[Step, ...]:
+def _steps(module: fx.GraphModule, converters: Set[object], times: Sequence[float]) -> tuple[EngineCall, ...]:
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     return tuple(
         dataclasses.replace(describe(node, converters), ms=ms) for node, ms in zip(nodes, times, strict=True)
     )
 
 
-def describe(node: fx.Node, converters: Set[object]) -> Step:
+def describe(node: fx.Node, converters: Set[object]) -> EngineCall:
     """Return what is known of a node's step before it runs; `converters` as in `profile_nodes`."""
     converts = node.target in converters
-    return Step(
+    return EngineCall(
         name=_name(node),
         operators=_operators(node),
         converts=converts,

@@ -24,7 +24,7 @@ _CODES = ("u8", "s8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
+class ExecutedPrimitive:
     """One primitive that oneDNN ran.
 
     Attributes:
@@ -61,16 +61,16 @@ class Partition:
         kernels: its primitives, in order.
     """
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[ExecutedPrimitive, ...]
 
 
-def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
+def parse(lines: Sequence[str]) -> list[ExecutedPrimitive | Partition | int]:
     """Return the executions and marks of a stream, in order; other lines say nothing.
 
     A partition's line follows those of its primitives, and of primitives that ran just before it: when they
     began tells them apart.
     """
-    found: list[Kernel | Partition | int] = []
+    found: list[ExecutedPrimitive | Partition | int] = []
     for line in lines:
         if line.startswith(_MARK):
             found.append(int(line.removeprefix(_MARK)))
@@ -81,8 +81,8 @@ def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
         at = fields.index("exec")
         start = float(fields[2]) if re.fullmatch(r"\d+\.\d+", fields[2]) else 0.0
         if fields[at - 1] == "graph":
-            inside: list[Kernel] = []
-            while found and isinstance(last := found[-1], Kernel) and last.start >= start:
+            inside: list[ExecutedPrimitive] = []
+            while found and isinstance(last := found[-1], ExecutedPrimitive) and last.start >= start:
                 inside.insert(0, last)
                 found.pop()
             found.append(Partition(tuple(inside)))
@@ -90,21 +90,23 @@ def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
             tensors = dict(_TENSOR.findall(fields[at + 5]))
             writes = tensors.pop("dst", "?")
             found.append(
-                Kernel(
+                ExecutedPrimitive(
                     fields[at + 2], fields[at + 3], tuple(tensors.values()), writes, float(fields[-1]), start
                 )
             )
     return found
 
 
-def by_mark(stream: Sequence[Kernel | Partition | int]) -> dict[int, tuple[Kernel, ...]]:
+def by_mark(
+    stream: Sequence[ExecutedPrimitive | Partition | int],
+) -> dict[int, tuple[ExecutedPrimitive, ...]]:
     """Return the kernels that follow each mark."""
-    found: dict[int, tuple[Kernel, ...]] = {}
+    found: dict[int, tuple[ExecutedPrimitive, ...]] = {}
     current = -1
     for entry in stream:
         if isinstance(entry, int):
             current = entry
-        elif isinstance(entry, Kernel):
+        elif isinstance(entry, ExecutedPrimitive):
             found[current] = (*found.get(current, ()), entry)
     return found
 

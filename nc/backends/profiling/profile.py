@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nc.backends.profiling.onednn_verbose import Kernel
+from nc.backends.profiling.onednn_verbose import ExecutedPrimitive
 
 #: Calls in front of the first that counts: fusers compile in the first three.
 WARM_UP = 3
@@ -18,7 +18,7 @@ ROLES = ("int8", "conversion", "fp32", "other")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class EngineCall:
     """One call that the engine makes: an operator, or several in one fused kernel.
 
     Attributes:
@@ -32,7 +32,7 @@ class Step:
 
     name: str
     operators: tuple[str, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[ExecutedPrimitive, ...] = ()
     converts: bool = False
     serves: str = ""
     ms: float = 0.0
@@ -72,7 +72,7 @@ class Profile:
         threads: of torch.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[EngineCall, ...]
     call_ms: float
     calls: int
     threads: int
@@ -89,7 +89,7 @@ class Profile:
         and their share is None.
         """
         total = self._total()
-        own: dict[str, list[Step]] = {}
+        own: dict[str, list[EngineCall]] = {}
         within: dict[str, str] = {}
         for step in self.steps:
             for operator in step.operators[:1]:
@@ -123,12 +123,13 @@ class Profile:
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
         """Return the inverse of `dataclasses.asdict`, through JSON too."""
         steps = [
-            Step(
+            EngineCall(
                 **{
                     **step,
                     "operators": tuple(step["operators"]),
                     "kernels": tuple(
-                        Kernel(**{**kernel, "reads": tuple(kernel["reads"])}) for kernel in step["kernels"]
+                        ExecutedPrimitive(**{**kernel, "reads": tuple(kernel["reads"])})
+                        for kernel in step["kernels"]
                     ),
                 }
             )

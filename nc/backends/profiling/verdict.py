@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel
-from nc.backends.profiling.latency import Comparison, compare, milliseconds
-from nc.backends.profiling.load import Watch
+from nc.backends.profiling.latency import SpeedComparison, compare, milliseconds
+from nc.backends.profiling.load import LoadWatch
 from nc.backends.profiling.nodes import node_steps
 from nc.backends.profiling.own_model import OwnModel
-from nc.backends.profiling.profile import Step
+from nc.backends.profiling.profile import EngineCall
 from nc.backends.rewrites.attention import recompose
 from nc.formats.rule_key import KIND_NAMES
 from nc.graph.fx_utils import copy_module
@@ -166,7 +166,7 @@ def measure(
     *,
     own: OwnModel | None = None,
     quantized: Callable[..., object] | None = None,
-    watch: Watch | None = None,
+    watch: LoadWatch | None = None,
 ) -> Verdict:
     """Time the quantized model and the user's in turns, both as the user calls them.
 
@@ -188,7 +188,7 @@ def measure(
     recompose(module)
     module.recompile()
     example = graph.example
-    start, watch = clock(), watch or Watch()
+    start, watch = clock(), watch or LoadWatch()
     with torch.autocast("cpu", enabled=False):
         with own.called() if own is not None else contextlib.nullcontext((None, "")) as (call, why):
             slow = call or (lambda: module(*example))
@@ -199,7 +199,7 @@ def measure(
                 else lambda: engine.run(example)
             )
             found = compare(slow, fast, seconds / 2, clock, watch)
-        parts: list[tuple[Sequence[Step], Sequence[Step]]] = []
+        parts: list[tuple[Sequence[EngineCall], Sequence[EngineCall]]] = []
         round_s = sum(found.times.values()) / 1e3
         while engine.steps is not None and len(parts) < _MOST_STEPS and clock() - start + round_s <= seconds:
             parts.append((node_steps(module, frozenset(), example), engine.steps(example)))
@@ -211,7 +211,7 @@ def measure(
     return judged(verdict, costs, graph.plan, runs)
 
 
-def verdict_of(found: Comparison, timed: str = "") -> Verdict:
+def verdict_of(found: SpeedComparison, timed: str = "") -> Verdict:
     """Return a verdict on whole calls."""
     return Verdict(
         fp32_ms=found.times["slow"],
@@ -227,14 +227,16 @@ def verdict_of(found: Comparison, timed: str = "") -> Verdict:
     )
 
 
-def fastest(runs: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
+def fastest(runs: Sequence[Sequence[EngineCall]]) -> tuple[EngineCall, ...]:
     """One call's steps with the least time that each took in any of the runs."""
     return tuple(
         dataclasses.replace(same[0], ms=min(step.ms for step in same)) for same in zip(*runs, strict=True)
     )
 
 
-def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> tuple[OpCost, ...]:
+def operator_costs(
+    fp32: Sequence[EngineCall], engine: Sequence[EngineCall], plan: Plan
+) -> tuple[OpCost, ...]:
     """Return times of the int8 operators in both, in execution order.
 
     Those that one step of either computes together are one entry.

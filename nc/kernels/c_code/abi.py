@@ -164,7 +164,7 @@ class Structure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Function:
+class FunctionRow:
     """A function in C.
 
     Attributes:
@@ -341,7 +341,7 @@ _LOW_BIT = (
     Field("threads"),
 )
 _ROWS = (
-    Function(
+    FunctionRow(
         "steps",
         Structure(
             "map",
@@ -361,7 +361,7 @@ _ROWS = (
         least=2,
         most=CONSTANTS.most_operands,
     ),
-    Function(
+    FunctionRow(
         "steps",
         Structure(
             "mean",
@@ -371,7 +371,7 @@ _ROWS = (
         least=2,
         most=2,
     ),
-    Function(
+    FunctionRow(
         "steps",
         Structure(
             "norm",
@@ -386,7 +386,7 @@ _ROWS = (
         least=4,
         most=4,
     ),
-    Function(
+    FunctionRow(
         "steps",
         Structure(
             "place",
@@ -408,7 +408,7 @@ _ROWS = (
         most=3,
         index="an index is out of range",
     ),
-    Function(
+    FunctionRow(
         "steps",
         Structure(
             "attention",
@@ -431,7 +431,7 @@ _ROWS = (
         least=4,
         most=5,
     ),
-    Function(
+    FunctionRow(
         "steps",
         Structure(
             "rotary",
@@ -447,7 +447,7 @@ _ROWS = (
         least=4,
         most=4,
     ),
-    Function(
+    FunctionRow(
         "steps",
         Structure(
             "image",
@@ -457,7 +457,7 @@ _ROWS = (
         least=2,
         most=2,
     ),
-    Function(
+    FunctionRow(
         "attention",
         Structure(
             "int8_attention",
@@ -487,7 +487,7 @@ _ROWS = (
         least=5,
         most=5 + CONSTANTS.most_followers,
     ),
-    Function(
+    FunctionRow(
         "products",
         Structure(
             "product",
@@ -502,7 +502,7 @@ _ROWS = (
         least=6,
         most=7,
     ),
-    Function(
+    FunctionRow(
         "products",
         Structure(
             "depthwise",
@@ -516,7 +516,7 @@ _ROWS = (
         least=7,
         most=7,
     ),
-    Function(
+    FunctionRow(
         "products",
         Structure(
             "pack",
@@ -526,14 +526,16 @@ _ROWS = (
         least=3,
         most=3,
     ),
-    Function("low_bit", Structure("low_bit", "y = x W^T + bias, see low_bit.c.", _LOW_BIT), least=8, most=8),
-    Function(
+    FunctionRow(
+        "low_bit", Structure("low_bit", "y = x W^T + bias, see low_bit.c.", _LOW_BIT), least=8, most=8
+    ),
+    FunctionRow(
         "low_bit_blocks",
         Structure("low_bit_blocks", "y = x W^T + bias, see low_bit_blocks.c.", _LOW_BIT),
         least=8,
         most=8,
     ),
-    Function(
+    FunctionRow(
         "recurrent",
         Structure(
             "recurrent",
@@ -550,7 +552,7 @@ _ROWS = (
         most=17,
     ),
 )
-FUNCTIONS: Mapping[str, Function] = {row.takes.name: row for row in _ROWS}
+FUNCTIONS: Mapping[str, FunctionRow] = {row.takes.name: row for row in _ROWS}
 #: Of a packed weight: a tensor that `low_bit` and `low_bit_blocks` read.
 LOW_BIT_WEIGHT = Structure(
     "low_bit_weight",

@@ -12,7 +12,7 @@ import torch
 from nc.errors import BackendError
 from nc.kernels.c_code import abi, failures
 
-#: The form of functions in C: see `abi.Function`, and `dnnl_primitive_execute`.
+#: The form of functions in C: see `abi.FunctionRow`, and `dnnl_primitive_execute`.
 EXECUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
@@ -27,7 +27,7 @@ class Function:
         set: address of a function that writes an address into the list of tensors.
     """
 
-    row: abi.Function
+    row: abi.FunctionRow
     name: str
     address: int
     set: int

@@ -12,15 +12,17 @@ from nc.kernels.onednn.descriptions import DST, SRC, Desc
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
 
 
-class Argument(ctypes.Structure):
+class ExecArgument(ctypes.Structure):
     """dnnl_exec_arg_t."""
 
     _fields_ = [("argument", ctypes.c_int), ("memory", ctypes.c_void_p)]
 
 
-def arguments(memories: Mapping[int, Handle]) -> ctypes.Array[Argument]:
+def arguments(memories: Mapping[int, Handle]) -> ctypes.Array[ExecArgument]:
     """Return the argument list of a call; it does not keep the memories alive."""
-    return (Argument * len(memories))(*(Argument(key, value.pointer) for key, value in memories.items()))
+    return (ExecArgument * len(memories))(
+        *(ExecArgument(key, value.pointer) for key, value in memories.items())
+    )
 
 
 def run_once(maker: Maker, primitive: Primitive, tensors: Mapping[int, torch.Tensor]) -> None:

@@ -25,13 +25,13 @@ from nc.errors import ArtefactError
 from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
 from nc.graph.plan import Applied
 from nc.nn import QuantEmbedding, QuantLinear
-from nc.nn.origin import Run
+from nc.nn.origin import QuantizationRun
 from nc.nn.result import LayerResult
 from nc.numerics.low_bit import ACT_DTYPES
 from nc.numerics.packed_weight import PackedWeight, check_parts
 from nc.planning.layer_plan import LayerDecision
 from nc.storage import folder, json_values, pretrained_class
-from nc.storage.tensor_file import Source, Stored, stored_in
+from nc.storage.tensor_file import Source, StoredTensor, stored_in
 from nc.weights.encoders import zeros_at_padding
 from nc.weights.experts import separated, stacked_names
 from nc.weights.history import history_of, note
@@ -80,7 +80,7 @@ def write(
 
 
 def read(
-    content: folder.Content,
+    content: folder.FolderContent,
     model: torch.nn.Module | None = None,
     check: Callable[[torch.nn.Module], object] | None = None,
 ) -> torch.nn.Module:
@@ -130,7 +130,7 @@ def read(
     return built.eval()
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Where the tensors of an artefact lie, by all their names."""
     found = stored_in(directory / folder.WEIGHTS)
     document = json.loads((directory / folder.MODEL).read_text(encoding="utf-8"))
@@ -387,8 +387,8 @@ def _record(model: torch.nn.Module) -> dict[str, Any]:
     return {"plan": record.plan, "applied": applied, "config": record.config}
 
 
-def _run_from(data: dict[str, Any]) -> Run:
+def _run_from(data: dict[str, Any]) -> QuantizationRun:
     applied = tuple(
         Applied(str(a["algorithm"]), tuple(a["operators"]), str(a["text"])) for a in data["applied"]
     )
-    return Run(plan=data["plan"], applied=applied, config=dict(data["config"]))
+    return QuantizationRun(plan=data["plan"], applied=applied, config=dict(data["config"]))

@@ -26,9 +26,9 @@ from nc.numerics.packed_weight import PARTS
 from nc.storage import folder
 from nc.storage.atomic import replaced
 from nc.storage.json_file import json_object
-from nc.storage.tensor_file import FLOATS, Source, Stored, stored_in
+from nc.storage.tensor_file import FLOATS, Source, StoredTensor, stored_in
 from nc.weights.files import artefact
-from nc.weights.heap import give_back_small_pieces
+from nc.weights.malloc import give_back_small_pieces
 
 _JOB = "job.json"
 
@@ -193,7 +193,7 @@ def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.nn.Parameter(empty, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else empty
 
 
-def shards(source: Path) -> dict[Path, dict[str, Stored]]:
+def shards(source: Path) -> dict[Path, dict[str, StoredTensor]]:
     """Return the tensors of each safetensors file of a folder.
 
     As transformers does, those of model.safetensors, or that its index names.
@@ -254,7 +254,7 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
 
     Args:
         model: the model.
-        sources: see `nc.weights.files.sources.sources_of`.
+        sources: see `nc.weights.files.transformers_files.sources_of`.
 
     Returns:
         Where each parameter lies in the files. Of tied ones one name need be there.

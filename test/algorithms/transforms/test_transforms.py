@@ -14,12 +14,12 @@ import nc
 from nc.algorithms.inputs.block_calls import Sample, record
 from nc.algorithms.inputs.collect import Collector
 from nc.algorithms.inputs.layers import layers_of
-from nc.algorithms.solvers import RTN, Needs
-from nc.algorithms.transforms import TRANSFORMS, Scope, Target, folding, sets
+from nc.algorithms.solvers import RTN, InputNeeds
+from nc.algorithms.transforms import TRANSFORMS, Scope, Target, folding, scale_sets
+from nc.algorithms.transforms.float64 import Float64, WideCopy
 from nc.algorithms.transforms.folding import NotEquivalentError, fold, rewrite
 from nc.algorithms.transforms.rotation import orthogonal
 from nc.algorithms.transforms.structure import Link, difference, find_links
-from nc.algorithms.transforms.wide import Float64, WideCopy
 from nc.formats.weight_format import WeightFormat
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
@@ -288,7 +288,7 @@ def scope_of(name, model, form=None, rule="wls"):
     block, call = first_block(name, model)
     prefix = f"{MODELS[name][3]}.0"
     layers = {f"{prefix}.{layer.name}": layer.module for layer in layers_of(block) if layer.kind == "linear"}
-    collector = Collector(layers, Needs(squares=True, hessian=True))
+    collector = Collector(layers, InputNeeds(squares=True, hessian=True))
     with collector.watching(), torch.no_grad():
         block(*call[0], **call[1])
     form = form or WeightFormat(dtype="int3", group_size=16)
@@ -371,10 +371,10 @@ def test_never_worse_than_no_scale_in_the_layers_own_format(transform, form, mon
         now = scope_of("llama", model, form, "mse")
         named = {name.removeprefix(f"{scope.prefix}."): target for name, target in now.targets.items()}
         weights = {
-            name: sets.rounded(t, sets.weight_of(t), torch.ones(t.module.in_features))
+            name: scale_sets.rounded(t, scale_sets.weight_of(t), torch.ones(t.module.in_features))
             for name, t in named.items()
         }
-        return sets.BlockError(now, 1000)(weights)
+        return scale_sets.BlockError(now, 1000)(weights)
 
     before = error()
     asked.clear()
@@ -387,12 +387,12 @@ def test_range_rules_see_the_inputs_as_they_are_after_scaling():
     """A column that is multiplied by s is read by inputs that are divided by s."""
     scope = scope_of("llama", with_outliers())
     target = scope.targets[f"{scope.prefix}.mlp.down_proj"]
-    weight = sets.weight_of(target)
+    weight = scale_sets.weight_of(target)
     scale = torch.logspace(-1, 1, weight.shape[1])
     importance = (target.inputs.squares / target.inputs.tokens / scale.double() ** 2).float()
     found = choose(weight * scale, target.form, "wls", importance)
     expected = decode(encode(weight * scale, found, target.form), found, target.form) / scale
-    assert torch.allclose(sets.rounded(target, weight, scale), expected, rtol=1e-6, atol=1e-8)
+    assert torch.allclose(scale_sets.rounded(target, weight, scale), expected, rtol=1e-6, atol=1e-8)
 
 
 def test_the_error_of_a_block_is_that_of_positions_that_are_no_padding():
@@ -412,11 +412,13 @@ def test_the_error_of_a_block_is_that_of_positions_that_are_no_padding():
     for one in (keep, torch.ones_like(keep)):
         scope.keeps = [one]
         expected = (after - before)[one].square().sum() / before[one].square().sum()
-        assert sets.BlockError(scope, 1000)({"fc2": changed}) == pytest.approx(float(expected), rel=1e-4)
+        assert scale_sets.BlockError(scope, 1000)({"fc2": changed}) == pytest.approx(
+            float(expected), rel=1e-4
+        )
 
 
 def test_awq_keeps_the_weights_where_no_scale_is_better(monkeypatch):
-    monkeypatch.setattr(sets.BlockError, "__call__", lambda *_: 1.0)
+    monkeypatch.setattr(scale_sets.BlockError, "__call__", lambda *_: 1.0)
     model = with_outliers()
     old = bytes_of(model)
     applied = nc.AWQ(grid=4).apply(scope_of("llama", model))

@@ -23,7 +23,7 @@ from nc.backends.native import package
 from nc.backends.native import planned as planning
 from nc.backends.native.execute import TorchScriptExecutor
 from nc.backends.native.operators import avx2
-from nc.backends.native.plans.entries import AtenCall
+from nc.backends.native.plans.execution_plan import AtenCall
 from nc.export import export
 from nc.graph.fx_utils import copy_module
 from nc.nn import KernelChoice, QuantLinear

@@ -20,7 +20,7 @@ from nc import ArtefactCorruptError, NCWarning, VerificationError, load
 from nc.backends import available_backends, verify
 from nc.backends.native import fuse
 from nc.backends.native import planned as planning
-from nc.backends.native.plans.recorder import Weights
+from nc.backends.native.plans.recorder import PackedWeights
 from nc.graph.qdq import expected_outputs
 from nc.process.unavailable import Unavailable
 from nc.storage import mapped
@@ -162,8 +162,10 @@ def test_a_loaded_model_has_its_codes_once(q_model, folder):
 def test_codes_come_back_for_kernels_that_want_another_layout(folder, q_model, monkeypatch):
     loaded = load(folder, backend="native")
     asked = []
-    monkeypatch.setattr(Weights, "known", lambda self, weight, desc: asked.append(weight) or [])
-    monkeypatch.setattr(Weights, "formed", lambda self, weight, form, make: asked.append(weight) or make())
+    monkeypatch.setattr(PackedWeights, "known", lambda self, weight, desc: asked.append(weight) or [])
+    monkeypatch.setattr(
+        PackedWeights, "formed", lambda self, weight, form, make: asked.append(weight) or make()
+    )
     x = torch.randn(3, 5, 64)
     same(loaded(x), q_model(x))
     assert asked
@@ -220,8 +222,8 @@ def test_a_file_that_was_written_into_is_not_packed_again(folder, monkeypatch):
     loaded = load(folder, backend="native")
     with (folder / "weights.safetensors").open("r+b") as file:
         file.truncate(10)
-    monkeypatch.setattr(Weights, "known", lambda self, weight, desc: [])
-    monkeypatch.setattr(Weights, "formed", lambda self, weight, form, make: make())
+    monkeypatch.setattr(PackedWeights, "known", lambda self, weight, desc: [])
+    monkeypatch.setattr(PackedWeights, "formed", lambda self, weight, form, make: make())
     with pytest.raises(ArtefactCorruptError, match="Load it again"):
         loaded(torch.randn(3, 5, 64))
 

@@ -12,7 +12,7 @@ from nc.backends import available_backends
 from nc.backends.native import operators
 from nc.backends.native import planned as planning
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.entries import AtenCall, FunctionCall
+from nc.backends.native.plans.execution_plan import AtenCall, FunctionCall
 from nc.errors import BackendError
 from nc.graph.catalogue import name_operators
 from nc.graph.fx_utils import call_function

@@ -30,9 +30,9 @@ from nc.backends.native import planned as planning
 from nc.backends.native.grouped import join
 from nc.backends.native.operators import avx2
 from nc.backends.native.passes import finish, kernels
-from nc.backends.native.plans import recorder, values
+from nc.backends.native.plans import operands, recorder
 from nc.backends.native.plans.arena import ALIGNMENT, solve
-from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
+from nc.backends.native.plans.execution_plan import AtenCall, Block, ExecutionPlan, PrimitiveCall
 from nc.backends.native.plans.ways import Refused
 from nc.backends.passes import run_passes
 from nc.errors import BackendError, BackendUnavailableError, InputError, NCError
@@ -121,7 +121,9 @@ def test_a_plan_computes_what_the_operators_compute(name):
             assert worst_sqnr_db(module(*each), call(*each)) > 35
     plans = list(call._plans.values())
     assert len(plans) == 3
-    found = {entry.primitive.kernel for plan in plans for entry in plan.entries if isinstance(entry, Call)}
+    found = {
+        entry.primitive.kernel for plan in plans for entry in plan.entries if isinstance(entry, PrimitiveCall)
+    }
     assert found
     assert not any(kernel.startswith("ref") for kernel in found)
 
@@ -165,7 +167,7 @@ def test_small_windows_of_an_image_are_not_multiplied_by_amx(channels, window, a
         e.primitive.kernel
         for plan in call._plans.values()
         for e in plan.entries
-        if isinstance(e, Call) and e.primitive.kind == "convolution"
+        if isinstance(e, PrimitiveCall) and e.primitive.kind == "convolution"
     ]
     assert [("amx" in kernel, kernel.startswith("ref")) for kernel in kernels] == [(amx, False)] * 2
 
@@ -190,7 +192,7 @@ def test_operations_of_two_tensors_write_codes():
     written = {
         e.primitive.layouts[DST].dtype
         for e in plan.entries
-        if isinstance(e, Call) and e.primitive.kind == "binary"
+        if isinstance(e, PrimitiveCall) and e.primitive.kind == "binary"
     }
     assert written == {torch.uint8}
 
@@ -250,7 +252,7 @@ def test_making_a_plan_computes_only_what_torch_reads(monkeypatch, reads, most):
     with torch.no_grad():
         assert worst_sqnr_db(module(x), call(x)) > 35
     (plan,) = call._plans.values()
-    primitives = [entry.primitive for entry in plan.entries if isinstance(entry, Call)]
+    primitives = [entry.primitive for entry in plan.entries if isinstance(entry, PrimitiveCall)]
     products = [primitive for primitive in primitives if primitive.kind == "matmul"]
     assert len(products) == 3
     assert [p for p in made if p.kind == "matmul"] == (
@@ -270,7 +272,7 @@ def test_layers_that_are_alike_share_a_primitive():
         assert worst_sqnr_db(module(x), call(x)) > 100
         call(torch.randn(6, 16))
     by_rows = [
-        [e.primitive for e in plan.entries if isinstance(e, Call) and e.primitive.kind == "matmul"]
+        [e.primitive for e in plan.entries if isinstance(e, PrimitiveCall) and e.primitive.kind == "matmul"]
         for plan in call._plans.values()
     ]
     for products in by_rows:
@@ -405,7 +407,7 @@ def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch
     Those before it must not be made again, nor its own.
     """
     _, module, _ = planned(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8))
-    plan = recorder.Recorder(module, provider().maker, values.Weights(), {})
+    plan = recorder.Recorder(module, provider().maker, operands.PackedWeights(), {})
     made, text = [], "no more"
 
     def way():
@@ -429,7 +431,7 @@ def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch
 def test_weights_that_were_packed_for_a_way_that_was_given_up_go(monkeypatch):
     _, module, call = planned(nn.Sequential(nn.Linear(64, 32)), torch.randn(2, 64))
     plan = recorder.Recorder(module, provider().maker, call._weights, {})
-    weight = values.Codes("w", torch.ones(4, 4, dtype=torch.int8))
+    weight = operands.WeightToPack("w", torch.ones(4, 4, dtype=torch.int8))
 
     def way():
         call._weights.formed(weight, "sums", lambda: (torch.ones(1000),))
@@ -1081,7 +1083,7 @@ def test_memory_is_used_again():
     with torch.no_grad():
         call(torch.randn(1, 8, 64, 64))
     (plan,) = call._plans.values()
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, ExecutionPlan)
     assert plan.arena <= 3 * 8 * 64 * 64
 
 

@@ -20,8 +20,8 @@ from nc import BackendError, InputError, UnsupportedError, available_backends
 from nc.backends.base import EngineModel
 from nc.backends.native.operators import avx2
 from nc.backends.profiling import onednn_verbose, process
-from nc.backends.profiling.onednn_verbose import Kernel, Partition, parse
-from nc.backends.profiling.profile import Profile, Step
+from nc.backends.profiling.onednn_verbose import ExecutedPrimitive, Partition, parse
+from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ _GRAPH = (
     "in1_s8:2:strided:constant:16x16:16s1 "
     "out0_f32:5:strided:variable:4x16:16s1,fpm:strict,matmul_t,dnnl_backend,7.9"
 )
-MATMUL = Kernel("matmul", "brg_matmul:avx512_core_vnni", ("u8", "s8"), "f32", 7.73999)
+MATMUL = ExecutedPrimitive("matmul", "brg_matmul:avx512_core_vnni", ("u8", "s8"), "f32", 7.73999)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_partition_takes_the_primitives_that_began_after_it_did():
         for start, text in ((1.0, f"primitive,exec,{_REORDER}"), (2.5, f"primitive,exec,{_MATMUL}"))
     ]
     found = parse([*lines, f"onednn_verbose,v1,2.25,{_GRAPH}", f"onednn_verbose,v1,9.5,{_GRAPH}"])
-    assert [type(entry) for entry in found] == [Kernel, Partition, Partition]
+    assert [type(entry) for entry in found] == [ExecutedPrimitive, Partition, Partition]
     assert [[k.primitive for k in partition.kernels] for partition in found[1:]] == [["matmul"], []]
 
 
@@ -121,20 +121,20 @@ def test_the_standard_output_comes_back(capfd):
 
 # ---- the shares ----
 
-_CONV = Kernel("convolution", "jit_uni_int8:avx2", ("u8", "s8"), "f32", 1.0)
-_MOVE = Kernel("reorder", "jit:uni", ("u8",), "u8", 1.0)
+_CONV = ExecutedPrimitive("convolution", "jit_uni_int8:avx2", ("u8", "s8"), "f32", 1.0)
+_MOVE = ExecutedPrimitive("reorder", "jit:uni", ("u8",), "u8", 1.0)
 PROFILE = Profile(
     steps=(
-        Step(name="aten::quantize_per_tensor", converts=True, ms=1.0),
-        Step(
+        EngineCall(name="aten::quantize_per_tensor", converts=True, ms=1.0),
+        EngineCall(
             name="ipex::LlgaFusionGroup",
             operators=("conv", "relu"),
             kernels=(_MOVE, _CONV, _CONV, _MOVE),
             ms=4.0,
         ),
-        Step(name="aten::layer_norm", operators=("norm",), ms=2.0),
-        Step(name="aten::mul", operators=("norm",), ms=1.0),
-        Step(name="aten::view", ms=2.0),
+        EngineCall(name="aten::layer_norm", operators=("norm",), ms=2.0),
+        EngineCall(name="aten::mul", operators=("norm",), ms=1.0),
+        EngineCall(name="aten::view", ms=2.0),
     ),
     call_ms=12.5,
     calls=10,

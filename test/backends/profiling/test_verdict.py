@@ -20,9 +20,9 @@ from nc import StaticQuantConfig, available_backends, convert, load, quantize
 from nc.backends.base import EngineModel
 from nc.backends.profiling import verdict
 from nc.backends.profiling.latency import compare, doubt
-from nc.backends.profiling.load import Load, Watch
+from nc.backends.profiling.load import Load, LoadWatch
 from nc.backends.profiling.own_model import OwnModel
-from nc.backends.profiling.profile import Step
+from nc.backends.profiling.profile import EngineCall
 from nc.backends.profiling.verdict import OpCost, Verdict, fastest, judged, measure, operator_costs
 from nc.backends.reference import ReferenceBackend
 from nc.graph.plan import Decision, Plan
@@ -159,22 +159,22 @@ def test_a_loss_is_beyond_the_spread_of_single_runs(times, lost):
 def test_conversions_count_for_the_operator_that_they_serve():
     plan = plan_of(a="linear", relu="relu", norm="norm", b="linear", q="linear", k="linear")
     engine = [
-        Step(name="quantize", converts=True, serves="a", ms=1.0),
-        Step(name="linear", operators=("a", "relu"), ms=2.0),
-        Step(name="dequantize", converts=True, serves="a", ms=4.0),
-        Step(name="layer_norm", operators=("norm",), ms=8.0),
-        Step(name="quantize", converts=True, serves="b", ms=16.0),
-        Step(name="linear", operators=("b",), ms=32.0),
-        Step(name="quantize", converts=True, ms=64.0),
-        Step(name="linear", operators=("q", "k"), ms=128.0),
-        Step(name="view", ms=256.0),
+        EngineCall(name="quantize", converts=True, serves="a", ms=1.0),
+        EngineCall(name="linear", operators=("a", "relu"), ms=2.0),
+        EngineCall(name="dequantize", converts=True, serves="a", ms=4.0),
+        EngineCall(name="layer_norm", operators=("norm",), ms=8.0),
+        EngineCall(name="quantize", converts=True, serves="b", ms=16.0),
+        EngineCall(name="linear", operators=("b",), ms=32.0),
+        EngineCall(name="quantize", converts=True, ms=64.0),
+        EngineCall(name="linear", operators=("q", "k"), ms=128.0),
+        EngineCall(name="view", ms=256.0),
     ]
     fp32 = [
         *(
-            Step(name=name, operators=(name,), ms=ms)
+            EngineCall(name=name, operators=(name,), ms=ms)
             for name, ms in zip(("a", "relu", "norm", "b", "q", "k"), range(1, 7), strict=True)
         ),
-        Step(name="view", ms=100.0),
+        EngineCall(name="view", ms=100.0),
     ]
     assert operator_costs(fp32, engine, plan) == (
         OpCost(operators=("a", "relu"), engine_ms=7.0, fp32_ms=3.0),
@@ -185,8 +185,8 @@ def test_conversions_count_for_the_operator_that_they_serve():
 
 def test_the_fastest_run_of_each_step_counts():
     runs = [
-        [Step(name="a", ms=3.0), Step(name="b", ms=1.0)],
-        [Step(name="a", ms=2.0), Step(name="b", ms=5.0)],
+        [EngineCall(name="a", ms=3.0), EngineCall(name="b", ms=1.0)],
+        [EngineCall(name="a", ms=2.0), EngineCall(name="b", ms=5.0)],
     ]
     assert [step.ms for step in fastest(runs)] == [2.0, 1.0]
 
@@ -303,8 +303,8 @@ def machine(monkeypatch):
     prepared = prepared_for(MLP(), ROWS)
     q = convert(prepared)
     steps = [
-        Step(name="linear", operators=("fc1", "act"), ms=2.0),
-        Step(name="linear", operators=("fc2",), ms=1.0),
+        EngineCall(name="linear", operators=("fc1", "act"), ms=2.0),
+        EngineCall(name="linear", operators=("fc2",), ms=1.0),
     ]
 
     def run(fp32, engine, in_steps=None, seconds=1.0):
@@ -313,7 +313,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(
             verdict, "copy_module", lambda _: (made_module(module, made.takes("fp32", fp32)), {})
         )
-        steps_of_fp32 = [Step(name="x", operators=("fc1",), ms=1.0)]
+        steps_of_fp32 = [EngineCall(name="x", operators=("fc1",), ms=1.0)]
         monkeypatch.setattr(verdict, "node_steps", made.takes("fp32 steps", fp32, steps_of_fp32))
         lowered = EngineModel(
             run=made.takes("engine", engine),
@@ -399,7 +399,7 @@ def test_times_that_vary_tell_nothing():
 
 def test_other_work_is_seen():
     """A thread that sleeps gets no CPU time; one that computes alone does."""
-    watch = Watch()
+    watch = LoadWatch()
     time.sleep(0.05)
     assert "got" in watch.load().disturbed()
 

@@ -12,11 +12,11 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nc.backends.native.plans.ways import Operator
+from nc.backends.native.plans.ways import PlannedOperator
 
 
 @functools.cache
-def table(*, one_token: bool = False) -> Mapping[Any, Operator]:
+def table(*, one_token: bool = False) -> Mapping[Any, PlannedOperator]:
     """Return what plans know of each operator of torch, for graphs of one token or for all others."""
     names = sorted(info.name for info in pkgutil.iter_modules(__path__))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
@@ -30,9 +30,9 @@ def table(*, one_token: bool = False) -> Mapping[Any, Operator]:
     }
 
 
-def _by_target(rows: Iterable[Operator]) -> dict[Any, Operator]:
+def _by_target(rows: Iterable[PlannedOperator]) -> dict[Any, PlannedOperator]:
     """Return rows by target; two files that claim one are a mistake."""
-    found: dict[Any, Operator] = {}
+    found: dict[Any, PlannedOperator] = {}
     for row in rows:
         for target in row.targets:
             assert target not in found, f"two files have ways for {target}"
@@ -40,7 +40,7 @@ def _by_target(rows: Iterable[Operator]) -> dict[Any, Operator]:
     return found
 
 
-def _instead(general: Operator | None, row: Operator) -> Operator:
+def _instead(general: PlannedOperator | None, row: PlannedOperator) -> PlannedOperator:
     """Return the ways of a row, with what another one has besides."""
     return (
         row

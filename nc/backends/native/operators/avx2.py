@@ -18,8 +18,8 @@ from torch import fx
 
 from nc.backends import cpu
 from nc.backends.native.plans import c_functions
+from nc.backends.native.plans.operands import PlanTensor, WeightToPack
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Codes, PlanTensor
 from nc.backends.native.plans.ways import Refused, need
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
@@ -58,7 +58,7 @@ class Product:
 
     x: PlanTensor
     result: PlanTensor
-    weight: Codes
+    weight: WeightToPack
     scales: torch.Tensor
     bias: torch.Tensor | None
     post_ops: tuple[PostOp, ...]

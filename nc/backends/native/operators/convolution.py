@@ -10,11 +10,11 @@ from torch import fx
 
 from nc.backends.native.operators import avx2
 from nc.backends.native.plans.layouts import channels_last, is_channels_last
+from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.products import bias_of, codes_of, output_sizes, post_ops_of, product_attributes
 from nc.backends.native.plans.readers import PADS
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, need
+from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.kernels.onednn.descriptions import BIAS, DST, SRC, WEIGHTS, Desc, Geometry, Sum, channels_last_strides
 from nc.kernels.onednn.primitives import Layout, Primitive
 from nc.kernels.onednn.trials import Convolution
@@ -116,7 +116,7 @@ def _each(values: Sequence[int], dims: int) -> tuple[int, ...]:
 
 
 OPERATORS = (
-    Operator(
+    PlannedOperator(
         (
             _onednn.qconv1d_pointwise.default,
             _onednn.qconv2d_pointwise.default,
@@ -125,5 +125,5 @@ OPERATORS = (
         ),
         {"C or oneDNN": convolution},
     ),
-    Operator(PADS, waits=lambda _: True),  # a convolution pads by itself
+    PlannedOperator(PADS, waits=lambda _: True),  # a convolution pads by itself
 )

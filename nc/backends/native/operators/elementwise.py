@@ -11,10 +11,10 @@ from torch import fx
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import FLOATS, MOST_DIMS, MOST_ELEMENTS
 from nc.backends.native.plans.layouts import copy, dense_strides, flat, is_dense
+from nc.backends.native.plans.operands import Later, PlanTensor
 from nc.backends.native.plans.readers import only_quantized, strides_of_codes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor
-from nc.backends.native.plans.ways import Operator, OutputCodes, Way, WayToCodes, need
+from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, Way, WayToCodes, need
 from nc.kernels.onednn.descriptions import DST, SRC, SRC_1, Attributes, Desc, Eltwise
 
 _aten = torch.ops.aten
@@ -259,9 +259,9 @@ _OF_ONE_TOKEN: Mapping[Any, Way] = {
     **{getattr(_aten, name).Tensor: _binary_in_c(name) for name in ("add", "sub", "mul", "div")},
 }
 OPERATORS = (
-    *(Operator((target,), {"oneDNN": way}) for target, way in _ELTWISE.items()),
+    *(PlannedOperator((target,), {"oneDNN": way}) for target, way in _ELTWISE.items()),
     *(
-        Operator(
+        PlannedOperator(
             (getattr(_aten, name).Tensor,),
             {"oneDNN": _binary(name)},
             {"oneDNN": _binary_to_codes(name)},
@@ -269,5 +269,5 @@ OPERATORS = (
         )
         for name in ("add", "sub", "mul", "div")
     ),
-    *(Operator((target,), {"C": way}, of_one_token=True) for target, way in _OF_ONE_TOKEN.items()),
+    *(PlannedOperator((target,), {"C": way}, of_one_token=True) for target, way in _OF_ONE_TOKEN.items()),
 )

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.c_functions import FLOATS, available, function, new
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor
-from nc.backends.native.plans.ways import Operator, need
+from nc.backends.native.plans.ways import PlannedOperator, need
 
 
 def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
@@ -43,4 +43,4 @@ def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     return result
 
 
-OPERATORS = (Operator((torch.ops.aten.embedding.default,), {"C": embedding}),)
+OPERATORS = (PlannedOperator((torch.ops.aten.embedding.default,), {"C": embedding}),)

@@ -19,9 +19,9 @@ from nc.backends import cpu
 from nc.backends.native.operators.matmul import matmul, product, strides_of
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
+from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, Refused, need
+from nc.backends.native.plans.ways import PlannedOperator, Refused, need
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
@@ -290,4 +290,4 @@ def _of_4_dims(x: PlanTensor) -> PlanTensor:
     return PlanTensor(x.tensor[(None,) * (4 - x.tensor.dim())], x.root)
 
 
-OPERATORS = (Operator((product(),), {"C": attention, "oneDNN": matmul}, waits=is_scores),)
+OPERATORS = (PlannedOperator((product(),), {"C": attention, "oneDNN": matmul}, waits=is_scores),)

@@ -10,10 +10,10 @@ from torch import fx
 
 from nc.backends.native.operators import avx2
 from nc.backends.native.plans.layouts import in_rows
+from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import PREPACKS, bias_of, codes_of, post_ops_of, product_attributes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, Refused, need
+from nc.backends.native.plans.ways import PlannedOperator, Refused, need
 from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
@@ -109,6 +109,8 @@ def _rows(x: PlanTensor) -> PlanTensor | None:
 
 
 OPERATORS = (
-    Operator((_onednn.qlinear_pointwise.default, _onednn.qlinear_pointwise.binary), {"C or oneDNN": linear}),
-    Operator(tuple(PREPACKS), waits=lambda _: True),  # a product packs its weight
+    PlannedOperator(
+        (_onednn.qlinear_pointwise.default, _onednn.qlinear_pointwise.binary), {"C or oneDNN": linear}
+    ),
+    PlannedOperator(tuple(PREPACKS), waits=lambda _: True),  # a product packs its weight
 )

@@ -16,9 +16,9 @@ from nc.backends.low_bit.graph import operator
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import FLOATS, MOST_DIMS
+from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, Refused, need
+from nc.backends.native.plans.ways import PlannedOperator, Refused, need
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import contiguous_strides
 
@@ -85,4 +85,4 @@ def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBit
     raise Refused(msg)
 
 
-OPERATORS = (Operator((operator(),), {"C": linear}),)
+OPERATORS = (PlannedOperator((operator(),), {"C": linear}),)

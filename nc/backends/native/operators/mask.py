@@ -27,9 +27,9 @@ from nc.backends.native.plans.c_functions import (
     function,
     new,
 )
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor
-from nc.backends.native.plans.ways import Operator, Way, need
+from nc.backends.native.plans.ways import PlannedOperator, Way, need
 
 _aten = torch.ops.aten
 _READ_BY_OTHERS = "what reads it needs it written out"
@@ -275,4 +275,6 @@ _OF_MASKS: Mapping[Any, Way] = {
 _CONVERSIONS = {target for target, way in _OF_MASKS.items() if way is convert}
 _GIVE_IT_ON = {*_VIEWS, *_CONVERSIONS}
 _READERS = {*_OF_MASKS, product()} - _CONVERSIONS
-OPERATORS = tuple(Operator((target,), {"C": _where_available(way)}) for target, way in _OF_MASKS.items())
+OPERATORS = tuple(
+    PlannedOperator((target,), {"C": _where_available(way)}) for target, way in _OF_MASKS.items()
+)

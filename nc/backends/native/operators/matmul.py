@@ -19,9 +19,9 @@ from nc.backends.native.fuse import put
 from nc.backends.native.operators.elementwise import combine
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.layouts import in_rows
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.products import with_qparams
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor
 from nc.backends.native.plans.ways import OutputCodes, need
 from nc.backends.native.regions import codes_behind, only_user
 from nc.backends.native.torch_library import define, stored

@@ -15,10 +15,10 @@ from nc.backends.native.operators.elementwise import in_c
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import converted, function, merged
 from nc.backends.native.plans.layouts import copy, dense_strides
+from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.readers import SPATIAL
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, need
+from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.kernels.onednn.descriptions import (
     DST,
     DTYPES,
@@ -196,10 +196,10 @@ def _joined(tensors: Sequence[torch.Tensor], axis: int) -> list[int]:
 
 _COPIES = (_aten.clone.default, _aten.contiguous.default)
 OPERATORS = (
-    Operator(_COPIES, {"oneDNN": duplicate}),
-    Operator((_aten.reshape.default,), {"oneDNN": reshape}),
-    Operator((_aten.cat.default,), {"oneDNN": concatenation}),
-    Operator(_COPIES, {"C": duplicate_in_c}, of_one_token=True),
-    Operator((_aten.cat.default,), {"C": concatenation_in_c}, of_one_token=True),
-    Operator((_aten.index_copy_.default,), {"C": place}, of_one_token=True),
+    PlannedOperator(_COPIES, {"oneDNN": duplicate}),
+    PlannedOperator((_aten.reshape.default,), {"oneDNN": reshape}),
+    PlannedOperator((_aten.cat.default,), {"oneDNN": concatenation}),
+    PlannedOperator(_COPIES, {"C": duplicate_in_c}, of_one_token=True),
+    PlannedOperator((_aten.cat.default,), {"C": concatenation_in_c}, of_one_token=True),
+    PlannedOperator((_aten.index_copy_.default,), {"C": place}, of_one_token=True),
 )

@@ -25,11 +25,11 @@ from nc.backends.native.fuse import constant
 from nc.backends.native.operators.elementwise import in_c
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import FLOATS, NUMBERS, as_fp32, function
+from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.products import with_qparams
 from nc.backends.native.plans.readers import only_quantized
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, OutputCodes, need
+from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, need
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.graph.fx_utils import call_function, constant_value, give_values_of, take_over
@@ -402,12 +402,14 @@ def _in_c(
 
 
 OPERATORS = (
-    Operator(
+    PlannedOperator(
         (_aten.layer_norm.default,),
         {"oneDNN": layer_norm},
         {"oneDNN": layer_norm_to_codes},
         waits=only_quantized,
     ),
-    Operator((_aten.rms_norm.default,), {"C": rms_norm}, {"C": rms_norm_to_codes}, waits=only_quantized),
-    Operator((_aten.layer_norm.default,), {"C": layer_norm_in_c}, of_one_token=True),
+    PlannedOperator(
+        (_aten.rms_norm.default,), {"C": rms_norm}, {"C": rms_norm_to_codes}, waits=only_quantized
+    ),
+    PlannedOperator((_aten.layer_norm.default,), {"C": layer_norm_in_c}, of_one_token=True),
 )

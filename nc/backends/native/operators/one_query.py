@@ -10,9 +10,9 @@ from torch import fx
 
 from nc.backends.native.operators.move import reshape_in_c
 from nc.backends.native.plans.c_functions import DTYPES, FLOATS, function, new
+from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, need
+from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.graph.catalogue import first_input, op_name
 from nc.kernels.c_code import abi, openmp
 
@@ -112,6 +112,6 @@ def _shared(recorder: Recorder, value: Any) -> PlanTensor:
 
 
 OPERATORS = (
-    Operator((_aten.scaled_dot_product_attention.default,), {"C": attention}, of_one_token=True),
-    Operator((_aten.reshape.default,), {"C": reshape_in_c}, waits=is_repeated, of_one_token=True),
+    PlannedOperator((_aten.scaled_dot_product_attention.default,), {"C": attention}, of_one_token=True),
+    PlannedOperator((_aten.reshape.default,), {"C": reshape_in_c}, waits=is_repeated, of_one_token=True),
 )

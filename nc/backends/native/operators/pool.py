@@ -12,10 +12,10 @@ from nc.backends.native.operators.elementwise import in_c, input_of
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import FLOATS, function
 from nc.backends.native.plans.layouts import channels_last
+from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.readers import SPATIAL
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor, check_sizes
-from nc.backends.native.plans.ways import Operator, need
+from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.kernels.onednn.descriptions import DST, SRC, Geometry, channels_last_strides
 
 _aten = torch.ops.aten
@@ -89,7 +89,7 @@ def _pool(
 
 
 OPERATORS = (
-    Operator((torch.ops.quantized.max_pool2d.default,), {"oneDNN": max_pool}),
-    Operator((_aten.adaptive_avg_pool2d.default, _aten.mean.dim), {"oneDNN": mean_of_positions}),
-    Operator((_aten.mean.dim,), {"C": mean_of_rows}, of_one_token=True),
+    PlannedOperator((torch.ops.quantized.max_pool2d.default,), {"oneDNN": max_pool}),
+    PlannedOperator((_aten.adaptive_avg_pool2d.default, _aten.mean.dim), {"oneDNN": mean_of_positions}),
+    PlannedOperator((_aten.mean.dim,), {"C": mean_of_rows}, of_one_token=True),
 )

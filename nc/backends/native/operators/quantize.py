@@ -14,11 +14,11 @@ from nc.backends.native.operators.int8_attention import is_probabilities
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import function
 from nc.backends.native.plans.layouts import dense_strides, flat, is_dense
+from nc.backends.native.plans.operands import Later, PlanTensor
 from nc.backends.native.plans.products import with_qparams
 from nc.backends.native.plans.readers import strides_of_codes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor
-from nc.backends.native.plans.ways import Operator, OutputCodes, need
+from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, need
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import DST, SRC, SRC_1, Attributes, Desc, Eltwise, channels_last_strides
@@ -140,7 +140,7 @@ def _convert(
 
 
 OPERATORS = (
-    Operator((quantize,), {"uint8": to_uint8}, waits=is_probabilities),
-    Operator((quantize_per_tensor,), {"int8": to_int8}),
-    Operator((dequantize,), {"oneDNN": from_codes}),
+    PlannedOperator((quantize,), {"uint8": to_uint8}, waits=is_probabilities),
+    PlannedOperator((quantize_per_tensor,), {"int8": to_int8}),
+    PlannedOperator((dequantize,), {"oneDNN": from_codes}),
 )

@@ -19,10 +19,10 @@ from nc.backends.native.operators.norm import is_fp32
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import NUMBERS, function
 from nc.backends.native.plans.layouts import dense_strides
+from nc.backends.native.plans.operands import Later, PlanTensor
 from nc.backends.native.plans.readers import only_quantized
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor
-from nc.backends.native.plans.ways import Operator, OutputCodes, need
+from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, need
 from nc.backends.native.regions import only_user
 from nc.backends.native.torch_library import define
 from nc.graph.catalogue import op_name, schema_arguments, works_in_place
@@ -198,4 +198,4 @@ def _is_larger(value: torch.Tensor, than: torch.Tensor) -> bool:
     )
 
 
-OPERATORS = (Operator((rotation(),), {"C": rotate}, {"C": rotate_to_codes}, waits=only_quantized),)
+OPERATORS = (PlannedOperator((rotation(),), {"C": rotate}, {"C": rotate_to_codes}, waits=only_quantized),)

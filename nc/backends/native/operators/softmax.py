@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.native.plans.operands import Later, PlanTensor
 from nc.backends.native.plans.products import with_qparams
 from nc.backends.native.plans.readers import only_quantized
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, PlanTensor
-from nc.backends.native.plans.ways import Operator, OutputCodes, need
+from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, need
 from nc.kernels.onednn.descriptions import DST, SRC, Attributes, contiguous_strides
 
 _aten = torch.ops.aten
@@ -48,7 +48,7 @@ def _input(recorder: Recorder, a: Mapping[str, Any]) -> PlanTensor:
 
 
 OPERATORS = (
-    Operator(
+    PlannedOperator(
         (_aten.softmax.int, _aten._softmax.default),
         {"oneDNN": softmax},
         {"oneDNN": softmax_to_codes},

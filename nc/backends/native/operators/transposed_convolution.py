@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from nc.backends.native.fuse import constant, put, why_no_codes
 from nc.backends.native.plans.layouts import channels_last
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.products import bias_of, named_codes, post_ops_of, product_attributes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor
-from nc.backends.native.plans.ways import Operator, need
+from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.backends.native.regions import region_of
 from nc.backends.native.torch_library import ACTIVATIONS, define, stored
 from nc.graph.catalogue import is_transposed, schema_arguments
@@ -191,4 +191,4 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     return result
 
 
-OPERATORS = (Operator((transposed_convolution(),), {"oneDNN": convolve}),)
+OPERATORS = (PlannedOperator((transposed_convolution(),), {"oneDNN": convolve}),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nc.backends.native.plans.entries import Block
+from nc.backends.native.plans.execution_plan import Block
 
 #: Kernels read whole cache lines.
 ALIGNMENT = 64

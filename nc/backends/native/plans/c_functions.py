@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor
 from nc.backends.native.plans.ways import need
 from nc.kernels import tuning
 from nc.kernels.c_code import abi

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor
 from nc.kernels.onednn.descriptions import (
     DST,
     SRC,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.native.plans.operands import Later, WeightToPack
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Codes, Later
 from nc.backends.native.plans.ways import Refused, need
 from nc.backends.native.torch_library import prepack
 from nc.kernels.onednn.descriptions import (
@@ -42,7 +42,7 @@ ACTIVATIONS: Mapping[str, Eltwise] = {
 }
 
 
-def codes_of(recorder: Recorder, value: Any) -> Codes:
+def codes_of(recorder: Recorder, value: Any) -> WeightToPack:
     """Return the weight that the graph would pack."""
     if not isinstance(value, Later) or value.node.target not in PREPACKS:
         raise Refused(_NOT_PACKED)
@@ -50,9 +50,9 @@ def codes_of(recorder: Recorder, value: Any) -> Codes:
     return named_codes(value.node.all_input_nodes[0], codes.contiguous())
 
 
-def named_codes(source: fx.Node, codes: torch.Tensor) -> Codes:
+def named_codes(source: fx.Node, codes: torch.Tensor) -> WeightToPack:
     """Return a weight with the name of what gives it."""
-    return Codes(str(source.target) if source.op == "get_attr" else source.name, codes)
+    return WeightToPack(str(source.target) if source.op == "get_attr" else source.name, codes)
 
 
 def bias_of(recorder: Recorder, value: Any) -> torch.Tensor | None:

@@ -19,26 +19,26 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.arena import aligned, solve
-from nc.backends.native.plans.entries import (
+from nc.backends.native.plans.execution_plan import (
     AtenCall,
     Block,
-    Call,
     Constant,
     Entry,
+    ExecutionPlan,
     FunctionCall,
-    Part,
-    Plan,
+    MemoryPart,
+    PrimitiveCall,
     Ref,
     Refusal,
     Slot,
     Watched,
     references,
 )
-from nc.backends.native.plans.values import (
-    Codes,
+from nc.backends.native.plans.operands import (
     Later,
+    PackedWeights,
     PlanTensor,
-    Weights,
+    WeightToPack,
     alias,
     by_name,
     is_about_sizes,
@@ -49,11 +49,11 @@ from nc.backends.native.plans.values import (
     reads_inputs,
     tensors,
 )
-from nc.backends.native.plans.ways import Operator, Refused
+from nc.backends.native.plans.ways import PlannedOperator, Refused
 from nc.backends.native.qdq_rewrites import CONVERTERS
 from nc.backends.profiling.nodes import describe
-from nc.backends.profiling.onednn_verbose import Kernel
-from nc.backends.profiling.profile import Step
+from nc.backends.profiling.onednn_verbose import ExecutedPrimitive
+from nc.backends.profiling.profile import EngineCall
 from nc.errors import BackendError
 from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.fx_utils import GIVES
@@ -95,7 +95,7 @@ class _State:
         entries, blocks, begins, waiting, results: how many there are.
         held: bytes that calls which wait keep.
         times_made: how often calls that waited were made.
-        weights: see `Weights.made`.
+        weights: see `PackedWeights.made`.
     """
 
     entries: int
@@ -124,8 +124,8 @@ class Recorder:
         self,
         module: fx.GraphModule,
         maker: Maker,
-        weights: Weights,
-        operators: Mapping[Any, Operator],
+        weights: PackedWeights,
+        operators: Mapping[Any, PlannedOperator],
         follow: bool = False,
     ) -> None:
         self.module, self.maker, self.weights, self.follow = module, maker.keeping(), weights, follow
@@ -151,7 +151,7 @@ class Recorder:
         #: Results of nodes, with the number of entries that compute them.
         self._results: list[tuple[fx.Node, Any, int]] = []
 
-    def record(self, inputs: Sequence[torch.Tensor]) -> Plan:
+    def record(self, inputs: Sequence[torch.Tensor]) -> ExecutionPlan:
         """Return the plan for inputs of these sizes.
 
         Raises:
@@ -193,7 +193,7 @@ class Recorder:
         return (
             Constant(value.tensor)
             if value.root is None
-            else Part(value.root, self._offset(value), value.desc)
+            else MemoryPart(value.root, self._offset(value), value.desc)
         )
 
     def optional(self, value: Any) -> PlanTensor | None:
@@ -286,7 +286,7 @@ class Recorder:
                 arguments,
                 {},
                 (slot.index,),
-                Step(name="aten::expand_copy"),
+                EngineCall(name="aten::expand_copy"),
             )
         )
         return PlanTensor(tensor, slot)
@@ -338,7 +338,7 @@ class Recorder:
                     Constant(value),
                 )
         self._wait(lambda: run_once(self.maker, primitive, now))
-        self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
+        self._entries.append(PrimitiveCall(primitive, arguments, self._described(node, primitive)))
 
     def call_function(
         self,
@@ -366,7 +366,7 @@ class Recorder:
         packed = function.packed(fields)
         self._wait(lambda: call_packed(function, packed, now))
         written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
-        kernel = Kernel("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
+        kernel = ExecutedPrimitive("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
         operators = dict.fromkeys(name for n in (node, *also) for name in describe(n, CONVERTERS).operators)
         step = dataclasses.replace(describe(node, CONVERTERS), operators=tuple(operators), kernels=(kernel,))
         self._entries.append(FunctionCall(function, packed, references, step))
@@ -379,7 +379,7 @@ class Recorder:
         return primitive
 
     def packed(
-        self, make: Callable[[Desc | Layout], Primitive], weight: Codes, desc: Desc
+        self, make: Callable[[Desc | Layout], Primitive], weight: WeightToPack, desc: Desc
     ) -> tuple[Primitive, tuple[Layout, torch.Tensor]]:
         """Return a primitive with a constant weight, and the weight in its layout.
 
@@ -403,7 +403,7 @@ class Recorder:
         self.weights.add(weight, desc, layout, bytes_)
         return primitive, (layout, bytes_)
 
-    def in_memory(self, weight: Codes) -> torch.Tensor:
+    def in_memory(self, weight: WeightToPack) -> torch.Tensor:
         """Return the codes of a weight, made again where their memory was given back."""
         if not weight.tensor.is_meta:
             return weight.tensor
@@ -589,7 +589,7 @@ class Recorder:
             AtenCall(overload or node.target, *references, results, describe(node, CONVERTERS))
         )
 
-    def _described(self, node: fx.Node, primitive: Primitive) -> Step:
+    def _described(self, node: fx.Node, primitive: Primitive) -> EngineCall:
         """Return what a profile says of a primitive that computes a node, or moves something for it."""
         step = describe(node, CONVERTERS)
         reads = [
@@ -599,9 +599,11 @@ class Recorder:
         ]
         names = tuple(_SHORT[dtype] for dtype in reads if dtype is not None)
         written = primitive.layouts[DST].dtype
-        kernel = Kernel(primitive.kind, primitive.kernel, names, _SHORT[written] if written else "", 0.0)
+        kernel = ExecutedPrimitive(
+            primitive.kind, primitive.kernel, names, _SHORT[written] if written else "", 0.0
+        )
         if primitive.kind == "reorder" and not step.converts:
-            step = Step(name="onednn::reorder")
+            step = EngineCall(name="onednn::reorder")
         return dataclasses.replace(step, kernels=(kernel,))
 
     def _unknown(self, node: fx.Node) -> Any:
@@ -632,8 +634,8 @@ class Recorder:
             return Constant(value.tensor)
         if isinstance(value.root, Slot):
             whole = value.desc == value.root.desc and not self._offset(value)
-            return value.root if whole else Part(value.root, self._offset(value), value.desc)
-        return Part(value.root, self._offset(value), value.desc)
+            return value.root if whole else MemoryPart(value.root, self._offset(value), value.desc)
+        return MemoryPart(value.root, self._offset(value), value.desc)
 
     def _offset(self, value: PlanTensor) -> int:
         """Bytes from the begin of the memory, or of the tensor, that a tensor lies in."""
@@ -651,18 +653,18 @@ class Recorder:
             block.last = block.first
         for index, entry in enumerate(self._entries):
             for ref in references(entry):
-                if isinstance(ref, Part) and isinstance(ref.root, Block):
+                if isinstance(ref, MemoryPart) and isinstance(ref.root, Block):
                     ref.root.last = index
 
-    def _plan(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Plan:
+    def _plan(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> ExecutionPlan:
         self._note_last_uses()
         offsets, size = solve(block for block in self._blocks if not block.returned)
-        calls = [entry for entry in self._entries if isinstance(entry, Call)]
+        calls = [entry for entry in self._entries if isinstance(entry, PrimitiveCall)]
         scratchpads = [
             call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts
         ]
         refs = [self._ref(value) if isinstance(value, PlanTensor) else value for value in outputs]
-        return Plan(
+        return ExecutionPlan(
             self._entries,
             inputs,
             refs,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.plans.values import PlanTensor
+from nc.backends.native.plans.operands import PlanTensor
 
 
 class Refused(Exception):
@@ -42,7 +42,7 @@ WayToCodes = Callable[..., PlanTensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Operator:
+class PlannedOperator:
     """What plans know of some operators.
 
     Attributes:

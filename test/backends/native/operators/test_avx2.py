@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from nc.backends import available_backends, cpu
 from nc.backends.native.operators import avx2
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.values import Codes, PlanTensor
+from nc.backends.native.plans.operands import PlanTensor, WeightToPack
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Geometry, Sum
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
@@ -296,7 +296,7 @@ def test_results_that_no_code_has_room_for(bias, code, dtype):
     product = avx2.Product(
         PlanTensor(x, None),
         PlanTensor(result, None),
-        Codes("w", weight),
+        WeightToPack("w", weight),
         torch.ones(1),
         torch.full((20,), bias),
         (),
@@ -314,7 +314,7 @@ def test_channels_that_are_computed_twice_are_not_added_in_place(channels):
     given_ = (
         PlanTensor(x, None),
         PlanTensor(result, None),
-        Codes("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)),
+        WeightToPack("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)),
         torch.ones(1),
         None,
     )
@@ -330,7 +330,7 @@ def test_what_is_added_may_have_gaps_between_its_rows():
         given_ = (
             PlanTensor(x, None),
             PlanTensor(torch.empty(5, 16), None),
-            Codes("w", weight),
+            WeightToPack("w", weight),
             torch.ones(1),
             None,
         )

@@ -17,7 +17,7 @@ from nc.backends.native import planned as planning
 from nc.backends.native.operators import embedding, int8_attention
 from nc.backends.native.operators import mask as masks
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.entries import AtenCall
+from nc.backends.native.plans.execution_plan import AtenCall
 from nc.errors import InputError
 from nc.graph.catalogue import name_operators
 from nc.kernels import caches

@@ -15,7 +15,7 @@ from nc.backends import available_backends
 from nc.backends.native import planned as planning
 from nc.backends.native.operators.rotary import recompose_rotary, rotation
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.entries import AtenCall, FunctionCall
+from nc.backends.native.plans.execution_plan import AtenCall, FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
 from nc.graph.catalogue import name_operators
 from nc.kernels.onednn.runner import runner

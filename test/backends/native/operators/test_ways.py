@@ -9,16 +9,16 @@ from models import Function, quantized
 from torch import fx, nn
 
 from nc.backends.native import operators
+from nc.backends.native.plans.operands import PackedWeights, PlanTensor
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import PlanTensor, Weights
-from nc.backends.native.plans.ways import Operator, Refused, need
+from nc.backends.native.plans.ways import PlannedOperator, Refused, need
 from nc.kernels.onednn.providers import provider
 
 pytestmark = pytest.mark.needs_plans
 
 
 def recorder():
-    return Recorder(fx.symbolic_trace(nn.Identity()), provider().maker, Weights(), {})
+    return Recorder(fx.symbolic_trace(nn.Identity()), provider().maker, PackedWeights(), {})
 
 
 def test_the_first_way_that_does_not_refuse_gives_the_result():
@@ -95,7 +95,7 @@ def test_a_model_whose_operators_all_have_ways_has_nothing_to_say():
 
 
 def test_two_files_can_not_claim_one_operator():
-    row = Operator((torch.ops.aten.relu.default,))
+    row = PlannedOperator((torch.ops.aten.relu.default,))
     with pytest.raises(AssertionError, match=r"two files have ways for aten\.relu\.default"):
         operators._by_target([row, row])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.backends.profiling.profile import Step
+from nc.backends.profiling.profile import EngineCall
 from nc.kernels.c_code.calls import Function
 from nc.kernels.onednn.descriptions import Desc
 from nc.kernels.onednn.primitives import Layout, Primitive
@@ -55,7 +55,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class MemoryPart:
     """A tensor in other memory.
 
     Attributes:
@@ -69,11 +69,11 @@ class Part:
     desc: Desc
 
 
-Ref = Constant | Slot | Part
+Ref = Constant | Slot | MemoryPart
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class PrimitiveCall:
     """A call of a primitive.
 
     Attributes:
@@ -84,7 +84,7 @@ class Call:
 
     primitive: Primitive
     tensors: Mapping[int, tuple[Layout, Ref]]
-    step: Step
+    step: EngineCall
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,7 @@ class FunctionCall:
     function: Function
     packed: bytes
     tensors: Sequence[Ref]
-    step: Step
+    step: EngineCall
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -120,10 +120,10 @@ class AtenCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[int, ...]
-    step: Step
+    step: EngineCall
 
 
-Entry = Call | FunctionCall | AtenCall
+Entry = PrimitiveCall | FunctionCall | AtenCall
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Refusal:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # no slots: contexts refer to plans weakly
-class Plan:
+class ExecutionPlan:
     """All that is known before a call.
 
     Attributes:
@@ -183,7 +183,7 @@ class Watched:
 
 def references(entry: Entry) -> list[Ref]:
     """All references of an entry, in any order."""
-    if isinstance(entry, Call):
+    if isinstance(entry, PrimitiveCall):
         return [ref for _, ref in entry.tensors.values()]
     if isinstance(entry, FunctionCall):
         return list(entry.tensors)
@@ -194,7 +194,7 @@ def references(entry: Entry) -> list[Ref]:
 
 def map_refs(value: Any, change: Any) -> Any:
     """Return a nested argument with every reference changed."""
-    if isinstance(value, (Constant, Slot, Part)):
+    if isinstance(value, (Constant, Slot, MemoryPart)):
         return change(value)
     if isinstance(value, (list, tuple)):
         return [map_refs(v, change) for v in value]

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from nc.backends.native.plans.entries import (
+from nc.backends.native.plans.execution_plan import (
     AtenCall,
     Block,
-    Call,
     Constant,
     Entry,
+    ExecutionPlan,
     FunctionCall,
-    Part,
-    Plan,
+    MemoryPart,
+    PrimitiveCall,
     Ref,
     Slot,
     Watched,
@@ -45,7 +45,7 @@ class _Fill:
 _Run = Callable[[list[Any]], None]
 
 
-class Context:
+class PlanInstance:
     """A plan with memory of its own; for one thread at a time.
 
     Args:
@@ -57,7 +57,7 @@ class Context:
     """
 
     def __init__(
-        self, plan: Plan, maker: Maker, runner: Runner, arena: torch.Tensor, *, together: bool = True
+        self, plan: ExecutionPlan, maker: Maker, runner: Runner, arena: torch.Tensor, *, together: bool = True
     ) -> None:
         # not the plan: it lives as long as the model keeps it, and ends the life of its contexts
         self._offsets, self._end, self._count, self._maker, self._arena = (
@@ -71,12 +71,12 @@ class Context:
         returned = {
             ref.root: ref
             for ref in _refs(plan)
-            if isinstance(ref, Part) and isinstance(ref.root, Block) and ref.root.returned
+            if isinstance(ref, MemoryPart) and isinstance(ref.root, Block) and ref.root.returned
         }
         returned |= {
             ref.root: ref
             for ref in plan.outputs
-            if isinstance(ref, Part) and ref.root in returned and _is_whole(ref)
+            if isinstance(ref, MemoryPart) and ref.root in returned and _is_whole(ref)
         }
         #: Their memory is allocated at each call, and has the numbers behind the slots.
         self._returned = {block: plan.slots + i for i, block in enumerate(returned)}
@@ -159,7 +159,7 @@ class Context:
             tensors[index] = torch.empty_strided(desc.sizes, desc.strides, dtype=desc.dtype, device="cpu")
         return tensors
 
-    def _calls(self, entries: Sequence[Call | FunctionCall]) -> _Run:
+    def _calls(self, entries: Sequence[PrimitiveCall | FunctionCall]) -> _Run:
         """Return calls of primitives and functions one behind the other."""
         calls = CallList()
         for entry in entries:
@@ -240,12 +240,14 @@ class Context:
         return _part(self._arena, ref.desc, self._offsets[ref.root] + ref.offset)
 
 
-def _parts(entries: Sequence[Entry], *, together: bool) -> list[AtenCall | list[Call | FunctionCall]]:
+def _parts(
+    entries: Sequence[Entry], *, together: bool
+) -> list[AtenCall | list[PrimitiveCall | FunctionCall]]:
     """Return entries in order.
 
     They are operators of torch's, and lists of other calls, as long as can be or of one each.
     """
-    found: list[AtenCall | list[Call | FunctionCall]] = []
+    found: list[AtenCall | list[PrimitiveCall | FunctionCall]] = []
     for entry in entries:
         last = found[-1] if found else None
         if isinstance(entry, AtenCall):
@@ -257,7 +259,7 @@ def _parts(entries: Sequence[Entry], *, together: bool) -> list[AtenCall | list[
     return found
 
 
-def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:
+def _error(entries: Sequence[PrimitiveCall | FunctionCall], failed: int) -> Exception:
     """Return what to raise for what a run returned, see runner.c."""
     if failed < 0:
         return BackendError(f"a kernel failed: setting address {-failed}")
@@ -271,14 +273,14 @@ def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:
     )
 
 
-def _refs(plan: Plan) -> list[Ref]:
+def _refs(plan: ExecutionPlan) -> list[Ref]:
     """All references of a plan."""
     found = [ref for entry in plan.entries for ref in references(entry)]
     map_refs(plan.outputs, found.append)
     return found
 
 
-def _is_whole(ref: Part) -> bool:
+def _is_whole(ref: MemoryPart) -> bool:
     """Whether a tensor is all of its memory."""
     last = sum((n - 1) * stride for n, stride in zip(ref.desc.sizes, ref.desc.strides, strict=True))
     return (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nc.errors import ArtefactCorruptError
-from nc.storage.tensor_file import FLOATS, Source, Stored
+from nc.storage.tensor_file import FLOATS, Source, StoredTensor
 
 #: What transformers does to experts that files hold one by one; an expert can be read alone then.
 _BY_EXPERT = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
@@ -98,7 +98,7 @@ class _Shapes:
         return self._empty[name]
 
 
-def sources_of(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, Source]:
+def sources_of(model: torch.nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:
     """Where values lie, by the names that the model has for them.
 
     Args:
@@ -144,13 +144,13 @@ def experts_of(source: Source, *, transposed: bool) -> list[Source]:
         source: of the stack, [E, N, K], or [E, K, N] if it is transposed.
         transposed: see `source`.
     """
-    if isinstance(source, Stored) and not transposed:
+    if isinstance(source, StoredTensor) and not transposed:
         return [source.part(index) for index in range(source.shape[0])]
     shape = tuple(source.shape[:0:-1] if transposed else source.shape[1:])
     whole = _Experts(source)
 
     def make(index: int) -> torch.Tensor:
-        if isinstance(source, Stored):
+        if isinstance(source, StoredTensor):
             one = source.part(index).read()
         elif isinstance(source, Computed) and source.expert is not None:
             one = source.expert(index)
@@ -166,7 +166,7 @@ def experts_of(source: Source, *, transposed: bool) -> list[Source]:
 
 
 def _by_older_versions(
-    model: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor], prefix: str
+    model: Any, stored: Mapping[str, StoredTensor], wanted: Mapping[str, torch.Tensor], prefix: str
 ) -> dict[str, Source]:
     """Return what transformers 4 finds: it renames some, joins none, and of tied ones takes the first."""
     fix = getattr(
@@ -225,7 +225,7 @@ def _computed(
     full: str,
     shape: tuple[int, ...],
     converter: Any,
-    parts: Mapping[str, Sequence[tuple[str, Stored]]],
+    parts: Mapping[str, Sequence[tuple[str, StoredTensor]]],
 ) -> Source:
     """Return the value of a converter; raises ArtefactCorruptError if an expert is missing."""
 

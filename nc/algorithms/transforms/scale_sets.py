@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.algorithms.inputs.block_calls import Call, called, first_tensor, fresh
+from nc.algorithms.inputs.block_calls import BlockCall, called, first_tensor, fresh
 from nc.algorithms.inputs.layers import Layer, layers_of
 from nc.algorithms.inputs.statistics import InputStatistics
 from nc.algorithms.solvers.base import Problem
@@ -124,7 +124,7 @@ class BlockError:
     def __init__(self, scope: Scope, tokens: int) -> None:
         self.module = scope.module
         self.layers: dict[str, Layer] = {layer.name: layer for layer in layers_of(scope.module)}
-        self.samples: list[tuple[Call, torch.Tensor, torch.Tensor | None]] = []
+        self.samples: list[tuple[BlockCall, torch.Tensor, torch.Tensor | None]] = []
         count = 0
         keeps = scope.keeps or [None] * len(scope.samples)
         for call, keep in zip(scope.samples, keeps, strict=True):
@@ -159,7 +159,7 @@ class BlockError:
         return (weight.t() if layer.transposed else weight).to(own.dtype)
 
 
-class Outcome:
+class TransformOutcome:
     """What a transform did to the sets of a block, for the report.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import Call, run
+from nc.algorithms.inputs.block_calls import BlockCall, run
 from nc.algorithms.inputs.copies import own_tensors, sharing
 
 
@@ -42,7 +42,7 @@ class WideCopy:
         output: its output for the sample.
     """
 
-    def __init__(self, module: torch.nn.Module, call: Call) -> None:
+    def __init__(self, module: torch.nn.Module, call: BlockCall) -> None:
         self.dtype = torch.float64
         self.module = sharing(module)
         own_tensors(self.module)
@@ -57,7 +57,7 @@ class WideCopy:
             self.module = self.module.float()
             self.output = self.run(call)
 
-    def run(self, call: Call) -> torch.Tensor:
+    def run(self, call: BlockCall) -> torch.Tensor:
         """Its first output."""
 
         def wide(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.plans.entries import Block, Slot
+from nc.backends.native.plans.execution_plan import Block, Slot
 from nc.graph.schemas import schema_of
 from nc.kernels.onednn.descriptions import Desc
 from nc.kernels.onednn.primitives import Layout
@@ -80,7 +80,7 @@ class Later:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Codes:
+class WeightToPack:
     """A weight that kernels want packed.
 
     Attributes:
@@ -92,7 +92,7 @@ class Codes:
     tensor: torch.Tensor
 
 
-class Weights:
+class PackedWeights:
     """Packed weights of a model, shared by its plans."""
 
     def __init__(self) -> None:
@@ -103,18 +103,18 @@ class Weights:
         #: Makes the lowered graph again, with the codes that `forget` gave back.
         self.again: Callable[[], fx.GraphModule] | None = None
 
-    def known(self, weight: Codes, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
+    def known(self, weight: WeightToPack, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
         """Return the layouts that there are of a weight."""
         return list(self._packed.get((weight.name, desc), ()))
 
-    def add(self, weight: Codes, desc: Desc, layout: Layout, packed: torch.Tensor) -> None:
+    def add(self, weight: WeightToPack, desc: Desc, layout: Layout, packed: torch.Tensor) -> None:
         """Keep a weight in one more layout."""
         layouts = self._packed.setdefault((weight.name, desc), [])
         layouts.append((layout, packed))
         self._undo.append(layouts.pop)
 
     def formed(
-        self, weight: Codes, form: str, make: Callable[[], tuple[torch.Tensor, ...]]
+        self, weight: WeightToPack, form: str, make: Callable[[], tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, ...]:
         """Return what a function in C reads of a weight in this form; made once."""
         key = weight.name, form

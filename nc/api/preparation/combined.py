@@ -16,7 +16,7 @@ from nc.api.preparation.weights import PreparedWeights
 from nc.weights.saved_calls import RecordedCalls
 
 
-class PreparedMixed(Preparation):
+class PreparedCombined(Preparation):
     """The float model. Call it with calibration data; it returns what the float model returns.
 
     `convert` uses the data twice.
