@@ -1,6 +1,7 @@
 /* Attention of int8 codes at once, for CPUs with AVX512-VNNI: scores, softmax and its codes, sums of values.
  *
- * A few rows of the scores are computed at a time, so they stay in the first cache. oneDNN writes and reads all of them in fp32.
+ * A few rows of the scores are computed at a time, so they stay in the first cache. oneDNN writes and reads
+ * all of them in fp32.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -21,7 +22,8 @@ struct job {
     char *const *tensors;
 };
 
-/* Memory of one thread; keys and values in the order in which they are multiplied, 16 outputs side by side, 4 inputs behind each other. */
+/* Memory of one thread; keys and values in the order in which they are multiplied, 16 outputs side by side, 4
+ * inputs behind each other. */
 struct room {
     int8_t *keys, *values;
     int32_t *of_keys; /* what the zero points of q and k take off each sum */
@@ -63,7 +65,8 @@ INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
 /* Keys [keys, width] as [keys / 16][width / 4][16][4]; what is missing is 0. */
 FOR_VNNI static void pack_keys(const struct nc_int8_attention *how, const int8_t *k, const struct room *room)
 {
-    const int64_t width = how->width, groups = up(width, 4) / 4, zero_q = how->q_zero_point, zero_k = how->k_zero_point;
+    const int64_t width = how->width, groups = up(width, 4) / 4, zero_q = how->q_zero_point,
+        zero_k = how->k_zero_point;
     for (int64_t block = 0; block * 16 < how->keys; block++) {
         int8_t *to = room->keys + block * groups * 64;
         for (int64_t j = 0; j < 16; j++) {
@@ -85,12 +88,14 @@ FOR_VNNI static void pack_keys(const struct nc_int8_attention *how, const int8_t
         for (int64_t t = 0; t < groups; t++)
             sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_loadu_si512(to + t * 64));
         sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32((int)-zero_q));
-        _mm512_storeu_si512(room->of_keys + block * 16, _mm512_add_epi32(sums, _mm512_set1_epi32((int)(width * zero_q * zero_k))));
+        _mm512_storeu_si512(room->of_keys + block * 16,
+            _mm512_add_epi32(sums, _mm512_set1_epi32((int)(width * zero_q * zero_k))));
     }
 }
 
 /* Values [keys, wide] as [wide / 16][keys / 4][16][4]. */
-FOR_VNNI static void pack_values(const struct nc_int8_attention *how, const int8_t *v, const struct room *room)
+FOR_VNNI static void pack_values(const struct nc_int8_attention *how, const int8_t *v,
+    const struct room *room)
 {
     const int64_t groups = up(how->keys, 16) / 4;
     for (int64_t block = 0; block * 16 < how->wide; block++) {
@@ -113,7 +118,8 @@ FOR_VNNI static void pack_values(const struct nc_int8_attention *how, const int8
     }
 }
 
-/* sums + products of 64 codes, four by four. As an intrinsic, GCC 12 copies the sums before and after each. */
+/* sums + products of 64 codes, four by four. As an intrinsic, GCC 12 copies the sums before and after
+ * each. */
 INLINE FOR_VNNI __m512i add_products(__m512i sums, __m512i x, __m512i w)
 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
@@ -121,8 +127,8 @@ INLINE FOR_VNNI __m512i add_products(__m512i sums, __m512i x, __m512i w)
 }
 
 /* Sums of `rows` rows of codes with `blocks` blocks of 16 outputs. */
-INLINE FOR_VNNI void multiply(
-    const int rows, const int blocks, const uint8_t *x, int64_t stride, const int8_t *w, int64_t groups, __m512i (*sums)[BLOCKS_AT_ONCE])
+INLINE FOR_VNNI void multiply(const int rows, const int blocks, const uint8_t *x, int64_t stride,
+    const int8_t *w, int64_t groups, __m512i (*sums)[BLOCKS_AT_ONCE])
 {
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < blocks; c++)
@@ -142,23 +148,26 @@ INLINE FOR_VNNI void multiply(
 }
 
 /* What follows a product: `n` columns of one row. */
-INLINE FOR_VNNI void follow(
-    const struct job *job, int64_t first, int64_t count, int64_t batch, int64_t head, int64_t row, float *x, int64_t n)
+INLINE FOR_VNNI void follow(const struct job *job, int64_t first, int64_t count, int64_t batch, int64_t head,
+    int64_t row, float *x, int64_t n)
 {
     for (int64_t i = first; i < first + count; i++) {
         const int64_t kind = job->how->followers[i], *strides = job->how->follower_strides[i];
-        const float *from = (const float *)job->tensors[5 + i] + batch * strides[0] + head * strides[1] + row * strides[2];
+        const float *from =
+            (const float *)job->tensors[5 + i] + batch * strides[0] + head * strides[1] + row * strides[2];
         for (int64_t j = 0; j < n; j += 16) {
-            const __m512 y = strides[3] ? _mm512_maskz_loadu_ps(lanes_of(n - j), from + j) : _mm512_set1_ps(*from);
+            const __m512 y =
+                strides[3] ? _mm512_maskz_loadu_ps(lanes_of(n - j), from + j) : _mm512_set1_ps(*from);
             const __m512 old = _mm512_loadu_ps(x + j);
             _mm512_storeu_ps(x + j, kind == FOLLOW_ADD ? _mm512_add_ps(old, y) : _mm512_mul_ps(old, y));
         }
     }
 }
 
-/* Scores of `rows` rows with `blocks` blocks of keys. `taken`: what the zero point of k takes off each sum of a row. */
-INLINE FOR_VNNI void score(
-    const int rows, const int blocks, const struct job *job, const struct room *room, const uint8_t *q, const int32_t *taken, int64_t block)
+/* Scores of `rows` rows with `blocks` blocks of keys. `taken`: what the zero point of k takes off each sum of
+ * a row. */
+INLINE FOR_VNNI void score(const int rows, const int blocks, const struct job *job, const struct room *room,
+    const uint8_t *q, const int32_t *taken, int64_t block)
 {
     const int64_t groups = up(job->how->width, 4) / 4, keys = up(job->how->keys, 16);
     const __m512 factor = _mm512_set1_ps((float)job->how->score);
@@ -167,8 +176,10 @@ INLINE FOR_VNNI void score(
     for (int r = 0; r < rows; r++) {
         const __m512i off = _mm512_set1_epi32(taken[r]);
         for (int c = 0; c < blocks; c++) {
-            const __m512i exact = _mm512_add_epi32(sums[r][c], _mm512_sub_epi32(_mm512_loadu_si512(room->of_keys + (block + c) * 16), off));
-            _mm512_storeu_ps(room->scores + r * keys + (block + c) * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
+            const __m512i exact = _mm512_add_epi32(sums[r][c],
+                _mm512_sub_epi32(_mm512_loadu_si512(room->of_keys + (block + c) * 16), off));
+            _mm512_storeu_ps(room->scores + r * keys + (block + c) * 16,
+                _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
         }
     }
 }
@@ -177,8 +188,10 @@ INLINE FOR_VNNI void score(
 INLINE FOR_VNNI __m512 exponential_of_16(__m512 x)
 {
     const __m512 limited = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(limited, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), limited), p = _mm512_set1_ps(1.9875691500e-4f);
+    const __m512 n =
+        _mm512_roundscale_ps(_mm512_mul_ps(limited, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), limited),
+        p = _mm512_set1_ps(1.9875691500e-4f);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
@@ -196,8 +209,10 @@ INLINE FOR_VNNI __m128i codes_of_16(__m512 x)
     return _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(limited));
 }
 
-/* Codes of the softmax of `rows` rows of n scores, up to the next multiple of 16, and their sums. Rows do not wait for each other. */
-INLINE FOR_VNNI void softmax(const int rows, float *e, uint8_t *codes, int64_t n, float inverse, int64_t *total)
+/* Codes of the softmax of `rows` rows of n scores, up to the next multiple of 16, and their sums. Rows do not
+ * wait for each other. */
+INLINE FOR_VNNI void softmax(const int rows, float *e, uint8_t *codes, int64_t n, float inverse,
+    int64_t *total)
 {
     const int64_t keys = up(n, 16), last = keys - 16;
     __m512 most[SCORE_ROWS], sum[SCORE_ROWS];
@@ -231,8 +246,10 @@ INLINE FOR_VNNI void softmax(const int rows, float *e, uint8_t *codes, int64_t n
         total[r] = _mm_extract_epi64(sums[r], 0) + _mm_extract_epi64(sums[r], 1);
 }
 
-/* Sums of values for `rows` rows and `blocks` blocks of columns, instead of scores. `total`: sums of codes of probabilities. */
-INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *job, const struct room *room, const int64_t *total, int64_t block)
+/* Sums of values for `rows` rows and `blocks` blocks of columns, instead of scores. `total`: sums of codes of
+ * probabilities. */
+INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *job, const struct room *room,
+    const int64_t *total, int64_t block)
 {
     const int64_t keys = up(job->how->keys, 16), wide = up(job->how->wide, 16);
     const __m512 factor = _mm512_set1_ps((float)job->how->value);
@@ -240,8 +257,10 @@ INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *j
     multiply(rows, blocks, room->codes, keys, room->values + block * keys * 16, keys / 4, sums);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < blocks; c++) {
-            const __m512i exact = _mm512_sub_epi32(sums[r][c], _mm512_set1_epi32((int)(job->how->v_zero_point * total[r])));
-            _mm512_storeu_ps(room->sums + r * wide + (block + c) * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
+            const __m512i exact =
+                _mm512_sub_epi32(sums[r][c], _mm512_set1_epi32((int)(job->how->v_zero_point * total[r])));
+            _mm512_storeu_ps(room->sums + r * wide + (block + c) * 16,
+                _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
         }
 }
 
@@ -249,8 +268,10 @@ INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *j
 INLINE FOR_VNNI void put(const struct job *job, const float *x, int64_t at)
 {
     const struct nc_int8_attention *how = job->how;
-    const __m512 inverse = _mm512_set1_ps((float)job->how->inverse), zero = _mm512_set1_ps((float)how->y_zero_point);
-    const __m512 low = _mm512_sub_ps(_mm512_setzero_ps(), zero), high = _mm512_sub_ps(_mm512_set1_ps(255.0f), zero);
+    const __m512 inverse = _mm512_set1_ps((float)job->how->inverse),
+        zero = _mm512_set1_ps((float)how->y_zero_point);
+    const __m512 low = _mm512_sub_ps(_mm512_setzero_ps(), zero),
+        high = _mm512_sub_ps(_mm512_set1_ps(255.0f), zero);
     for (int64_t i = 0; i < how->wide; i += 16) {
         const __mmask16 lanes = lanes_of(how->wide - i);
         __m512 y = _mm512_loadu_ps(x + i);
@@ -260,23 +281,28 @@ INLINE FOR_VNNI void put(const struct job *job, const float *x, int64_t at)
         }
         y = _mm512_roundscale_ps(_mm512_mul_ps(y, inverse), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         y = _mm512_add_ps(_mm512_min_ps(_mm512_max_ps(y, low), high), zero);
-        _mm_mask_storeu_epi8((uint8_t *)job->tensors[0] + at + i, lanes, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(y)));
+        _mm_mask_storeu_epi8((uint8_t *)job->tensors[0] + at + i, lanes,
+            _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(y)));
     }
 }
 
 /* Some rows of one head. */
-INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct room *room, int64_t batch, int64_t head, int64_t row)
+INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct room *room, int64_t batch,
+    int64_t head, int64_t row)
 {
     const struct nc_int8_attention *how = job->how;
-    const int64_t width = how->width, padded = up(width, 4), keys = up(how->keys, 16), wide = up(how->wide, 16);
+    const int64_t width = how->width, padded = up(width, 4), keys = up(how->keys, 16),
+        wide = up(how->wide, 16);
     uint8_t q[SCORE_ROWS * WIDEST_HEAD + 16];
     int32_t taken[SCORE_ROWS];
     int64_t total[SCORE_ROWS], block = 0;
     for (int r = 0; r < rows; r++) {
-        const int64_t at = batch * how->q_strides[0] + head * how->q_strides[1] + (row + r) * how->q_strides[2];
+        const int64_t at =
+            batch * how->q_strides[0] + head * how->q_strides[1] + (row + r) * how->q_strides[2];
         const uint8_t *from = (const uint8_t *)job->tensors[1] + at;
         __m128i sums = _mm_setzero_si128();
-        for (int64_t i = 0; i < width; i += 16) { /* what is written behind a row is overwritten by the next */
+        /* what is written behind a row is overwritten by the next */
+        for (int64_t i = 0; i < width; i += 16) {
             const __m128i codes = _mm_maskz_loadu_epi8(lanes_of(width - i), from + i);
             _mm_storeu_si128((__m128i *)(q + r * padded + i), codes);
             sums = _mm_add_epi64(sums, _mm_sad_epu8(codes, _mm_setzero_si128()));
@@ -300,7 +326,8 @@ INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct 
         weigh(rows, 1, job, room, total, block);
     for (int r = 0; r < rows; r++) {
         follow(job, how->before, how->behind, batch, head, row + r, room->sums + r * wide, how->wide);
-        put(job, room->sums + r * wide, batch * how->y_strides[0] + head * how->y_strides[1] + (row + r) * how->y_strides[2]);
+        put(job, room->sums + r * wide,
+            batch * how->y_strides[0] + head * how->y_strides[1] + (row + r) * how->y_strides[2]);
     }
 }
 
@@ -312,12 +339,17 @@ FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
     const struct room room = room_of(job->tensors[4] + part * how->bytes, how);
     int64_t packed = -1;
     for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++) {
-        const int64_t which = task / pieces, batch = which / how->heads, head = which % how->heads, piece = task % pieces;
+        const int64_t which = task / pieces, batch = which / how->heads, head = which % how->heads,
+            piece = task % pieces;
         const int64_t end = how->rows * (piece + 1) / pieces;
         int64_t row = how->rows * piece / pieces;
         if (which != packed) {
-            pack_keys(how, (const int8_t *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1], &room);
-            pack_values(how, (const int8_t *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1], &room);
+            pack_keys(how,
+                (const int8_t *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1],
+                &room);
+            pack_values(how,
+                (const int8_t *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1],
+                &room);
             packed = which;
         }
         for (; row + SCORE_ROWS <= end; row += SCORE_ROWS)
@@ -337,13 +369,15 @@ int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int cou
     EXPECT(how->behind >= 0 && how->behind <= MOST_FOLLOWERS - how->before, OTHER_SIZE);
     EXPECT(count == 5 + how->before + how->behind, OTHER_TENSORS);
     EXPECT(how->batch >= 0 && how->heads >= 0 && how->rows >= 0 && how->threads > 0, OTHER_SIZE);
-    EXPECT(how->keys > 0 && how->width > 0 && how->width <= WIDEST_HEAD && how->wide > 0 && how->parts > 0, OTHER_SIZE);
+    EXPECT(how->keys > 0 && how->width > 0 && how->width <= WIDEST_HEAD && how->wide > 0 && how->parts > 0,
+        OTHER_SIZE);
     EXPECT(bytes_of_room(how) <= how->bytes, OTHER_SIZE);
     EXPECT(how->to == DTYPE_U8 || how->to == DTYPE_F32, OTHER_DTYPE);
     for (int64_t i = 0; i < how->before + how->behind; i++)
         EXPECT(how->followers[i] == FOLLOW_ADD || how->followers[i] == FOLLOW_MUL, OTHER_OPERATION);
     /* as much work as some thousand products is done before other threads wake up */
-    const int64_t worth = 1 + how->batch * how->heads * how->rows * how->keys * (how->width + how->wide) / 524288;
+    const int64_t worth =
+        1 + how->batch * how->heads * how->rows * how->keys * (how->width + how->wide) / 524288;
     in_parts(work, &job, worth, how->threads);
     return OK;
 }

@@ -1,5 +1,5 @@
-/* Functions of the table in abi.py: (structure, not used, count of tensors, their addresses). Each one checks what
- * it is given, and no address is computed from its numbers before that.
+/* Functions of the table in abi.py: (structure, not used, count of tensors, their addresses). Each one checks
+ * what it is given, and no address is computed from its numbers before that.
  */
 
 #include <stdint.h>

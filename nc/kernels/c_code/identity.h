@@ -1,4 +1,5 @@
-/* What each library says of itself. flags.py includes this file in front of every source, and defines NC_SOURCE_HASH. */
+/* What each library says of itself. flags.py includes this file in front of every source, and defines
+ * NC_SOURCE_HASH. */
 
 #include <stdint.h>
 
@@ -14,10 +15,12 @@ const char *nc_compiler(void)
 #endif
 }
 
-/* Instruction sets that this library has code for: bit i for number i. It needs no CPU that has them: it asks, or its callers do. */
+/* Instruction sets that this library has code for: bit i for number i. It needs no CPU that has them: it
+ * asks, or its callers do. */
 int64_t nc_isas(void);
 
-/* Those that the user leaves it, set once before the first call of anything else, and what follows: those that it may use. */
+/* Those that the user leaves it, set once before the first call of anything else, and what follows: those
+ * that it may use. */
 static int64_t nc_permitted = -1;
 void nc_permit(int64_t isas) { nc_permitted = isas; }
 int64_t nc_may_use(void) { return nc_isas() & nc_permitted; }

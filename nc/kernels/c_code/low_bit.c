@@ -1,16 +1,21 @@
-/* Linears with weights in a few bits: y = x W^T + bias, with W[n, k] = scale[n, g] * value(code[n, k]) + offset[n, g].
+/* Linears with weights in a few bits: y = x W^T + bias, with
+ * W[n, k] = scale[n, g] * value(code[n, k]) + offset[n, g].
  *
  * The layout of a weight, the same for all instruction sets, is made of panels of 16 outputs:
- *   4 bits: [panel][K / 8][16 outputs] words of 32 bits; byte i of a word has code k + i in its low half and code k + 4 + i in its high half
+ *   4 bits: [panel][K / 8][16 outputs] words of 32 bits; byte i of a word has code k + i in its low half and
+ *           code k + 4 + i in its high half
  *   8 bits: [panel][K / 4][16 outputs] words of 32 bits; byte i of a word is code k + i
  *   scales: [panel][group][16 outputs], fp32, fp16 or bf16; offsets likewise, fp32
  * N is padded to a multiple of 16, and a row of K that is one group to a multiple of 32.
  *
  * Four forms:
- *   fp32    codes become fp32 in registers (4 bits: by a table of 16 values; 8 bits: code - middle), multiplied and summed in fp32
- *   int8    x is rounded to int8 with one scale for each block of its row; products are summed in int32 for each block: this is exact
- *   digits  as int8, but x is three digits of 8 bits, d2 * 2^16 + d1 * 2^8 + d0, times a power of two for each block: at most 2^-23 of the
- *           largest value of the block is lost, as much as fp32 sums lose. With VNNI this takes fewer instructions than fp32
+ *   fp32    codes become fp32 in registers (4 bits: by a table of 16 values; 8 bits: code - middle),
+ *           multiplied and summed in fp32
+ *   int8    x is rounded to int8 with one scale for each block of its row; products are summed in int32 for
+ *           each block: this is exact
+ *   digits  as int8, but x is three digits of 8 bits, d2 * 2^16 + d1 * 2^8 + d0, times a power of two for
+ *           each block: at most 2^-23 of the largest value of the block is lost, as much as fp32 sums lose.
+ *           With VNNI this takes fewer instructions than fp32
  *   bf16    x is bf16, and so are 4-bit codes - middle, exactly: products of pairs are summed in fp32
  */
 
@@ -26,7 +31,8 @@
 #define DIGITS 3 /* of 8 bits, for fp32 */
 #define TINY_AMAX 0x1p-100f /* as in nc.numerics.affine */
 #define WORK_PER_THREAD 65536 /* weights times rows below which another thread costs more than it gains */
-#define X_AT_ONCE (1 << 19)   /* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
+/* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
+#define X_AT_ONCE (1 << 19)
 
 struct weight {
     int64_t outputs, inputs, padded; /* N, K, and K as it is stored */
@@ -46,13 +52,15 @@ struct job {
     float *y;           /* [rows, N] */
     const float *bias;  /* [N] or null */
     int64_t held;       /* rows, or a few more: distance of what the next two have for each group and block */
-    float *group_sums;  /* [groups, rows]: sums of x as it is multiplied over a group, 0 at first; only with offsets */
+    /* [groups, rows]: sums of x as it is multiplied over a group, 0 at first; only with offsets */
+    float *group_sums;
     /* forms int8 and digits */
     int64_t block, blocks; /* elements of a block, blocks in a row */
     int per_token;         /* one scale for all blocks of a row */
     _Atomic int *unfit;    /* set where x can't be split, by any thread */
-    int8_t *codes;         /* [rows, digits, padded], or for tiles [rows / 16, digits, padded / 64, 16, 64]; one digit in the int8 form; or bf16,
-                              or fp32, see tile_rows */
+    /* [rows, digits, padded], or for tiles [rows / 16, digits, padded / 64, 16, 64]; one digit in the int8
+     * form; or bf16, or fp32, see tile_rows */
+    int8_t *codes;
     int64_t plane, row;    /* bytes of a digit of a row, and of a row */
     int tiled;
     float *block_scale;    /* [blocks, rows] */
@@ -89,7 +97,8 @@ static void share(void *data, int64_t part, int64_t parts)
 }
 
 /* part(job, start, stop) for all of 0..count, in `parts` at most; `step` of them are not divided. */
-static void run(const struct job *job, part_t part, int64_t count, int64_t step, int64_t parts, int64_t threads)
+static void run(const struct job *job, part_t part, int64_t count, int64_t step, int64_t parts,
+    int64_t threads)
 {
     struct shared s = {job, part, count, step};
     int64_t units = (count + step - 1) / step;
@@ -155,7 +164,8 @@ FOR_AVX2 static float largest(const float *x, int64_t count)
     return unfit == 0 ? amax : NAN;
 }
 
-/* As choose_qparams of nc.numerics.affine: symmetric, 127 codes on each side; not a number where x has one or is infinite. */
+/* As choose_qparams of nc.numerics.affine: symmetric, 127 codes on each side; not a number where x has one or
+ * is infinite. */
 static float int8_scale(float amax)
 {
     return amax < TINY_AMAX ? 1.0f : (float)((double)amax / 127);
@@ -209,7 +219,8 @@ static void round_rows(const struct job *j, int64_t start, int64_t stop)
                 next = j->tiled ? (at + k) / 64 * 64 + 64 - at : padded; /* what lies in one piece */
                 next = next < padded ? next : padded;
                 int64_t here = count - k < next - k ? count - k : next - k;
-                sum += round_block(x + at + k, here > 0 ? here : 0, next - k, scale, codes_at(j, m, 0, at + k));
+                sum +=
+                    round_block(x + at + k, here > 0 ? here : 0, next - k, scale, codes_at(j, m, 0, at + k));
             }
             j->block_scale[b * j->held + m] = scale;
             j->block_start[m * j->blocks + b] = (int32_t)(-j->w.middle * sum);
@@ -220,14 +231,16 @@ static void round_rows(const struct job *j, int64_t start, int64_t stop)
 }
 
 /* Digits of `count` elements, in planes of `plane` bytes, and their sums. */
-FOR_AVX2 static void split_block(const float *x, int64_t count, float inverse, int8_t *codes, int64_t plane, int32_t *sums)
+FOR_AVX2 static void split_block(const float *x, int64_t count, float inverse, int8_t *codes, int64_t plane,
+    int32_t *sums)
 {
     for (int64_t k = 0; k < count; k += 8) {
         __m256i left = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(inverse)));
         for (int d = 0; d < DIGITS; d++) {
             __m256i digit = _mm256_srai_epi32(_mm256_slli_epi32(left, 24), 24);
             left = _mm256_srai_epi32(_mm256_sub_epi32(left, digit), 8);
-            __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(digit), _mm256_extracti128_si256(digit, 1));
+            __m128i words =
+                _mm_packs_epi32(_mm256_castsi256_si128(digit), _mm256_extracti128_si256(digit, 1));
             _mm_storel_epi64((__m128i *)(codes + d * plane + k), _mm_packs_epi16(words, words));
             __m128i ones = _mm_madd_epi16(words, _mm_set1_epi16(1));
             ones = _mm_add_epi32(ones, _mm_unpackhi_epi64(ones, ones));
@@ -258,13 +271,15 @@ static void split_rows(const struct job *j, int64_t start, int64_t stop)
             for (int64_t k = 0, next; k < padded; k = next) {
                 next = j->tiled ? (at + k) / 64 * 64 + 64 - at : padded;
                 next = next < padded ? next : padded;
-                split_block(x + k, next - k, ldexpf(1, -exponent), codes_at(j, m, 0, at + k), (j->tiled ? 16 : 1) * j->plane, sums);
+                split_block(x + k, next - k, ldexpf(1, -exponent), codes_at(j, m, 0, at + k),
+                    (j->tiled ? 16 : 1) * j->plane, sums);
             }
             j->block_scale[b * j->held + m] = ldexpf(1, exponent);
             for (int d = 0; d < DIGITS; d++)
                 j->block_start[(m * j->blocks + b) * DIGITS + d] = (int32_t)(-j->w.middle * sums[d]);
             if (j->group_sums)
-                j->group_sums[b / each * j->held + m] += ldexpf((float)(sums[2] * 65536.0 + sums[1] * 256.0 + sums[0]), exponent);
+                j->group_sums[b / each * j->held + m] +=
+                    ldexpf((float)(sums[2] * 65536.0 + sums[1] * 256.0 + sums[0]), exponent);
         }
     }
 }
@@ -309,7 +324,8 @@ INLINE FOR_AVX512 __m512 scales_512(const struct weight *w, int64_t at)
     if (w->scale_dtype == DTYPE_F16)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
     if (w->scale_dtype == DTYPE_BF16)
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)half)), 16));
+        return _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)half)), 16));
     return _mm512_loadu_ps((const float *)w->scale + at);
 }
 
@@ -323,16 +339,19 @@ INLINE FOR_AVX512 void finish_512(const struct job *j, int64_t p, int64_t m, __m
 }
 
 /* The end of a group: with offsets, each adds its part. */
-#define ADD_OFFSETS_512()                                                                                                 \
-    if (j->w.offset)                                                                                                      \
-        UNROLL for (int v = 0; v < P; v++) UNROLL for (int r = 0; r < R; r++)                                             \
-            sum[r][v] = _mm512_fmadd_ps(_mm512_loadu_ps(j->w.offset + ((p + v) * groups + g) * PANEL),                    \
-                                        _mm512_set1_ps(j->group_sums[g * j->held + m + r]), sum[r][v]);
+#define ADD_OFFSETS_512()                                                                              \
+    if (j->w.offset)                                                                                   \
+        UNROLL for (int v = 0; v < P; v++) UNROLL for (int r = 0; r < R; r++)                          \
+            sum[r][v] = _mm512_fmadd_ps(_mm512_loadu_ps(j->w.offset + ((p + v) * groups + g) * PANEL), \
+                _mm512_set1_ps(j->group_sums[g * j->held + m + r]), sum[r][v]);
 
-/* `ahead`: ask for the codes of one row before they are read; CPUs differ in what that gains (benchmarks/lowbit_kernels.py). */
-INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits, const int D, const int ahead)
+/* `ahead`: ask for the codes of one row before they are read; CPUs differ in what that gains
+ * (benchmarks/lowbit_kernels.py). */
+INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits, const int D, const int ahead)
 {
-    const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups, panel = j->w.padded * 2 * bits;
+    const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups,
+        panel = j->w.padded * 2 * bits;
     const __m512i half = _mm512_set1_epi8(15);
     const int C = P * R == 1 ? 2 : 1; /* chains of sums: one alone would wait for itself */
     const uint8_t *codes[2];
@@ -348,7 +367,8 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
         for (int64_t end = b + each; b < end; b++) {
             int64_t k = b * j->block, stop = k + j->block < j->w.padded ? k + j->block : j->w.padded;
             __m512i acc[4][2][DIGITS][2];
-            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) UNROLL for (int d = 0; d < D; d++)
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+                UNROLL for (int d = 0; d < D; d++)
             {
                 acc[r][v][d][0] = _mm512_set1_epi32(j->block_start[((m + r) * j->blocks + b) * D + d]);
                 acc[r][v][d][1] = _mm512_setzero_si512();
@@ -376,8 +396,10 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
                 {
                     const int8_t *x = j->codes + (m + r) * j->row + d * j->plane + k;
                     __m512i first = _mm512_set1_epi32(word(x)), second = _mm512_set1_epi32(word(x + 4));
-                    UNROLL for (int v = 0; v < P; v++) acc[r][v][d][0] = _mm512_dpbusd_epi32(acc[r][v][d][0], low[v], first);
-                    UNROLL for (int v = 0; v < P; v++) acc[r][v][d][C - 1] = _mm512_dpbusd_epi32(acc[r][v][d][C - 1], high[v], second);
+                    UNROLL for (int v = 0; v < P; v++)
+                        acc[r][v][d][0] = _mm512_dpbusd_epi32(acc[r][v][d][0], low[v], first);
+                    UNROLL for (int v = 0; v < P; v++)
+                        acc[r][v][d][C - 1] = _mm512_dpbusd_epi32(acc[r][v][d][C - 1], high[v], second);
                 }
             }
             UNROLL for (int r = 0; r < R; r++)
@@ -386,31 +408,37 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
                 UNROLL for (int v = 0; v < P; v++)
                 {
                     if (C == 2)
-                        UNROLL for (int d = 0; d < D; d++) acc[r][v][d][0] = _mm512_add_epi32(acc[r][v][d][0], acc[r][v][d][1]);
+                        UNROLL for (int d = 0; d < D; d++)
+                            acc[r][v][d][0] = _mm512_add_epi32(acc[r][v][d][0], acc[r][v][d][1]);
                     __m512 value = _mm512_cvtepi32_ps(acc[r][v][D - 1][0]);
                     UNROLL for (int d = D - 2; d >= 0; d--)
-                        value = _mm512_fmadd_ps(value, _mm512_set1_ps(256), _mm512_cvtepi32_ps(acc[r][v][d][0]));
+                        value =
+                            _mm512_fmadd_ps(value, _mm512_set1_ps(256), _mm512_cvtepi32_ps(acc[r][v][d][0]));
                     sum[r][v] = _mm512_fmadd_ps(_mm512_mul_ps(value, by), scale[v], sum[r][v]);
                 }
             }
         }
         ADD_OFFSETS_512()
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+        finish_512(j, p + v, m + r, sum[r][v]);
 }
 
-INLINE FOR_VNNI void int8_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+INLINE FOR_VNNI void int8_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits)
 {
     integers_512(j, p, m, P, R, bits, 1, 0);
 }
 
-INLINE FOR_VNNI void int8_ahead_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+INLINE FOR_VNNI void int8_ahead_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits)
 {
     integers_512(j, p, m, P, R, bits, 1, 1);
 }
 
 /* Two rows at once: sums of three digits of four would not fit into the registers. */
-INLINE FOR_VNNI void split_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits, const int ahead)
+INLINE FOR_VNNI void split_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits, const int ahead)
 {
     for (int r = 0; r + 2 <= R; r += 2)
         integers_512(j, p, m + r, P, 2, bits, DIGITS, ahead);
@@ -418,17 +446,20 @@ INLINE FOR_VNNI void split_512(const struct job *j, int64_t p, int64_t m, const 
         integers_512(j, p, m, P, 1, bits, DIGITS, ahead);
 }
 
-INLINE FOR_VNNI void digits_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+INLINE FOR_VNNI void digits_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits)
 {
     split_512(j, p, m, P, R, bits, bits == 4);
 }
 
-INLINE FOR_VNNI void digits_ahead_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+INLINE FOR_VNNI void digits_ahead_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits)
 {
     split_512(j, p, m, P, R, bits, 1);
 }
 
-INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits)
 {
     const int64_t groups = j->w.padded / j->w.group, panel = j->w.padded * 2 * bits;
     const __m512 table = bits == 4 ? _mm512_loadu_ps(j->w.table) : _mm512_setzero_ps();
@@ -442,7 +473,8 @@ INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const
     }
     for (int64_t g = 0; g < groups; g++) {
         __m512 even[4][2], odd[4][2]; /* two chains of sums: one alone would wait for itself */
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) even[r][v] = odd[r][v] = _mm512_setzero_ps();
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+            even[r][v] = odd[r][v] = _mm512_setzero_ps();
         for (int64_t k = g * j->w.group; k < (g + 1) * j->w.group; k += 8) {
             __m512i low[2], high[2];
             UNROLL for (int v = 0; v < P; v++)
@@ -466,7 +498,8 @@ INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const
                     second = _mm512_permutexvar_ps(_mm512_srli_epi32(high[v], 8 * i), table);
                 } else {
                     first = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(low[v], 24 - 8 * i), 24));
-                    second = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(high[v], 24 - 8 * i), 24));
+                    second =
+                        _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(high[v], 24 - 8 * i), 24));
                 }
                 UNROLL for (int r = 0; r < R; r++)
                 {
@@ -481,16 +514,19 @@ INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const
                                         scales_512(&j->w, ((p + v) * groups + g) * PANEL), sum[r][v]);
         ADD_OFFSETS_512()
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+        finish_512(j, p + v, m + r, sum[r][v]);
 }
 
 #if HAS_BF16
-INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int bits)
 {
     const int64_t groups = j->w.padded / j->w.group, panel = j->w.padded * 2 * bits;
     const int C = R > 2 ? 1 : 2; /* chains of sums: one alone would wait for itself */
     const __m256i values = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(j->w.table), 16));
-    const __m512i table = _mm512_broadcast_i64x4(values); /* twice: bit 4 of an index belongs to the next code */
+    /* twice: bit 4 of an index belongs to the next code */
+    const __m512i table = _mm512_broadcast_i64x4(values);
     const uint8_t *codes[2];
     __m512 sum[6][2];
     UNROLL for (int v = 0; v < P; v++)
@@ -500,7 +536,8 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
     }
     for (int64_t g = 0; g < groups; g++) {
         __m512 acc[6][2][2];
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) acc[r][v][0] = acc[r][v][1] = _mm512_setzero_ps();
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+            acc[r][v][0] = acc[r][v][1] = _mm512_setzero_ps();
         for (int64_t k = g * j->w.group; k < (g + 1) * j->w.group; k += 8) {
             __m512i found[2];
             UNROLL for (int v = 0; v < P; v++)
@@ -511,7 +548,8 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
             UNROLL for (int i = 0; i < 4; i++)
             {
                 __m512i pair[2];
-                UNROLL for (int v = 0; v < P; v++) pair[v] = _mm512_permutexvar_epi16(_mm512_srli_epi16(found[v], 4 * i), table);
+                UNROLL for (int v = 0; v < P; v++)
+                    pair[v] = _mm512_permutexvar_epi16(_mm512_srli_epi16(found[v], 4 * i), table);
                 UNROLL for (int r = 0; r < R; r++)
                 {
                     __m512i x = _mm512_set1_epi32(word(j->codes + (m + r) * j->row + 2 * k + 4 * i));
@@ -527,13 +565,15 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
         }
         ADD_OFFSETS_512()
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+        finish_512(j, p + v, m + r, sum[r][v]);
 }
 #endif
 
-/* Panels from start to stop, all rows: tiles of two panels and `most` rows as long as there are so many. For one row and at most `alone`
- * inputs, each panel by itself: then all codes are read in the order in which they lie, which AMD's CPUs fetch from memory ahead of time
- * faster than many short pieces of two panels. Longer panels are long enough for that, and two of them read x half as often. */
+/* Panels from start to stop, all rows: tiles of two panels and `most` rows as long as there are so many. For
+ * one row and at most `alone` inputs, each panel by itself: then all codes are read in the order in which
+ * they lie, which AMD's CPUs fetch from memory ahead of time faster than many short pieces of two panels.
+ * Longer panels are long enough for that, and two of them read x half as often. */
 #define DEFINE_PART(name, target, tile, bits, most, alone)                     \
     target static void name(const struct job *j, int64_t start, int64_t stop)  \
     {                                                                          \
@@ -602,7 +642,8 @@ INLINE FOR_AVX2 __m256 scales_256(const struct weight *w, int64_t at)
     if (w->scale_dtype == DTYPE_F16)
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
     if (w->scale_dtype == DTYPE_BF16)
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)half)), 16));
+        return _mm256_castsi256_ps(
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)half)), 16));
     return _mm256_loadu_ps((const float *)w->scale + at);
 }
 
@@ -615,16 +656,18 @@ INLINE FOR_AVX2 void finish_256(const struct job *j, int64_t first, int64_t m, _
         j->y[m * j->w.outputs + first + i] = lanes[i] + (j->bias ? j->bias[first + i] : 0);
 }
 
-#define ADD_OFFSETS_256()                                                                                       \
-    if (j->w.offset)                                                                                            \
-        UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++)                                   \
-            sum[r][v] = _mm256_fmadd_ps(_mm256_loadu_ps(j->w.offset + (p * groups + g) * PANEL + (h + v) * 8),  \
-                                        _mm256_set1_ps(j->group_sums[g * j->held + m + r]), sum[r][v]);
+#define ADD_OFFSETS_256()                                                                              \
+    if (j->w.offset)                                                                                   \
+        UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++)                          \
+            sum[r][v] =                                                                                \
+                _mm256_fmadd_ps(_mm256_loadu_ps(j->w.offset + (p * groups + g) * PANEL + (h + v) * 8), \
+                    _mm256_set1_ps(j->group_sums[g * j->held + m + r]), sum[r][v]);
 
 /* sum + unsigned bytes of a times signed bytes of b, four products into each number of 32 bits. */
 INLINE FOR_AVX2 __m256i dot_vnni(__m256i sum, __m256i a, __m256i b)
 {
-#if HAS_AVX_VNNI && defined(NC_TEST_EVEX) /* the same instruction as AVX512-VNNI encodes it: where tests have no AVX-VNNI */
+/* the same instruction as AVX512-VNNI encodes it: where tests have no AVX-VNNI */
+#if HAS_AVX_VNNI && defined(NC_TEST_EVEX)
     __asm__("%{evex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 #elif HAS_AVX_VNNI
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -632,31 +675,37 @@ INLINE FOR_AVX2 __m256i dot_vnni(__m256i sum, __m256i a, __m256i b)
     return sum;
 }
 
-/* Halves h to h + V of panel p. Without VNNI: 4-bit codes times int8 fit into 16 bits eight times, 8 * 2 * 15 * 127 < 2^15; 8-bit codes
- * are taken as magnitude times signed x, and 2 * 128 * 127 < 2^15. */
-INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t m, const int V, const int R, const int bits, const int vnni)
+/* Halves h to h + V of panel p. Without VNNI: 4-bit codes times int8 fit into 16 bits eight times,
+ * 8 * 2 * 15 * 127 < 2^15; 8-bit codes are taken as magnitude times signed x, and 2 * 128 * 127 < 2^15. */
+INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t m, const int V, const int R,
+    const int bits, const int vnni)
 {
     const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups;
-    const __m256i half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), middle = _mm256_set1_epi8((char)j->w.middle);
+    const __m256i half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1),
+        middle = _mm256_set1_epi8((char)j->w.middle);
     const uint8_t *codes = j->w.codes + p * j->w.padded * 2 * bits + h * 32;
     __m256 sum[4][2];
     UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm256_setzero_ps();
     for (int64_t g = 0, b = 0; g < groups; g++) {
         __m256 scale[2];
-        UNROLL for (int v = 0; v < V; v++) scale[v] = scales_256(&j->w, (p * groups + g) * PANEL + (h + v) * 8);
+        UNROLL for (int v = 0; v < V; v++)
+            scale[v] = scales_256(&j->w, (p * groups + g) * PANEL + (h + v) * 8);
         for (int64_t end = b + each; b < end; b++) {
             int64_t k = b * j->block, stop = k + j->block < j->w.padded ? k + j->block : j->w.padded;
             __m256i acc[4][2];
             UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
-                acc[r][v] = vnni || bits == 4 ? _mm256_set1_epi32(j->block_start[(m + r) * j->blocks + b]) : _mm256_setzero_si256();
+                acc[r][v] = vnni || bits == 4 ? _mm256_set1_epi32(j->block_start[(m + r) * j->blocks + b])
+                                              : _mm256_setzero_si256();
             for (; k < stop; k += 32) {
                 __m256i words[4][2];
-                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) words[r][v] = _mm256_setzero_si256();
+                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+                    words[r][v] = _mm256_setzero_si256();
                 for (int64_t u = k; u < k + 32; u += 8)
                     UNROLL for (int v = 0; v < V; v++)
                     {
                         const uint8_t *at = codes + u * 2 * bits + v * 32;
-                        if (R == 1 && v == 0) { /* the CPU alone asks too late for what one row reads once: 1.14 to 1.33 x on Zen 3 */
+                        /* the CPU alone asks too late for what one row reads once: 1.14 to 1.33 x on Zen 3 */
+                        if (R == 1 && v == 0) {
                             _mm_prefetch((const char *)at + 4096, _MM_HINT_T0);
                             if (bits == 8)
                                 _mm_prefetch((const char *)at + 4096 + 64, _MM_HINT_T0);
@@ -675,15 +724,19 @@ INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t
                         UNROLL for (int r = 0; r < R; r++)
                         {
                             const int8_t *x = j->codes + (m + r) * j->row + u;
-                            __m256i first = _mm256_set1_epi32(word(x)), second = _mm256_set1_epi32(word(x + 4));
+                            __m256i first = _mm256_set1_epi32(word(x)),
+                                second = _mm256_set1_epi32(word(x + 4));
                             if (vnni) {
                                 acc[r][v] = dot_vnni(dot_vnni(acc[r][v], low, first), high, second);
                             } else if (bits == 4) {
                                 words[r][v] = _mm256_add_epi16(words[r][v], _mm256_maddubs_epi16(low, first));
-                                words[r][v] = _mm256_add_epi16(words[r][v], _mm256_maddubs_epi16(high, second));
+                                words[r][v] =
+                                    _mm256_add_epi16(words[r][v], _mm256_maddubs_epi16(high, second));
                             } else {
-                                __m256i a = _mm256_maddubs_epi16(_mm256_abs_epi8(low), _mm256_sign_epi8(first, low));
-                                __m256i c = _mm256_maddubs_epi16(_mm256_abs_epi8(high), _mm256_sign_epi8(second, high));
+                                __m256i a =
+                                    _mm256_maddubs_epi16(_mm256_abs_epi8(low), _mm256_sign_epi8(first, low));
+                                __m256i c = _mm256_maddubs_epi16(_mm256_abs_epi8(high),
+                                    _mm256_sign_epi8(second, high));
                                 acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(a, ones));
                                 acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(c, ones));
                             }
@@ -697,27 +750,33 @@ INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t
             {
                 __m256 by = _mm256_set1_ps(j->block_scale[b * j->held + m + r]);
                 UNROLL for (int v = 0; v < V; v++)
-                    sum[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][v]), by), scale[v], sum[r][v]);
+                    sum[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][v]), by), scale[v],
+                        sum[r][v]);
             }
         }
         ADD_OFFSETS_256()
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+        finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
 }
 
 /* Values of code i of 8 words; `next` has codes 4 to 7 of 8 bits. */
-INLINE FOR_AVX2 __m256 value_256(__m256i found, __m256i next, const int i, __m256 lower, __m256 upper, const int bits)
+INLINE FOR_AVX2 __m256 value_256(__m256i found, __m256i next, const int i, __m256 lower, __m256 upper,
+    const int bits)
 {
     const int byte = i % 4, shift = byte * 8 + i / 4 * 4;
     if (bits == 8)
-        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(i < 4 ? found : next, 24 - 8 * byte), 24));
+        return _mm256_cvtepi32_ps(
+            _mm256_srai_epi32(_mm256_slli_epi32(i < 4 ? found : next, 24 - 8 * byte), 24));
     /* the lowest 3 bits choose in both halves of the table, the fourth one the half */
     const __m256i index = _mm256_srli_epi32(found, shift);
     const __m256 top = _mm256_castsi256_ps(_mm256_slli_epi32(found, 28 - shift));
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index), _mm256_permutevar8x32_ps(upper, index), top);
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index), _mm256_permutevar8x32_ps(upper, index),
+        top);
 }
 
-INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t m, const int V, const int R, const int bits, const int vnni)
+INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t m, const int V, const int R,
+    const int bits, const int vnni)
 {
     const int64_t groups = j->w.padded / j->w.group;
     const __m256 lower = bits == 4 ? _mm256_loadu_ps(j->w.table) : _mm256_setzero_ps();
@@ -729,7 +788,8 @@ INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t
     UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         __m256 of_group[4][2];
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) of_group[r][v] = _mm256_setzero_ps();
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+            of_group[r][v] = _mm256_setzero_ps();
         for (int64_t k = g * j->w.group; k < (g + 1) * j->w.group; k += 8)
             UNROLL for (int v = 0; v < V; v++)
             {
@@ -743,14 +803,17 @@ INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t
                 {
                     const __m256 value = value_256(found, next, i, lower, upper, bits);
                     UNROLL for (int r = 0; r < R; r++)
-                        of_group[r][v] = _mm256_fmadd_ps(value, _mm256_set1_ps(j->x[(m + r) * j->stride + k + i]), of_group[r][v]);
+                        of_group[r][v] = _mm256_fmadd_ps(value,
+                            _mm256_set1_ps(j->x[(m + r) * j->stride + k + i]), of_group[r][v]);
                 }
             }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
-            sum[r][v] = _mm256_fmadd_ps(of_group[r][v], scales_256(&j->w, (p * groups + g) * PANEL + (h + v) * 8), sum[r][v]);
+            sum[r][v] = _mm256_fmadd_ps(of_group[r][v],
+                scales_256(&j->w, (p * groups + g) * PANEL + (h + v) * 8), sum[r][v]);
         ADD_OFFSETS_256()
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+        finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
 }
 
 #define DEFINE_PART_256(name, tile, bits, vnni)                                       \
@@ -788,10 +851,13 @@ static inline int64_t chunk_of(const struct job *j, int64_t k)
 }
 
 /* Where input k, the first of a chunk of `count`, of a tile of rows lies that begins with row m. */
-static inline float *tile_at(const struct job *j, int64_t k, int64_t count, int64_t m) { return (float *)j->codes + k * j->rows + m * count; }
+static inline float *tile_at(const struct job *j, int64_t k, int64_t count, int64_t m)
+{
+    return (float *)j->codes + k * j->rows + m * count;
+}
 
-/* Rows of x in the order in which they are multiplied: [chunks, tiles, inputs of a chunk, rows of a tile]. As they are, rows that lie a
- * multiple of 4 KB apart would meet in the same lines of the L1 cache. */
+/* Rows of x in the order in which they are multiplied: [chunks, tiles, inputs of a chunk, rows of a tile]. As
+ * they are, rows that lie a multiple of 4 KB apart would meet in the same lines of the L1 cache. */
 static void tile_rows(const struct job *j, int64_t start, int64_t stop)
 {
     CHUNKS(j, k, count)
@@ -805,7 +871,8 @@ static void tile_rows(const struct job *j, int64_t start, int64_t stop)
 }
 
 /* Values of inputs k to k + count of panel p. */
-INLINE FOR_AVX2 void values_of_256(const struct job *j, int64_t p, int64_t k, int64_t count, const int bits, float (*values)[PANEL])
+INLINE FOR_AVX2 void values_of_256(const struct job *j, int64_t p, int64_t k, int64_t count, const int bits,
+    float (*values)[PANEL])
 {
     const __m256 lower = bits == 4 ? _mm256_loadu_ps(j->w.table) : _mm256_setzero_ps();
     const __m256 upper = bits == 4 ? _mm256_loadu_ps(j->w.table + 8) : _mm256_setzero_ps();
@@ -820,15 +887,18 @@ INLINE FOR_AVX2 void values_of_256(const struct job *j, int64_t p, int64_t k, in
                 found = _mm256_sub_epi8(found, middle);
                 next = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(at + 64)), middle);
             }
-            UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_ps(values[u + i] + 8 * v, value_256(found, next, i, lower, upper, bits));
+            UNROLL for (int i = 0; i < 8; i++)
+                _mm256_storeu_ps(values[u + i] + 8 * v, value_256(found, next, i, lower, upper, bits));
         }
 }
 
 /* of_group += x times values, for a tile of R rows. */
-INLINE FOR_AVX2 void add_values_256(const float *x, int64_t count, float (*values)[PANEL], float (*of_group)[PANEL], const int R)
+INLINE FOR_AVX2 void add_values_256(const float *x, int64_t count, float (*values)[PANEL],
+    float (*of_group)[PANEL], const int R)
 {
     __m256 acc[TILE_ROWS][2];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++) acc[r][v] = _mm256_loadu_ps(of_group[r] + 8 * v);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++)
+        acc[r][v] = _mm256_loadu_ps(of_group[r] + 8 * v);
     for (int64_t k = 0; k < count; k++, x += R) {
         const __m256 low = _mm256_loadu_ps(values[k]), high = _mm256_loadu_ps(values[k] + 8);
         UNROLL for (int r = 0; r < R; r++)
@@ -838,7 +908,8 @@ INLINE FOR_AVX2 void add_values_256(const float *x, int64_t count, float (*value
             acc[r][1] = _mm256_fmadd_ps(high, one, acc[r][1]);
         }
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++) _mm256_storeu_ps(of_group[r] + 8 * v, acc[r][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++)
+        _mm256_storeu_ps(of_group[r] + 8 * v, acc[r][v]);
 }
 
 #define ADD_VALUES(R) \
@@ -868,9 +939,11 @@ INLINE FOR_AVX2 void fp32_rows_256(const struct job *j, int64_t p, const int bit
             continue;
         for (int64_t v = 0; v < 2; v++) {
             const int64_t at = (p * groups + g) * PANEL + v * 8;
-            const __m256 scale = scales_256(&j->w, at), offset = j->w.offset ? _mm256_loadu_ps(j->w.offset + at) : _mm256_setzero_ps();
+            const __m256 scale = scales_256(&j->w, at),
+                offset = j->w.offset ? _mm256_loadu_ps(j->w.offset + at) : _mm256_setzero_ps();
             for (int64_t r = 0; r < rows; r++) {
-                __m256 total = _mm256_fmadd_ps(_mm256_loadu_ps(of_group[r] + 8 * v), scale, _mm256_loadu_ps(sum[r] + 8 * v));
+                __m256 total = _mm256_fmadd_ps(_mm256_loadu_ps(of_group[r] + 8 * v), scale,
+                    _mm256_loadu_ps(sum[r] + 8 * v));
                 if (j->w.offset)
                     total = _mm256_fmadd_ps(offset, _mm256_set1_ps(j->group_sums[g * j->held + r]), total);
                 _mm256_storeu_ps(sum[r] + 8 * v, total);
@@ -900,21 +973,32 @@ static int check(const struct nc_low_bit *how, const struct nc_low_bit_weight *w
 {
     const int64_t block = how->block, longest = HAS_AMX ? CHUNK : 4096;
     EXPECT(w->size == (int64_t)sizeof *w, OTHER_NUMBERS);
-    EXPECT(w->scale_dtype == DTYPE_F32 || w->scale_dtype == DTYPE_F16 || w->scale_dtype == DTYPE_BF16, OTHER_DTYPE);
+    EXPECT(w->scale_dtype == DTYPE_F32 || w->scale_dtype == DTYPE_F16 || w->scale_dtype == DTYPE_BF16,
+        OTHER_DTYPE);
     EXPECT(w->isa >= ISA_AVX2 && w->isa <= ISA_AMX && nc_may_use() >> w->isa & 1, NOT_HERE);
     EXPECT((w->bits == 4 || w->bits == 8) && w->outputs > 0 && w->inputs > 0, OTHER_SIZE);
     EXPECT(w->padded >= w->inputs && w->padded % LOW_BIT_STEP == 0, OTHER_SIZE);
     EXPECT(w->group > 0 && w->group % LOW_BIT_STEP == 0 && w->padded % w->group == 0, OTHER_SIZE);
-    EXPECT(how->rows >= 0 && how->stride >= (block == BLOCK_ROW || block > 0 ? w->inputs : w->padded), OTHER_SIZE);
-    EXPECT(block >= BLOCK_BF16 && block % 32 <= 0 && block <= longest && (block <= 0 || w->group % block == 0), OTHER_SIZE);
+    EXPECT(how->rows >= 0 && how->stride >= (block == BLOCK_ROW || block > 0 ? w->inputs : w->padded),
+        OTHER_SIZE);
+    EXPECT(block >= BLOCK_BF16 && block % 32 <= 0 && block <= longest
+        && (block <= 0 || w->group % block == 0), OTHER_SIZE);
     return OK;
 }
 
 /* How x is multiplied: rounded to int8 by blocks or by rows, as it is, or in bf16 with 4-bit codes. */
 enum { BY_BLOCKS = 1, BY_ROWS = 2, IN_INT8 = BY_BLOCKS | BY_ROWS, EXACTLY = 4, IN_BF16 = 8 };
 /* Instruction sets that a kernel is for. */
-enum { OF_AMX = 1 << ISA_AMX, OF_BF16 = 1 << ISA_AVX512_BF16, OF_VNNI = 1 << ISA_AVX512_VNNI | OF_BF16 | OF_AMX };
-enum { OF_AVX_VNNI = 1 << ISA_AVX_VNNI, OF_AVX512 = 1 << ISA_AVX512 | OF_VNNI, OF_ANY = 1 << ISA_AVX2 | OF_AVX_VNNI | OF_AVX512 };
+enum {
+    OF_AMX = 1 << ISA_AMX,
+    OF_BF16 = 1 << ISA_AVX512_BF16,
+    OF_VNNI = 1 << ISA_AVX512_VNNI | OF_BF16 | OF_AMX
+};
+enum {
+    OF_AVX_VNNI = 1 << ISA_AVX_VNNI,
+    OF_AVX512 = 1 << ISA_AVX512 | OF_VNNI,
+    OF_ANY = 1 << ISA_AVX2 | OF_AVX_VNNI | OF_AVX512
+};
 
 /* A kernel, and what it is for. */
 struct kernel {
@@ -926,7 +1010,8 @@ struct kernel {
     part_t many;          /* from FEW_ROWS on, or null */
 };
 
-/* The first one that fits is taken. Tiles pay from some rows on; for fewer rows than those of bf16, digits take less time. */
+/* The first one that fits is taken. Tiles pay from some rows on; for fewer rows than those of bf16, digits
+ * take less time. */
 static const struct kernel kernels[] = {
     {OF_AMX, BY_BLOCKS, 4, .least = 13, .digits = 1, .tiles = 1, .part = int8_4_amx, .prepare = round_rows},
     {OF_AMX, BY_BLOCKS, 8, .least = 13, .digits = 1, .tiles = 1, .part = int8_8_amx, .prepare = round_rows},
@@ -942,8 +1027,10 @@ static const struct kernel kernels[] = {
     {OF_ANY, IN_INT8, 8, .digits = 1, .part = int8_8_256, .prepare = round_rows},
     {OF_AMX, IN_BF16, 4, .least = 5, .tiles = 1, .part = bf16_4_amx, .prepare = order_rows},
     {OF_BF16, IN_BF16, 4, .least = 4, .part = bf16_4_512, .prepare = order_rows},
-    {OF_AMX, EXACTLY, 4, .least = 7, .digits = DIGITS, .tiles = 1, .part = digits_4_amx, .prepare = split_rows},
-    {OF_AMX, EXACTLY, 8, .least = 7, .digits = DIGITS, .tiles = 1, .part = digits_8_amx, .prepare = split_rows},
+    {OF_AMX, EXACTLY, 4, .least = 7, .digits = DIGITS, .tiles = 1, .part = digits_4_amx,
+        .prepare = split_rows},
+    {OF_AMX, EXACTLY, 8, .least = 7, .digits = DIGITS, .tiles = 1, .part = digits_8_amx,
+        .prepare = split_rows},
     {OF_VNNI, EXACTLY | IN_BF16, 4, .digits = DIGITS, .part = digits_4_512, .prepare = split_rows},
     {OF_VNNI, EXACTLY, 8, .intel = 1, .digits = DIGITS, .part = digits_8_intel, .prepare = split_rows},
     {OF_VNNI, EXACTLY, 8, .digits = DIGITS, .part = digits_8_512, .prepare = split_rows},
@@ -969,15 +1056,16 @@ static const struct kernel *kernel_for(int64_t isa, int mode, int64_t bits, int6
     const int intel = __builtin_cpu_is("intel");
     if (isa == ISA_AVX512 && !(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")))
         isa = ISA_AVX2;
-    while (!(k->isas >> isa & 1 && k->modes & mode && k->bits == bits && rows >= k->least && intel >= k->intel))
+    while (!(k->isas >> isa & 1 && k->modes & mode && k->bits == bits && rows >= k->least
+        && intel >= k->intel))
         k++;
     return k;
 }
 
 /* y = x W^T + bias.
  *
- * tensors: y; x, [rows, inputs], or where it is not rounded to int8 [rows, padded]; the weight, codes, scales,
- *   offsets, values of 4-bit codes; bias. Offsets and bias may have no address.
+ * tensors: y; x, [rows, inputs], or where it is not rounded to int8 [rows, padded]; the weight, codes,
+ *   scales, offsets, values of 4-bit codes; bias. Offsets and bias may have no address.
  */
 int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *const *tensors)
 {
@@ -989,9 +1077,12 @@ int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *cons
     _Atomic int unfit = 0;
     const int wrong = check(how, shape);
     EXPECT(!wrong, wrong);
-    struct job j = {.w = {shape->outputs, shape->inputs, shape->padded, shape->group, shape->bits, shape->middle,
-                          (const uint8_t *)tensors[3], tensors[4], offset, (const float *)tensors[6], shape->scale_dtype},
-                    .stride = stride, .bias = (const float *)tensors[7], .unfit = &unfit};
+    struct job j = {.w = {shape->outputs, shape->inputs, shape->padded, shape->group, shape->bits,
+                        shape->middle, (const uint8_t *)tensors[3], tensors[4], offset,
+                        (const float *)tensors[6], shape->scale_dtype},
+        .stride = stride,
+        .bias = (const float *)tensors[7],
+        .unfit = &unfit};
     const struct kernel *kernel = kernel_for(shape->isa, mode_of(how->block, shape->bits), shape->bits, rows);
     const int64_t of_fp32 = shape->isa < ISA_AVX512 ? ISA_AVX2 : ISA_AVX512;
     const part_t exactly = kernel_for(of_fp32, EXACTLY, shape->bits, rows)->part;
@@ -999,7 +1090,8 @@ int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *cons
     const int digits = kernel->digits, amx = kernel->tiles, bf16 = kernel->modes == IN_BF16;
     const int64_t block = how->block == BLOCK_BF16 ? 0 : how->block;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
-    const int64_t each = amx ? 16 : 4, fit = (amx ? 2 : 1) * X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
+    const int64_t each = amx ? 16 : 4,
+        fit = (amx ? 2 : 1) * X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
     const int64_t some = amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit;
     const int64_t at_most = in_tiles ? ROWS_OF_VALUES : some, most = rows < at_most ? rows : at_most;
     char *scratch = NULL;
@@ -1030,7 +1122,8 @@ int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *cons
         j.rows = rows - done < most ? rows - done : most;
         j.x = x + done * stride;
         j.y = y + done * j.w.outputs;
-        int64_t worth = 1 + panels * PANEL * j.w.padded / WORK_PER_THREAD * j.rows, use = threads < worth ? threads : worth;
+        int64_t worth = 1 + panels * PANEL * j.w.padded / WORK_PER_THREAD * j.rows,
+            use = threads < worth ? threads : worth;
         int64_t few = j.rows < 8 ? 1 : use;
         unfit = 0;
         if (scratch) /* scales of rows that are not there, too: tiles multiply them */
@@ -1068,7 +1161,8 @@ int64_t nc_isas(void)
 #endif
 }
 
-/* Whether this process may use AMX from now on. The operating system must be asked once; threads and forked processes may then, too. */
+/* Whether this process may use AMX from now on. The operating system must be asked once; threads and forked
+ * processes may then, too. */
 int nc_low_bit_amx(void)
 {
 #if defined(__x86_64__) && HAS_AMX

@@ -1,8 +1,9 @@
-/* AMX: many rows of low-bit linears. Part of low_bit.c, whose forms int8, digits and bf16 it computes with tiles of 16 rows times 16 outputs.
+/* AMX: many rows of low-bit linears. Part of low_bit.c, whose forms int8, digits and bf16 it computes with
+ * tiles of 16 rows times 16 outputs.
  *
- * Codes become signed bytes (or bf16) in a buffer that stays in the L1 cache, for two panels and `CHUNK` input channels at a time; all rows
- * multiply them before the next ones. Sums of int8 products are as exact as those of VNNI, and are scaled and added in the same order, so
- * that results are equal bit for bit.
+ * Codes become signed bytes (or bf16) in a buffer that stays in the L1 cache, for two panels and `CHUNK`
+ * input channels at a time; all rows multiply them before the next ones. Sums of int8 products are as exact
+ * as those of VNNI, and are scaled and added in the same order, so that results are equal bit for bit.
  */
 
 #define TILE 16
@@ -34,7 +35,8 @@ INLINE FOR_AMX void configure(int64_t rows, int bytes)
 }
 
 /* Signed bytes of input channels from k to stop of a panel: [(stop - k) / 4][16 outputs][4]. */
-INLINE FOR_AMX void unpack_bytes(const struct weight *w, int64_t p, int64_t k, int64_t stop, int8_t *to, const int bits)
+INLINE FOR_AMX void unpack_bytes(const struct weight *w, int64_t p, int64_t k, int64_t stop, int8_t *to,
+    const int bits)
 {
     const __m512i half = _mm512_set1_epi8(15), middle = _mm512_set1_epi8((char)w->middle);
     const uint8_t *at = w->codes + (p * w->padded + k) * 2 * bits;
@@ -57,27 +59,34 @@ struct scales {
     int adds; /* a group with offsets ends here */
 };
 
-/* sum += acc * x's scale * the weight's scale, for a tile; where a group ends, its offset times the sum of x. Digit d of panel v: acc[2 d + v]. */
-INLINE FOR_AMX void add_block(const float *by, const float *group_sum, const struct scales *scales, const int v, int32_t acc[][TILE * PANEL],
-                              float *sum, const int D)
+/* sum += acc * x's scale * the weight's scale, for a tile; where a group ends, its offset times the sum of x.
+ * Digit d of panel v: acc[2 d + v]. */
+INLINE FOR_AMX void add_block(const float *by, const float *group_sum, const struct scales *scales,
+    const int v, int32_t acc[][TILE * PANEL], float *sum, const int D)
 {
     const __m512 scale = _mm512_load_ps(scales->by[v]), offset = _mm512_load_ps(scales->offset[v]);
-    __asm__("" : "+r"(by), "+r"(sum)); /* one register for each: compilers like to compute the addresses of all rows instead */
+    /* one register for each: compilers like to compute the addresses of all rows instead */
+    __asm__("" : "+r"(by), "+r"(sum));
     UNROLL for (int r = 0; r < TILE; r++)
     {
         __m512 value = _mm512_cvtepi32_ps(_mm512_load_si512(acc[2 * (D - 1) + v] + r * PANEL));
         UNROLL for (int d = D - 2; d >= 0; d--)
-            value = _mm512_fmadd_ps(value, _mm512_set1_ps(256), _mm512_cvtepi32_ps(_mm512_load_si512(acc[2 * d + v] + r * PANEL)));
-        value = _mm512_fmadd_ps(_mm512_mul_ps(value, _mm512_set1_ps(by[r])), scale, _mm512_load_ps(sum + r * PANEL));
+            value = _mm512_fmadd_ps(value, _mm512_set1_ps(256),
+                _mm512_cvtepi32_ps(_mm512_load_si512(acc[2 * d + v] + r * PANEL)));
+        value = _mm512_fmadd_ps(_mm512_mul_ps(value, _mm512_set1_ps(by[r])), scale,
+            _mm512_load_ps(sum + r * PANEL));
         _mm512_store_ps(sum + r * PANEL, value);
     }
     if (scales->adds)
         UNROLL for (int r = 0; r < TILE; r++)
-            _mm512_store_ps(sum + r * PANEL, _mm512_fmadd_ps(offset, _mm512_set1_ps(group_sum[r]), _mm512_load_ps(sum + r * PANEL)));
+            _mm512_store_ps(sum + r * PANEL,
+                _mm512_fmadd_ps(offset, _mm512_set1_ps(group_sum[r]), _mm512_load_ps(sum + r * PANEL)));
 }
 
-/* Products of input channels from k to stop, into tiles 2 d and 2 d + 1 for digit d; `codes` begin with those of channel `from`. */
-INLINE FOR_AMX void multiply(const int8_t *x, int64_t plane, const int8_t *codes, int64_t from, int64_t k, int64_t stop, const int step, const int D)
+/* Products of input channels from k to stop, into tiles 2 d and 2 d + 1 for digit d; `codes` begin with those
+ * of channel `from`. */
+INLINE FOR_AMX void multiply(const int8_t *x, int64_t plane, const int8_t *codes, int64_t from, int64_t k,
+    int64_t stop, const int step, const int D)
 {
 #define MULTIPLY(d, left, right)                                               \
     _tile_zero(left);                                                          \
@@ -109,9 +118,11 @@ INLINE FOR_AMX void store(int32_t acc[][TILE * PANEL], const int D)
     }
 }
 
-INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t stop, const int bits, const int D)
+INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t stop, const int bits,
+    const int D)
 {
-    const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups, at_once = CHUNK / j->block, block = j->block;
+    const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups, at_once = CHUNK / j->block,
+        block = j->block;
     const int64_t many = j->rows;
     const int step = block % 64 || j->w.padded % 64 ? 32 : 64; /* the last block may be shorter */
     _Alignas(64) int8_t codes[2 * CHUNK * PANEL];
@@ -124,7 +135,8 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
         for (int v = 0; v < 2; v++)
             memset(sum[v], 0, sizeof(float) * PANEL * ((many + TILE - 1) / TILE * TILE));
         for (int64_t first = 0; first < j->blocks; first += at_once) {
-            const int64_t last = first + at_once < j->blocks ? first + at_once : j->blocks, from = first * block;
+            const int64_t last = first + at_once < j->blocks ? first + at_once : j->blocks,
+                from = first * block;
             const int64_t to = last * block < j->w.padded ? last * block : j->w.padded;
             for (int v = 0; v <= two; v++) {
                 unpack_bytes(&j->w, p + v, from, to, codes + v * CHUNK * PANEL, bits);
@@ -133,7 +145,8 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
                     struct scales *s = scales + b - first;
                     s->adds = j->w.offset && (b + 1) % each == 0;
                     _mm512_store_ps(s->by[v], scales_512(&j->w, at));
-                    _mm512_store_ps(s->offset[v], s->adds ? _mm512_loadu_ps(j->w.offset + at) : _mm512_setzero_ps());
+                    _mm512_store_ps(s->offset[v],
+                        s->adds ? _mm512_loadu_ps(j->w.offset + at) : _mm512_setzero_ps());
                 }
             }
             WRITTEN();
@@ -141,7 +154,8 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
                 const int8_t *x = codes_at(j, m, 0, 0);
                 const float *by = j->block_scale + m + first * j->held;
                 float *left = sum[0] + m * PANEL, *right = sum[1] + m * PANEL;
-                for (int64_t b = 0; b <= last - first; b++) { /* sums of a block are scaled while tiles multiply the next one */
+                /* sums of a block are scaled while tiles multiply the next one */
+                for (int64_t b = 0; b <= last - first; b++) {
                     if (b)
                         store(acc, D);
                     if (b < last - first) {
@@ -150,7 +164,8 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
                     }
                     if (b) {
                         const struct scales *before = scales + b - 1;
-                        const float *group_sum = before->adds ? j->group_sums + m + (first + b - 1) / each * j->held : NULL;
+                        const float *group_sum =
+                            before->adds ? j->group_sums + m + (first + b - 1) / each * j->held : NULL;
                         add_block(by + (b - 1) * j->held, group_sum, before, 0, acc, left, D);
                         if (two)
                             add_block(by + (b - 1) * j->held, group_sum, before, 1, acc, right, D);
@@ -165,7 +180,8 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
     _tile_release();
 }
 
-/* Codes of input channels from k to stop of a panel in bf16, in pairs as `order_rows` puts x: [(stop - k) / 2][16 outputs][2]. */
+/* Codes of input channels from k to stop of a panel in bf16, in pairs as `order_rows` puts x:
+ * [(stop - k) / 2][16 outputs][2]. */
 INLINE FOR_AMX void unpack_bf16(const struct weight *w, int64_t p, int64_t k, int64_t stop, uint16_t *to)
 {
     const __m256i values = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(w->table), 16));
@@ -190,7 +206,8 @@ FOR_AMX static void bf16_4_amx(const struct job *j, int64_t start, int64_t stop)
         for (int v = 0; v < 2; v++)
             memset(sum[v], 0, sizeof(float) * PANEL * ((many + TILE - 1) / TILE * TILE));
         for (int64_t from = 0, to; from < j->w.padded; from = to) {
-            const int64_t whole = (from / group + CHUNK / group) * group, end = (from / group + 1) * group; /* groups that fit, or a part of one */
+            /* groups that fit, or a part of one */
+            const int64_t whole = (from / group + CHUNK / group) * group, end = (from / group + 1) * group;
             to = whole > from ? whole : from + CHUNK < end ? from + CHUNK : end;
             to = to < j->w.padded ? to : j->w.padded;
             for (int v = 0; v <= two; v++)
@@ -216,12 +233,16 @@ FOR_AMX static void bf16_4_amx(const struct job *j, int64_t start, int64_t stop)
                         const __m512 scale = scales_512(&j->w, at);
                         float *s = sum[v] + m * PANEL;
                         UNROLL for (int r = 0; r < TILE; r++)
-                            _mm512_store_ps(s + r * PANEL, _mm512_fmadd_ps(_mm512_load_ps(acc[v] + r * PANEL), scale, _mm512_load_ps(s + r * PANEL)));
+                            _mm512_store_ps(s + r * PANEL,
+                                _mm512_fmadd_ps(_mm512_load_ps(acc[v] + r * PANEL), scale,
+                                    _mm512_load_ps(s + r * PANEL)));
                         if (j->w.offset && stop_k == (g + 1) * group) {
                             const __m512 offset = _mm512_loadu_ps(j->w.offset + at);
                             const float *group_sum = j->group_sums + m + g * j->held;
                             UNROLL for (int r = 0; r < TILE; r++)
-                                _mm512_store_ps(s + r * PANEL, _mm512_fmadd_ps(offset, _mm512_set1_ps(group_sum[r]), _mm512_load_ps(s + r * PANEL)));
+                                _mm512_store_ps(s + r * PANEL,
+                                    _mm512_fmadd_ps(offset, _mm512_set1_ps(group_sum[r]),
+                                        _mm512_load_ps(s + r * PANEL)));
                         }
                     }
                 }
@@ -234,7 +255,19 @@ FOR_AMX static void bf16_4_amx(const struct job *j, int64_t start, int64_t stop)
     _tile_release();
 }
 
-FOR_AMX static void int8_4_amx(const struct job *j, int64_t start, int64_t stop) { integers_amx(j, start, stop, 4, 1); }
-FOR_AMX static void int8_8_amx(const struct job *j, int64_t start, int64_t stop) { integers_amx(j, start, stop, 8, 1); }
-FOR_AMX static void digits_4_amx(const struct job *j, int64_t start, int64_t stop) { integers_amx(j, start, stop, 4, DIGITS); }
-FOR_AMX static void digits_8_amx(const struct job *j, int64_t start, int64_t stop) { integers_amx(j, start, stop, 8, DIGITS); }
+FOR_AMX static void int8_4_amx(const struct job *j, int64_t start, int64_t stop)
+{
+    integers_amx(j, start, stop, 4, 1);
+}
+FOR_AMX static void int8_8_amx(const struct job *j, int64_t start, int64_t stop)
+{
+    integers_amx(j, start, stop, 8, 1);
+}
+FOR_AMX static void digits_4_amx(const struct job *j, int64_t start, int64_t stop)
+{
+    integers_amx(j, start, stop, 4, DIGITS);
+}
+FOR_AMX static void digits_8_amx(const struct job *j, int64_t start, int64_t stop)
+{
+    integers_amx(j, start, stop, 8, DIGITS);
+}

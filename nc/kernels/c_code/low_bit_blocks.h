@@ -1,4 +1,5 @@
-/* The forms `few` and `many` of low_bit_blocks.c, which includes this once for each width of registers and defines before:
+/* The forms `few` and `many` of low_bit_blocks.c, which includes this once for each width of registers and
+ * defines before:
  * PANELS, VECTORS, TILE_ROWS, TARGET, NAME, VECTOR, OP, and decode, from_half and store.
  */
 
@@ -30,7 +31,8 @@ INLINE TARGET void NAME(finish)(const struct job *j, int64_t p, int64_t m, const
 }
 
 /* P panels times R rows. */
-INLINE TARGET void NAME(few_tile)(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int kind)
+INLINE TARGET void NAME(few_tile)(const struct job *j, int64_t p, int64_t m, const int P, const int R,
+    const int kind)
 {
     const struct weight *w = &j->w;
     const int bytes = kind == CODING_TABLE ? PANEL / 2 : PANEL;
@@ -42,12 +44,14 @@ INLINE TARGET void NAME(few_tile)(const struct job *j, int64_t p, int64_t m, con
     UNROLL for (int q = 0; q < P; q++)
     {
         at[q] = codes_at(w, p + q, 0);
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++) sum[r][q][v] = OP(setzero_ps)();
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++)
+            sum[r][q][v] = OP(setzero_ps)();
     }
     for (int64_t g = 0; g < w->groups; g++) {
         VECTOR acc[4][PANELS][VECTORS][2];
-        UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < P; q++) UNROLL for (int v = 0; v < VECTORS; v++)
-            acc[r][q][v][0] = acc[r][q][v][1] = OP(setzero_ps)();
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < P; q++)
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                acc[r][q][v][0] = acc[r][q][v][1] = OP(setzero_ps)();
         for (int64_t k = 0; k < w->held; k += STEP) {
             UNROLL for (int q = 0; q < P; q++)
             {
@@ -57,8 +61,10 @@ INLINE TARGET void NAME(few_tile)(const struct job *j, int64_t p, int64_t m, con
                         _mm_prefetch((const char *)at[q] + 2048 + line, _MM_HINT_T0);
                 NAME(decode)(at[q], kind, w->table, values);
                 at[q] += STEP * bytes;
-                UNROLL for (int i = 0; i < STEP; i++) UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < VECTORS; v++)
-                    acc[r][q][v][i % C] = OP(fmadd_ps)(values[i][v], OP(set1_ps)(x[r][i]), acc[r][q][v][i % C]);
+                UNROLL for (int i = 0; i < STEP; i++) UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        acc[r][q][v][i % C] =
+                            OP(fmadd_ps)(values[i][v], OP(set1_ps)(x[r][i]), acc[r][q][v][i % C]);
             }
             UNROLL for (int r = 0; r < R; r++) x[r] += STEP;
         }
@@ -71,11 +77,13 @@ INLINE TARGET void NAME(few_tile)(const struct job *j, int64_t p, int64_t m, con
                 const VECTOR value = C == 2 ? OP(add_ps)(acc[r][q][v][0], acc[r][q][v][1]) : acc[r][q][v][0];
                 sum[r][q][v] = OP(fmadd_ps)(value, scale, sum[r][q][v]);
                 if (w->offset)
-                    sum[r][q][v] = OP(fmadd_ps)(OP(loadu_ps)(w->offset + of_group), OP(set1_ps)(j->sums[(m + r) * w->groups + g]), sum[r][q][v]);
+                    sum[r][q][v] = OP(fmadd_ps)(OP(loadu_ps)(w->offset + of_group),
+                        OP(set1_ps)(j->sums[(m + r) * w->groups + g]), sum[r][q][v]);
             }
         }
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < P; q++) NAME(finish)(j, p + q, m + r, sum[r][q]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < P; q++)
+        NAME(finish)(j, p + q, m + r, sum[r][q]);
 }
 
 INLINE TARGET void NAME(few)(const struct job *j, int64_t start, int64_t stop, const int kind)
@@ -96,7 +104,8 @@ INLINE TARGET void NAME(few)(const struct job *j, int64_t start, int64_t stop, c
 }
 
 /* Weights of inputs k to stop of a panel without their factor, [stop - k][16]. */
-INLINE TARGET void NAME(decode_block)(const struct weight *w, int64_t p, int64_t k, int64_t stop, const int kind, float (*to)[PANEL])
+INLINE TARGET void NAME(decode_block)(const struct weight *w, int64_t p, int64_t k, int64_t stop,
+    const int kind, float (*to)[PANEL])
 {
     const int bytes = kind == CODING_TABLE ? PANEL / 2 : PANEL;
     const uint8_t *at = codes_at(w, p, k);
@@ -119,11 +128,13 @@ INLINE TARGET void NAME(decode_block)(const struct weight *w, int64_t p, int64_t
 }
 
 /* sum += x times values, for R rows: [R][PANELS][16]. */
-INLINE TARGET void NAME(multiply)(const float *x, int64_t count, float (*values)[BLOCK][PANEL], float (*sum)[PANELS][PANEL], const int R)
+INLINE TARGET void NAME(multiply)(const float *x, int64_t count, float (*values)[BLOCK][PANEL],
+    float (*sum)[PANELS][PANEL], const int R)
 {
     VECTOR acc[TILE_ROWS][PANELS][VECTORS];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < PANELS; q++) UNROLL for (int v = 0; v < VECTORS; v++)
-        acc[r][q][v] = OP(loadu_ps)(sum[r][q] + v * LANES);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < PANELS; q++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            acc[r][q][v] = OP(loadu_ps)(sum[r][q] + v * LANES);
     for (int64_t k = 0; k < count; k++, x += R) {
         VECTOR weight[PANELS][VECTORS];
         UNROLL for (int q = 0; q < PANELS; q++) UNROLL for (int v = 0; v < VECTORS; v++)
@@ -135,11 +146,13 @@ INLINE TARGET void NAME(multiply)(const float *x, int64_t count, float (*values)
                 acc[r][q][v] = OP(fmadd_ps)(weight[q][v], one, acc[r][q][v]);
         }
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < PANELS; q++) UNROLL for (int v = 0; v < VECTORS; v++)
-        OP(storeu_ps)(sum[r][q] + v * LANES, acc[r][q][v]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int q = 0; q < PANELS; q++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            OP(storeu_ps)(sum[r][q] + v * LANES, acc[r][q][v]);
 }
 
-TARGET static void NAME(multiply_tile)(const float *x, int64_t count, float (*values)[BLOCK][PANEL], float (*sum)[PANELS][PANEL], int64_t rows)
+TARGET static void NAME(multiply_tile)(const float *x, int64_t count, float (*values)[BLOCK][PANEL],
+    float (*sum)[PANELS][PANEL], int64_t rows)
 {
     switch (rows) {
     case TILE_ROWS: NAME(multiply)(x, count, values, sum, TILE_ROWS); break;
@@ -179,15 +192,24 @@ INLINE TARGET void NAME(many)(const struct job *j, int64_t start, int64_t stop, 
     }
 }
 
-#define DEFINE(kind)                                                                                                                \
-    TARGET static void NAME(few_##kind)(const struct job *j, int64_t start, int64_t stop) { NAME(few)(j, start, stop, kind); }       \
-    TARGET static void NAME(many_##kind)(const struct job *j, int64_t start, int64_t stop) { NAME(many)(j, start, stop, kind); }
+#define DEFINE(kind)                                                                       \
+    TARGET static void NAME(few_##kind)(const struct job *j, int64_t start, int64_t stop)  \
+    {                                                                                      \
+        NAME(few)(j, start, stop, kind);                                                   \
+    }                                                                                      \
+    TARGET static void NAME(many_##kind)(const struct job *j, int64_t start, int64_t stop) \
+    {                                                                                      \
+        NAME(many)(j, start, stop, kind);                                                  \
+    }
 DEFINE(0)
 DEFINE(1)
 DEFINE(2)
 DEFINE(3)
 
-TARGET static void NAME(tile_all)(const struct job *j, int64_t start, int64_t stop) { tile_rows(j, start, stop, TILE_ROWS); }
+TARGET static void NAME(tile_all)(const struct job *j, int64_t start, int64_t stop)
+{
+    tile_rows(j, start, stop, TILE_ROWS);
+}
 
 #undef DEFINE
 #undef LANES

@@ -1,7 +1,8 @@
 /* AMX: many rows. Part of low_bit_blocks.c. */
 
 #define TILE 16
-#define WEIGHTS_AT_ONCE 384 /* inputs of a block in one part; with more parts it has fewer inputs, so that both stay in the L1 cache */
+/* inputs of a block in one part; with more parts it has fewer inputs, so that both stay in the L1 cache */
+#define WEIGHTS_AT_ONCE 384
 #define FOR_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,amx-tile,amx-bf16")))
 
 /* Compilers don't know that loads of tiles read memory: what was written before this is in it. */
@@ -32,7 +33,8 @@ INLINE FOR_AMX __m512i nearest_bf16(__m512 value)
     return _mm512_and_si512(bits, _mm512_set1_epi32((int)0xffff0000));
 }
 
-/* Part `part` of so many of each value; what is left of it stays. The last one holds all that is left, where it is not `rounded`. */
+/* Part `part` of so many of each value; what is left of it stays. The last one holds all that is left, where
+ * it is not `rounded`. */
 INLINE FOR_AMX __m512i part_of(__m512 *value, const int part, const int parts, const int rounded)
 {
     const __m512i found = part < parts - 1 || rounded ? nearest_bf16(*value) : _mm512_castps_si512(*value);
@@ -59,7 +61,8 @@ FOR_AMX static void split_rows(const struct job *j, int64_t start, int64_t stop)
                 odd |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(MOST_FOR_TILES), _CMP_NLE_UQ);
                 for (int part = 0; part < j->parts; part++) {
                     const __m512i found = _mm512_srli_epi32(part_of(&value, part, j->parts, 0), 16);
-                    _mm256_storeu_si256((__m256i *)(to + part * j->plane + 16 * h), _mm512_cvtepi32_epi16(found));
+                    _mm256_storeu_si256((__m256i *)(to + part * j->plane + 16 * h),
+                        _mm512_cvtepi32_epi16(found));
                 }
             }
         }
@@ -71,9 +74,10 @@ FOR_AMX static void split_rows(const struct job *j, int64_t start, int64_t stop)
     }
 }
 
-/* Weights of inputs k to stop of a panel without their factor, in parts: [parts][(stop - k) / 2][16 outputs][2], zeros up to a multiple of 32. */
-INLINE FOR_AMX void decode_parts(const struct weight *w, int64_t p, int64_t k, int64_t stop, const int kind, const int parts, const int rounded,
-                                uint16_t *to)
+/* Weights of inputs k to stop of a panel without their factor, in parts:
+ * [parts][(stop - k) / 2][16 outputs][2], zeros up to a multiple of 32. */
+INLINE FOR_AMX void decode_parts(const struct weight *w, int64_t p, int64_t k, int64_t stop, const int kind,
+    const int parts, const int rounded, uint16_t *to)
 {
     const int bytes = kind == CODING_TABLE ? PANEL / 2 : PANEL;
     const uint8_t *at = codes_at(w, p, k);
@@ -83,18 +87,21 @@ INLINE FOR_AMX void decode_parts(const struct weight *w, int64_t p, int64_t k, i
         memset(to + (part * block + count) * PANEL, 0, (size_t)(across - count) * PANEL * sizeof *to);
     for (int64_t g = k / w->held, end; k < stop; g++) {
         const int64_t of_group = (p * w->groups + g) * PANEL;
-        const __m512 scale = scale_of_512(w, of_group), offset = w->offset ? _mm512_loadu_ps(w->offset + of_group) : _mm512_setzero_ps();
+        const __m512 scale = scale_of_512(w, of_group),
+            offset = w->offset ? _mm512_loadu_ps(w->offset + of_group) : _mm512_setzero_ps();
         end = (g + 1) * w->held < stop ? (g + 1) * w->held : stop;
         for (; k < end; k += STEP, at += STEP * bytes) {
             __m512 values[STEP][1];
             decode_512(at, kind, w->table, values);
             UNROLL for (int i = 0; i < STEP; i += 2)
             {
-                __m512 first = _mm512_fmadd_ps(values[i][0], scale, offset), second = _mm512_fmadd_ps(values[i + 1][0], scale, offset);
+                __m512 first = _mm512_fmadd_ps(values[i][0], scale, offset),
+                    second = _mm512_fmadd_ps(values[i + 1][0], scale, offset);
                 UNROLL for (int part = 0; part < parts; part++)
                 {
                     const __m512i low = _mm512_srli_epi32(part_of(&first, part, parts, rounded), 16);
-                    const __m512i both = _mm512_or_si512(low, _mm512_and_si512(part_of(&second, part, parts, rounded), high));
+                    const __m512i both =
+                        _mm512_or_si512(low, _mm512_and_si512(part_of(&second, part, parts, rounded), high));
                     _mm512_storeu_si512(to + part * block * PANEL, both);
                 }
                 to += 2 * PANEL;
@@ -104,8 +111,9 @@ INLINE FOR_AMX void decode_parts(const struct weight *w, int64_t p, int64_t k, i
 }
 
 /* Products of `count` inputs of one or two tiles of rows and two panels, added to their sums. */
-INLINE FOR_AMX void multiply_parts(const struct job *j, const uint16_t *x, int64_t count, uint16_t (*weights)[WEIGHTS_AT_ONCE * PANEL],
-                                   float (*sum)[ROWS_AT_ONCE * PANEL], int64_t m, const int parts, const int of_x, const int two)
+INLINE FOR_AMX void multiply_parts(const struct job *j, const uint16_t *x, int64_t count,
+    uint16_t (*weights)[WEIGHTS_AT_ONCE * PANEL], float (*sum)[ROWS_AT_ONCE * PANEL], int64_t m,
+    const int parts, const int of_x, const int two)
 {
     const int64_t block = WEIGHTS_AT_ONCE / parts, next = TILE * ((padded(&j->w) + 31) / 32 * 32);
     _tile_loadd(0, sum[0] + m * PANEL, 64);
@@ -142,8 +150,8 @@ INLINE FOR_AMX void multiply_parts(const struct job *j, const uint16_t *x, int64
 }
 
 /* Panels in pairs: each block of weights becomes `parts` numbers of bf16, which all rows multiply. */
-INLINE FOR_AMX void multiply_tiles(const struct job *j, int64_t start, int64_t stop, const int kind, const int parts, const int of_x,
-                                   const int rounded)
+INLINE FOR_AMX void multiply_tiles(const struct job *j, int64_t start, int64_t stop, const int kind,
+    const int parts, const int of_x, const int rounded)
 {
     const struct weight *w = &j->w;
     const int64_t inputs = padded(w), across = (inputs + 31) / 32 * 32, block = WEIGHTS_AT_ONCE / parts;

@@ -1,4 +1,5 @@
-/* Threads of the OpenMP library that torch uses: the code links to none, and runs on one thread until it has addresses. */
+/* Threads of the OpenMP library that torch uses: the code links to none, and runs on one thread until it has
+ * addresses. */
 
 #include <stdint.h>
 
@@ -32,8 +33,8 @@ static void each_part(void *data)
 
 /* Do some work in parts, of which there are as many as threads at most.
  *
- * All threads are called, also those that get no part: libgomp ends the threads that a smaller team leaves over, and makes new ones for the
- * next larger team. That took longer than most work here.
+ * All threads are called, also those that get no part: libgomp ends the threads that a smaller team leaves
+ * over, and makes new ones for the next larger team. That took longer than most work here.
  */
 static void in_parts(work_t work, void *data, int64_t parts, int64_t threads)
 {

@@ -1,9 +1,9 @@
-/* Linears, convolutions with windows of one position, and depthwise convolutions in int8, for CPUs with AVX2 that have neither VNNI nor
- * AVX-512. Their vpmaddubsw adds pairs of products in 16 bits. nc.graph.saturation sees to it that no pair of neighbouring input channels
- * leaves these, so sums are exact.
+/* Linears, convolutions with windows of one position, and depthwise convolutions in int8, for CPUs with AVX2
+ * that have neither VNNI nor AVX-512. Their vpmaddubsw adds pairs of products in 16 bits. nc.graph.saturation
+ * sees to it that no pair of neighbouring input channels leaves these, so sums are exact.
  *
- * Tensors begin with: result [rows, outputs], codes, weights, -zero_point * sum of weights (int32), scale, bias (both fp32, all three by
- * outputs).
+ * Tensors begin with: result [rows, outputs], codes, weights, -zero_point * sum of weights (int32), scale,
+ * bias (both fp32, all three by outputs).
  *
  * result = activation(scale * sum + bias + what is added), which is then quantized where codes are written.
  */
@@ -17,9 +17,11 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define INLINE static inline __attribute__((always_inline)) AVX2
 
-/* A tile of ROWS rows and VECTORS x WIDTH outputs: its sums, one vector of codes and one of ones fit 16 registers. */
+/* A tile of ROWS rows and VECTORS x WIDTH outputs: its sums, one vector of codes and one of ones fit 16
+ * registers. */
 enum { ROWS = 5, VECTORS = 2, WIDTH = HALF_PANEL };
-/* Rows whose sums are finished at once; bytes of rows that are multiplied with one panel after the other: they stay in the L2 cache. */
+/* Rows whose sums are finished at once; bytes of rows that are multiplied with one panel after the other:
+ * they stay in the L2 cache. */
 enum { BLOCK = 60, CHUNK = 128 * 1024 };
 _Static_assert(VECTORS * WIDTH == PANEL, "a panel is one tile wide");
 _Static_assert(BLOCK % ROWS == 0, "tiles are whole, but for the last rows");
@@ -57,11 +59,13 @@ static int check(const struct job *job, int64_t threads)
     return OK;
 }
 
-/* e^x, for x that is limited to +-87: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes, S. Moshier). */
+/* e^x, for x that is limited to +-87: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes,
+ * S. Moshier). */
 INLINE __m256 exponential(__m256 x)
 {
     x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(87.0f)), _mm256_set1_ps(-87.0f));
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)),
+        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x), p = _mm256_set1_ps(1.9875691500e-4f);
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
@@ -70,7 +74,8 @@ INLINE __m256 exponential(__m256 x)
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
     p = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(p, r), r, r), _mm256_set1_ps(1.0f));
-    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    const __m256i power =
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
 }
 
@@ -97,20 +102,25 @@ INLINE __m256 error_function(__m256 x)
 
 INLINE __m256 activation(const int64_t op, __m256 v, float alpha, float beta)
 {
-    const __m256 zero = _mm256_setzero_ps(), a = _mm256_set1_ps(alpha), b = _mm256_set1_ps(beta), one = _mm256_set1_ps(1.0f);
+    const __m256 zero = _mm256_setzero_ps(), a = _mm256_set1_ps(alpha), b = _mm256_set1_ps(beta),
+        one = _mm256_set1_ps(1.0f);
     switch (op) {
     case ACTIVATION_RELU: return _mm256_max_ps(v, zero);
-    case ACTIVATION_LEAKY_RELU: return _mm256_blendv_ps(v, _mm256_mul_ps(v, a), _mm256_cmp_ps(v, zero, _CMP_LE_OS));
+    case ACTIVATION_LEAKY_RELU:
+        return _mm256_blendv_ps(v, _mm256_mul_ps(v, a), _mm256_cmp_ps(v, zero, _CMP_LE_OS));
     case ACTIVATION_CLIP: return _mm256_min_ps(_mm256_max_ps(v, a), b);
-    case ACTIVATION_HARDSWISH: return _mm256_mul_ps(v, _mm256_min_ps(_mm256_max_ps(_mm256_fmadd_ps(v, a, b), zero), one));
+    case ACTIVATION_HARDSWISH:
+        return _mm256_mul_ps(v, _mm256_min_ps(_mm256_max_ps(_mm256_fmadd_ps(v, a, b), zero), one));
     case ACTIVATION_SWISH: return gated(v, _mm256_mul_ps(v, a));
     case ACTIVATION_GELU_TANH: {
-        const __m256 cubic = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(0.044715f), _mm256_mul_ps(v, v)), v, v);
+        const __m256 cubic =
+            _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(0.044715f), _mm256_mul_ps(v, v)), v, v);
         return gated(v, _mm256_mul_ps(_mm256_set1_ps(1.5957691216057308f), cubic));
     }
     case ACTIVATION_GELU_ERF: {
         const __m256 half = _mm256_mul_ps(_mm256_set1_ps(0.5f), v);
-        return _mm256_fmadd_ps(half, error_function(_mm256_mul_ps(v, _mm256_set1_ps(0.70710678118654752f))), half);
+        return _mm256_fmadd_ps(half, error_function(_mm256_mul_ps(v, _mm256_set1_ps(0.70710678118654752f))),
+            half);
     }
     default: return v;
     }
@@ -146,14 +156,18 @@ struct after {
 };
 
 /* 8 sums → 8 results in fp32, before they are quantized. */
-INLINE __m256 result_of(const struct after *a, const int64_t op, const int32_t *sums, __m256 scale, __m256 bias, int64_t at, int64_t n)
+INLINE __m256 result_of(const struct after *a, const int64_t op, const int32_t *sums, __m256 scale,
+    __m256 bias, int64_t at, int64_t n)
 {
     __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)sums)), scale, bias);
     if (a->added == ADDED_CODES_IN_PLACE) {
-        const __m256 old = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(some_codes((const uint8_t *)a->y + at, n)));
+        const __m256 old =
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(some_codes((const uint8_t *)a->y + at, n)));
         v = _mm256_fmadd_ps(_mm256_sub_ps(old, a->added_zero_point), a->added_scale, v);
     } else if (a->added != ADDED_NOTHING) {
-        v = _mm256_fmadd_ps(some_fp32((a->added == ADDED_FP32_OTHER ? a->other : (const float *)a->y) + at, n), a->added_scale, v);
+        v = _mm256_fmadd_ps(
+            some_fp32((a->added == ADDED_FP32_OTHER ? a->other : (const float *)a->y) + at, n),
+            a->added_scale, v);
     }
     return activation(op, v, a->alpha, a->beta);
 }
@@ -161,15 +175,18 @@ INLINE __m256 result_of(const struct after *a, const int64_t op, const int32_t *
 /* The codes of 8 results as integers that packing saturates at 0; what is no number becomes 0. */
 INLINE __m256i codes_of(const struct after *a, __m256 v)
 {
-    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_set1_ps(255.0f), _mm256_fmadd_ps(v, a->inverse, a->zero_point)));
+    return _mm256_cvtps_epi32(
+        _mm256_min_ps(_mm256_set1_ps(255.0f), _mm256_fmadd_ps(v, a->inverse, a->zero_point)));
 }
 
 /* Sums → results, from output `column` on: `n` of them. */
-INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)[PANEL], int64_t rows, int64_t row, int64_t column, int64_t n)
+INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)[PANEL], int64_t rows,
+    int64_t row, int64_t column, int64_t n)
 {
-    const struct after a = {_mm256_set1_ps(job->added_scale), _mm256_set1_ps(job->added_zero_point), _mm256_set1_ps(job->inverse),
-                            _mm256_set1_ps(job->zero_point), job->alpha, job->beta, (const float *)job->more, job->y, job->added, job->to,
-                            job->to == DTYPE_S8 ? (int64_t)0x8080808080808080 : 0};
+    const struct after a = {_mm256_set1_ps(job->added_scale), _mm256_set1_ps(job->added_zero_point),
+        _mm256_set1_ps(job->inverse), _mm256_set1_ps(job->zero_point), job->alpha, job->beta,
+        (const float *)job->more, job->y, job->added, job->to,
+        job->to == DTYPE_S8 ? (int64_t)0x8080808080808080 : 0};
     const int64_t outputs = job->outputs;
     const float *scales = job->scale + column, *biases = job->bias + column;
     if (n == PANEL && a.to != DTYPE_F32) {
@@ -179,7 +196,8 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
         const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
         for (int64_t r = 0, at = row * outputs + column; r < rows; r++, at += outputs) {
             const __m256i low = codes_of(&a, result_of(&a, op, sums[r], scale, bias, at, WIDTH));
-            const __m256i high = codes_of(&a, result_of(&a, op, sums[r] + WIDTH, scale_2, bias_2, at + WIDTH, WIDTH));
+            const __m256i high =
+                codes_of(&a, result_of(&a, op, sums[r] + WIDTH, scale_2, bias_2, at + WIDTH, WIDTH));
             const __m256i words = _mm256_packs_epi32(low, high);
             const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), order);
             _mm_storeu_si128((__m128i *)(a.y + at), _mm_xor_si128(_mm256_castsi256_si128(codes), sign));
@@ -199,7 +217,8 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
                 continue;
             }
             const __m256i wide = codes_of(&a, v);
-            const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+            const __m128i words =
+                _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
             const int64_t codes = _mm_cvtsi128_si64(_mm_packus_epi16(words, words)) ^ a.sign;
             if (left == WIDTH)
                 memcpy(a.y + at, &codes, WIDTH);
@@ -210,7 +229,8 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
 }
 
 /* The same, with one loop for each operation. */
-AVX2 static void finish(const struct job *job, int32_t (*sums)[PANEL], int64_t rows, int64_t row, int64_t column, int64_t n)
+AVX2 static void finish(const struct job *job, int32_t (*sums)[PANEL], int64_t rows, int64_t row,
+    int64_t column, int64_t n)
 {
     switch (job->activation) {
     case ACTIVATION_IDENTITY: finish_rows(job, ACTIVATION_IDENTITY, sums, rows, row, column, n); break;
@@ -224,9 +244,10 @@ AVX2 static void finish(const struct job *job, int32_t (*sums)[PANEL], int64_t r
     }
 }
 
-/* Sums of `rows` rows that are `stride` apart, with one panel: for each four inputs, four weights of each output. */
-INLINE void multiply(const int rows, const int vectors, const uint8_t *x, int64_t stride, int64_t k, const int8_t *w, const int32_t *init,
-                     int32_t (*sums)[PANEL])
+/* Sums of `rows` rows that are `stride` apart, with one panel: for each four inputs, four weights of each
+ * output. */
+INLINE void multiply(const int rows, const int vectors, const uint8_t *x, int64_t stride, int64_t k,
+    const int8_t *w, const int32_t *init, int32_t (*sums)[PANEL])
 {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i acc[ROWS][VECTORS];
@@ -252,8 +273,8 @@ INLINE void multiply(const int rows, const int vectors, const uint8_t *x, int64_
     case rows: multiply(rows, vectors, x, stride, k, w, init, sums); break
 
 /* The same for up to BLOCK rows. */
-INLINE void multiply_rows(int64_t rows, const int vectors, const uint8_t *x, int64_t stride, int64_t k, const int8_t *w, const int32_t *init,
-                          int32_t (*sums)[PANEL])
+INLINE void multiply_rows(int64_t rows, const int vectors, const uint8_t *x, int64_t stride, int64_t k,
+    const int8_t *w, const int32_t *init, int32_t (*sums)[PANEL])
 {
     for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, sums += ROWS)
         multiply(ROWS, vectors, x, stride, k, w, init, sums);
@@ -313,8 +334,10 @@ int nc_product(const struct nc_product *how, void *unused, int count, char *cons
     EXPECT(how->inputs > 0 && how->inputs % 4 == 0 && how->rows >= 0, OTHER_SIZE);
     const int64_t rows = how->rows, tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(how->outputs);
     /* as much work as some thousand products is done before other threads wake up */
-    const int64_t worth = 1 + rows * how->outputs * how->inputs / 65536, parts = how->threads < worth ? how->threads : worth;
-    const int64_t of_rows = (tiles + parts - 1) / parts * panels, of_panels = (panels + parts - 1) / parts * tiles;
+    const int64_t worth = 1 + rows * how->outputs * how->inputs / 65536,
+        parts = how->threads < worth ? how->threads : worth;
+    const int64_t of_rows = (tiles + parts - 1) / parts * panels,
+        of_panels = (panels + parts - 1) / parts * tiles;
     job.product = how;
     job.by_panels = of_panels < of_rows || (of_panels == of_rows && how->outputs > rows);
     in_parts(multiply_part, &job, parts, how->threads);
@@ -354,7 +377,8 @@ static void pack_part(void *data, int64_t part, int64_t parts)
     pack_panels(job, panels * part / parts, panels * (part + 1) / parts);
 }
 
-/* Panels of 16 outputs, the last one of 8 if no more are needed: for each four inputs, four weights of each output.
+/* Panels of 16 outputs, the last one of 8 if no more are needed: for each four inputs, four weights of each
+ * output.
  *
  * tensors: packed [outputs rounded up to 8, inputs], codes [outputs, inputs], sums of each output
  */
@@ -376,9 +400,11 @@ struct position {
 
 INLINE struct position position_of(const struct nc_depthwise *h, int64_t index)
 {
-    const int64_t all = h->result[0] * h->result[1], image = index / all, row = (index - image * all) / h->result[1];
+    const int64_t all = h->result[0] * h->result[1], image = index / all,
+        row = (index - image * all) / h->result[1];
     const int64_t column = index - image * all - row * h->result[1];
-    return (struct position){image, row, column, row * h->steps[0] - h->pads[0], column * h->steps[1] - h->pads[1]};
+    return (struct position){image, row, column, row * h->steps[0] - h->pads[0],
+        column * h->steps[1] - h->pads[1]};
 }
 
 /* The next one: without a division. */
@@ -400,19 +426,23 @@ INLINE void advance(const struct nc_depthwise *h, struct position *p)
 /* Whether the whole window lies in the image. */
 INLINE int is_inside(const struct nc_depthwise *h, const struct position *p)
 {
-    const int64_t bottom = p->top + (h->window[0] - 1) * h->dilations[0], right = p->left + (h->window[1] - 1) * h->dilations[1];
+    const int64_t bottom = p->top + (h->window[0] - 1) * h->dilations[0],
+        right = p->left + (h->window[1] - 1) * h->dilations[1];
     return p->top >= 0 && p->left >= 0 && bottom < h->image[0] && right < h->image[1];
 }
 
-/* 16 channels of one pixel, whose taps lie at these distances from an address. Taps are taken in pairs, whose products are added in 32 bits,
- * so weights may have any codes. */
-INLINE void depthwise_sums(uintptr_t from, const uintptr_t *taps, int64_t pairs, const int16_t *w, const int32_t *init, int32_t *sums)
+/* 16 channels of one pixel, whose taps lie at these distances from an address. Taps are taken in pairs, whose
+ * products are added in 32 bits, so weights may have any codes. */
+INLINE void depthwise_sums(uintptr_t from, const uintptr_t *taps, int64_t pairs, const int16_t *w,
+    const int32_t *init, int32_t *sums)
 {
-    __m256i low = _mm256_loadu_si256((const __m256i *)init), high = _mm256_loadu_si256((const __m256i *)init + 1);
+    __m256i low = _mm256_loadu_si256((const __m256i *)init),
+        high = _mm256_loadu_si256((const __m256i *)init + 1);
     for (int64_t i = 0; i < pairs; i++, w += 32) {
         const __m128i a = _mm_loadu_si128((const __m128i *)(from + taps[2 * i]));
         const __m128i b = _mm_loadu_si128((const __m128i *)(from + taps[2 * i + 1]));
-        const __m256i first = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)), second = _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b));
+        const __m256i first = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)),
+            second = _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b));
         low = _mm256_add_epi32(low, _mm256_madd_epi16(first, _mm256_loadu_si256((const __m256i *)w)));
         high = _mm256_add_epi32(high, _mm256_madd_epi16(second, _mm256_loadu_si256((const __m256i *)w + 1)));
     }
@@ -426,7 +456,8 @@ static void border(const struct job *job, const struct position *p, uintptr_t *t
     const struct nc_depthwise *h = job->depthwise;
     const int64_t count = h->window[0] * h->window[1];
     for (int64_t i = 0; i < count; i++) {
-        const int64_t y = p->top + i / h->window[1] * h->dilations[0], x = p->left + i % h->window[1] * h->dilations[1];
+        const int64_t y = p->top + i / h->window[1] * h->dilations[0],
+            x = p->left + i % h->window[1] * h->dilations[1];
         const int seen = y >= 0 && y < h->image[0] && x >= 0 && x < h->image[1];
         const int64_t pixel = (p->image * h->image[0] + y) * h->image[1] + x;
         taps[i] = (uintptr_t)(seen ? job->x + pixel * h->outputs : (const uint8_t *)job->more);
@@ -443,7 +474,8 @@ AVX2 static void depthwise(const struct job *job, int64_t first, int64_t last)
     const uintptr_t *taps[PIXELS];
     int32_t sums[PIXELS][PANEL];
     for (int64_t i = 0; i < count; i++)
-        inner[i] = (uintptr_t)((i / h->window[1] * h->dilations[0] * h->image[1] + i % h->window[1] * h->dilations[1]) * channels);
+        inner[i] = (uintptr_t)((i / h->window[1] * h->dilations[0] * h->image[1]
+            + i % h->window[1] * h->dilations[1]) * channels);
     struct position position = position_of(h, first);
     for (int64_t start = first; start < last; start += PIXELS) {
         const int64_t n = last - start < PIXELS ? last - start : PIXELS;
@@ -456,10 +488,12 @@ AVX2 static void depthwise(const struct job *job, int64_t first, int64_t last)
                 border(job, &position, outer[p]);
         }
         for (int64_t block = 0; block < channels; block += PANEL) {
-            const int64_t channel = block + PANEL <= channels ? block : channels - PANEL; /* the last 16, perhaps some again */
+            /* the last 16, perhaps some again */
+            const int64_t channel = block + PANEL <= channels ? block : channels - PANEL;
             const int16_t *weights = (const int16_t *)job->weights + block * pairs * 2;
             for (int64_t p = 0; p < n; p++)
-                depthwise_sums(from[p] + (uintptr_t)channel, taps[p], pairs, weights, job->init + channel, sums[p]);
+                depthwise_sums(from[p] + (uintptr_t)channel, taps[p], pairs, weights, job->init + channel,
+                    sums[p]);
             finish(job, sums, n, start, channel, PANEL);
         }
     }
@@ -472,8 +506,8 @@ static void convolve(void *data, int64_t part, int64_t parts)
     depthwise(job, pixels * part / parts, pixels * (part + 1) / parts);
 }
 
-/* There are 16 channels at least; where they are no multiple of 16, nothing may be added in place, because some are computed twice. Nothing
- * else is added in fp32.
+/* There are 16 channels at least; where they are no multiple of 16, nothing may be added in place, because
+ * some are computed twice. Nothing else is added in fp32.
  *
  * weights: [channels / 16 rounded up, pairs of taps, 16, 2] in 16 bits; more tensors: a pixel of zero points
  */
@@ -487,8 +521,10 @@ int nc_depthwise(const struct nc_depthwise *how, void *unused, int count, char *
     EXPECT(how->added != ADDED_FP32_OTHER, OTHER_OPERATION);
     EXPECT(how->outputs >= PANEL && (how->added == ADDED_NOTHING || how->outputs % PANEL == 0), OTHER_SIZE);
     EXPECT(height > 0 && width > 0 && height <= MOST_TAPS && height * width <= MOST_TAPS, OTHER_SIZE);
-    EXPECT(how->images >= 0 && how->image[0] > 0 && how->image[1] > 0 && how->result[0] > 0 && how->result[1] > 0, OTHER_SIZE);
-    const int64_t pixels = how->images * how->result[0] * how->result[1], work = pixels * how->outputs * height * width;
+    EXPECT(how->images >= 0 && how->image[0] > 0 && how->image[1] > 0 && how->result[0] > 0
+        && how->result[1] > 0, OTHER_SIZE);
+    const int64_t pixels = how->images * how->result[0] * how->result[1],
+        work = pixels * how->outputs * height * width;
     job.depthwise = how;
     in_parts(convolve, &job, 1 + work / 32768, how->threads);
     return OK;

@@ -1,8 +1,9 @@
 /* Recurrent layers with int8 weights and inputs of 8 bits: all steps of one direction of one layer.
  *
- * Each row of each step has its own range: the input of a layer, the hidden state, and what a projection reads. So a row of the result
- * depends on the same row of the input alone. Codes, scales and zero points are those of nc.numerics.affine; sums of their products with
- * codes of weights are exact in int32, and what follows is computed in fp32.
+ * Each row of each step has its own range: the input of a layer, the hidden state, and what a projection
+ * reads. So a row of the result depends on the same row of the input alone. Codes, scales and zero points are
+ * those of nc.numerics.affine; sums of their products with codes of weights are exact in int32, and what
+ * follows is computed in fp32.
  *
  * A matrix lies in panels of 16 outputs: [panel][K / 4][16 outputs][4 inputs], padded with zeros.
  */
@@ -80,7 +81,11 @@ FOR_AVX2 static struct range range_of(const float *x, int64_t count)
     if (!none.finite || amax < TINY_AMAX)
         return none;
     const double scale = span / 255.0, zero_point = -rint(low / scale);
-    const struct range found = {(float)scale, (int32_t)(zero_point < 0 ? 0 : zero_point > 255 ? 255 : zero_point), 1};
+    const struct range found = {(float)scale,
+        (int32_t)(zero_point < 0   ? 0
+                : zero_point > 255 ? 255
+                                   : zero_point),
+        1};
     return found;
 }
 
@@ -94,10 +99,11 @@ FOR_AVX2 static void codes_of(const float *x, int64_t count, struct range range,
     }
 }
 
-/* ---- sums of products: sums[row][output], codes of each row `stride` bytes behind those of the row before ---- */
+/* ---- sums of products: sums[row][output], codes of each row `stride` bytes behind those of the row
+ * before ---- */
 
-INLINE FOR_VNNI void panels_vnni(const struct matrix *m, int64_t first, const uint8_t *codes, int64_t stride, int32_t *sums, int64_t width,
-                                 int rows, int panels)
+INLINE FOR_VNNI void panels_vnni(const struct matrix *m, int64_t first, const uint8_t *codes, int64_t stride,
+    int32_t *sums, int64_t width, int rows, int panels)
 {
     const int64_t words = (m->inputs + WORD - 1) / WORD;
     __m512i sum[ROWS][4];
@@ -124,9 +130,10 @@ INLINE FOR_VNNI void panels_vnni(const struct matrix *m, int64_t first, const ui
             _mm512_storeu_si512(sums + r * width + (first + p) * PANEL, sum[r][p]);
 }
 
-/* Codes less 128 times weights, summed in pairs of 16 bits: |code - 128| is at most 128 and |weight| at most 127, so that nothing saturates. */
-INLINE FOR_AVX2 void panels_avx2(const struct matrix *m, int64_t first, const uint8_t *codes, int64_t stride, int32_t *sums, int64_t width,
-                                 int rows)
+/* Codes less 128 times weights, summed in pairs of 16 bits: |code - 128| is at most 128 and |weight| at most
+ * 127, so that nothing saturates. */
+INLINE FOR_AVX2 void panels_avx2(const struct matrix *m, int64_t first, const uint8_t *codes, int64_t stride,
+    int32_t *sums, int64_t width, int rows)
 {
     const int64_t words = (m->inputs + WORD - 1) / WORD;
     const __m256i ones = _mm256_set1_epi16(1);
@@ -137,7 +144,8 @@ INLINE FOR_AVX2 void panels_avx2(const struct matrix *m, int64_t first, const ui
     for (int64_t k = 0; k < words; k++)
         UNROLL
         for (int half = 0; half < 2; half++) {
-            const __m256i w = _mm256_loadu_si256((const __m256i *)(m->codes + (first * words + k) * 64 + 32 * half));
+            const __m256i w =
+                _mm256_loadu_si256((const __m256i *)(m->codes + (first * words + k) * 64 + 32 * half));
             UNROLL
             for (int r = 0; r < rows; r++) {
                 int32_t word;
@@ -162,7 +170,8 @@ INLINE FOR_AVX2 void panels_avx2(const struct matrix *m, int64_t first, const ui
     default: CALL(4);        \
     }
 
-FOR_VNNI static void sums_vnni(const struct matrix *m, const uint8_t *codes, int64_t stride, int32_t *sums, int64_t width, int rows)
+FOR_VNNI static void sums_vnni(const struct matrix *m, const uint8_t *codes, int64_t stride, int32_t *sums,
+    int64_t width, int rows)
 {
     const int64_t panels = width / PANEL;
     int64_t p = 0;
@@ -174,7 +183,8 @@ FOR_VNNI static void sums_vnni(const struct matrix *m, const uint8_t *codes, int
         FOR_EACH_COUNT(ONE)
 }
 
-FOR_AVX2 static void sums_avx2(const struct matrix *m, const uint8_t *codes, int64_t stride, int32_t *sums, int64_t width, int rows)
+FOR_AVX2 static void sums_avx2(const struct matrix *m, const uint8_t *codes, int64_t stride, int32_t *sums,
+    int64_t width, int rows)
 {
 #define HALVES(R) panels_avx2(m, p, codes, stride, sums, width, R)
     for (int64_t p = 0; p < width / PANEL; p++)
@@ -182,8 +192,8 @@ FOR_AVX2 static void sums_avx2(const struct matrix *m, const uint8_t *codes, int
 }
 
 /* What is computed of a row alone, so that it is the same whatever rows are computed beside it. */
-FOR_AVX2 __attribute__((noinline)) static void values_of(const struct matrix *m, const int32_t *sums, struct range range, int32_t middle,
-                                                         float *y)
+FOR_AVX2 __attribute__((noinline)) static void values_of(const struct matrix *m, const int32_t *sums,
+    struct range range, int32_t middle, float *y)
 {
     const int32_t shift = range.zero_point - middle;
     for (int64_t n = 0; n < m->outputs; n++)
@@ -205,8 +215,8 @@ struct scratch {
 };
 
 /* y = x W^T + bias for so many rows, at most ROWS. */
-static void product(const struct layer *l, const struct matrix *m, const float *x, int64_t x_row, float *y, int64_t y_row, int rows,
-                    const struct scratch *s)
+static void product(const struct layer *l, const struct matrix *m, const float *x, int64_t x_row, float *y,
+    int64_t y_row, int rows, const struct scratch *s)
 {
     const int64_t width = (m->outputs + PANEL - 1) / PANEL * PANEL;
     struct range ranges[ROWS];
@@ -227,7 +237,8 @@ static void product(const struct layer *l, const struct matrix *m, const float *
 
 INLINE FOR_AVX2 __m256i there(int64_t count)
 {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count < 8 ? (int)count : 8), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count < 8 ? (int)count : 8),
+        _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
 INLINE FOR_AVX2 __m256 constant(float value)
@@ -235,12 +246,16 @@ INLINE FOR_AVX2 __m256 constant(float value)
     return _mm256_set1_ps(value);
 }
 
-/* e^x - 1 = 2^n (e^r - 1) + 2^n - 1, with |r| <= ln(2) / 2 and the Taylor series of e^r - 1, whose next term is below half a unit of fp32. */
+/* e^x - 1 = 2^n (e^r - 1) + 2^n - 1, with |r| <= ln(2) / 2 and the Taylor series of e^r - 1, whose next term
+ * is below half a unit of fp32. */
 INLINE FOR_AVX2 __m256 exponential_less_1(__m256 x, float limit)
 {
-    x = _mm256_min_ps(constant(limit), _mm256_max_ps(constant(-limit), x)); /* the second one where one is NaN */
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, constant(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256 r = _mm256_fmadd_ps(n, constant(2.12194440e-4f), _mm256_fnmadd_ps(n, constant(0.693359375f), x));
+    /* the second one where one is NaN */
+    x = _mm256_min_ps(constant(limit), _mm256_max_ps(constant(-limit), x));
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, constant(1.44269504f)),
+        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 r =
+        _mm256_fmadd_ps(n, constant(2.12194440e-4f), _mm256_fnmadd_ps(n, constant(0.693359375f), x));
     __m256 p = constant(1.0f / 5040);
     p = _mm256_fmadd_ps(p, r, constant(1.0f / 720));
     p = _mm256_fmadd_ps(p, r, constant(1.0f / 120));
@@ -285,7 +300,8 @@ FOR_AVX2 static void gru_step(const float *x, const float *h, int64_t n, float *
         const __m256i mask = there(n - i);
         const __m256 reset = sigmoid(GATE(0)), update = sigmoid(GATE(1));
         const __m256 fresh = tangent(_mm256_fmadd_ps(reset, LOAD(h + 2 * n + i), LOAD(x + 2 * n + i)));
-        _mm256_maskstore_ps(state + i, mask, _mm256_fmadd_ps(update, _mm256_sub_ps(LOAD(state + i), fresh), fresh));
+        _mm256_maskstore_ps(state + i, mask,
+            _mm256_fmadd_ps(update, _mm256_sub_ps(LOAD(state + i), fresh), fresh));
     }
 }
 
@@ -308,7 +324,8 @@ struct work {
 
 static int allocate(const struct layer *l, struct scratch *s)
 {
-    const int64_t gates = l->input.outputs, padded = (gates > l->projection.outputs ? gates : l->projection.outputs) + PANEL;
+    const int64_t gates = l->input.outputs,
+        padded = (gates > l->projection.outputs ? gates : l->projection.outputs) + PANEL;
     int64_t inputs = l->input.inputs > l->how->state ? l->input.inputs : l->how->state;
     inputs = inputs > l->how->hidden ? inputs : l->how->hidden;
     s->stride = (inputs + 63) / 64 * 64;
@@ -328,7 +345,8 @@ static void release(struct scratch *s)
 }
 
 /* The part of all blocks that one thread computes. */
-static void blocks_of(int64_t count, int64_t at_once, int64_t part, int64_t parts, int64_t *start, int64_t *stop)
+static void blocks_of(int64_t count, int64_t at_once, int64_t part, int64_t parts, int64_t *start,
+    int64_t *stop)
 {
     const int64_t blocks = (count + at_once - 1) / at_once;
     *start = blocks * part / parts * at_once;
@@ -355,7 +373,8 @@ static void input_gates(void *data, int64_t part, int64_t parts)
             if (l->how->rows == 1)
                 count = stop - i;
             count = count < ROWS ? count : ROWS;
-            product(l, &l->input, l->x + step * l->how->x_step + row * l->how->x_row, stride, l->gates + i * width, width, (int)count, &s);
+            product(l, &l->input, l->x + step * l->how->x_step + row * l->how->x_row, stride,
+                l->gates + i * width, width, (int)count, &s);
             i += count;
         }
     }
@@ -371,7 +390,8 @@ static void one_step(const struct layer *l, int64_t step, int64_t row, int rows,
         const float *x = l->gates + (step * l->how->rows + row + r) * width, *values = s->values + r * width;
         float *state = h + r * l->how->state;
         if (l->how->cell == CELL_LSTM)
-            lstm_step(x, values, hidden, l->c + (row + r) * hidden, l->projection.outputs ? s->before + r * hidden : state);
+            lstm_step(x, values, hidden, l->c + (row + r) * hidden,
+                l->projection.outputs ? s->before + r * hidden : state);
         else if (l->how->cell == CELL_GRU)
             gru_step(x, values, hidden, state);
         else
@@ -380,7 +400,8 @@ static void one_step(const struct layer *l, int64_t step, int64_t row, int rows,
     if (l->projection.outputs)
         product(l, &l->projection, s->before, hidden, h, l->how->state, rows, s);
     for (int r = 0; r < rows; r++)
-        memcpy(l->y + step * l->how->y_step + (row + r) * l->how->y_row, h + r * l->how->state, l->how->state * sizeof *h);
+        memcpy(l->y + step * l->how->y_step + (row + r) * l->how->y_row, h + r * l->how->state,
+            l->how->state * sizeof *h);
 }
 
 /* All steps of some rows. */
@@ -408,20 +429,22 @@ static int check(const struct nc_recurrent *how, int has_projection)
 {
     EXPECT(how->isa >= ISA_AVX2 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->cell >= CELL_LSTM && how->cell <= CELL_RNN_RELU, OTHER_OPERATION);
-    EXPECT(how->threads >= 1 && how->steps >= 0 && how->rows >= 0 && how->hidden >= 1 && how->state >= 1, OTHER_SIZE);
-    EXPECT(how->features >= 0 && how->features <= MOST_INPUTS && how->state <= MOST_INPUTS && how->hidden <= MOST_INPUTS, OTHER_SIZE);
+    EXPECT(how->threads >= 1 && how->steps >= 0 && how->rows >= 0 && how->hidden >= 1 && how->state >= 1,
+        OTHER_SIZE);
+    EXPECT(how->features >= 0 && how->features <= MOST_INPUTS && how->state <= MOST_INPUTS
+        && how->hidden <= MOST_INPUTS, OTHER_SIZE);
     EXPECT(has_projection ? how->cell == CELL_LSTM : how->state == how->hidden, OTHER_SIZE);
     return OK;
 }
 
 static struct matrix matrix_of(int64_t outputs, int64_t inputs, char *const *tensors)
 {
-    return (struct matrix){outputs, inputs, (const int8_t *)tensors[0], (const float *)tensors[1], (const int32_t *)tensors[2],
-                           (const float *)tensors[3]};
+    return (struct matrix){outputs, inputs, (const int8_t *)tensors[0], (const float *)tensors[1],
+        (const int32_t *)tensors[2], (const float *)tensors[3]};
 }
 
-/* tensors: y, x, h, c, gates, see struct layer; for the matrices of input, state and projection codes, scale, sums and bias. What a layer
- * has not has no address. */
+/* tensors: y, x, h, c, gates, see struct layer; for the matrices of input, state and projection codes, scale,
+ * sums and bias. What a layer has not has no address. */
 int nc_recurrent(const struct nc_recurrent *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_recurrent);
@@ -429,11 +452,12 @@ int nc_recurrent(const struct nc_recurrent *how, void *unused, int count, char *
     const int has_projection = tensors[13] != NULL;
     const int wrong = check(how, has_projection);
     EXPECT(!wrong, wrong);
-    const int64_t width = gates[how->cell] * how->hidden, each = (how->rows + how->threads - 1) / how->threads;
+    const int64_t width = gates[how->cell] * how->hidden,
+        each = (how->rows + how->threads - 1) / how->threads;
     const struct layer layer = {how, (const float *)tensors[1], (float *)tensors[0], (float *)tensors[2],
-                                (float *)tensors[3], (float *)tensors[4], matrix_of(width, how->features, tensors + 5),
-                                matrix_of(width, how->state, tensors + 9),
-                                matrix_of(has_projection ? how->state : 0, how->hidden, tensors + 13)};
+        (float *)tensors[3], (float *)tensors[4], matrix_of(width, how->features, tensors + 5),
+        matrix_of(width, how->state, tensors + 9),
+        matrix_of(has_projection ? how->state : 0, how->hidden, tensors + 13)};
     struct work w = {&layer, each < ROWS ? each : ROWS, 0};
     if (!how->rows || !how->steps)
         return OK;

@@ -1,5 +1,5 @@
-/* Runs a list of calls that was prepared before: of oneDNN primitives, and of functions of the same form. Links to nothing: the functions
- * come as pointers. */
+/* Runs a list of calls that was prepared before: of oneDNN primitives, and of functions of the same form.
+ * Links to nothing: the functions come as pointers. */
 
 typedef int (*execute_t)(const void *what, void *stream, int count, const void *arguments);
 typedef int (*place_t)(void *memory, void *address);
@@ -19,8 +19,10 @@ struct place {
     long offset;
 };
 
-/* Returns 0, or -1 - index of the place that failed, or of a call 1 + its index, and what it returned in the bits from 32 on. */
-long nc_run(void *stream, const struct place *places, long n_places, char *const *bases, const struct call *calls, long n_calls)
+/* Returns 0, or -1 - index of the place that failed, or of a call 1 + its index, and what it returned in the
+ * bits from 32 on. */
+long nc_run(void *stream, const struct place *places, long n_places, char *const *bases,
+    const struct call *calls, long n_calls)
 {
     for (long i = 0; i < n_places; i++)
         if (places[i].set(places[i].memory, bases[places[i].base] + places[i].offset))

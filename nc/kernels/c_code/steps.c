@@ -1,7 +1,8 @@
-/* Small operators between products: a few thousand elements, for which a call of torch takes longer than the work.
+/* Small operators between products: a few thousand elements, for which a call of torch takes longer than the
+ * work.
  *
- * abi.py has what each function takes. Arithmetic is in fp32, and each result is rounded to the dtype of its tensor, as torch does for
- * bf16; in a bool all but 0 is true.
+ * abi.py has what each function takes. Arithmetic is in fp32, and each result is rounded to the dtype of its
+ * tensor, as torch does for bf16; in a bool all but 0 is true.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -11,8 +12,9 @@
 #include "calls.h"
 #include "openmp.h"
 
-/* FOR_EACH_CPU(type, name, (parameters), (arguments)) defines a function by its body, `any_name`. The body is compiled for each of
- * these instruction sets, and a call takes the best one that the CPU has and the library may use. NC_NO_CLONES: tests leave them out. */
+/* FOR_EACH_CPU(type, name, (parameters), (arguments)) defines a function by its body, `any_name`. The body is
+ * compiled for each of these instruction sets, and a call takes the best one that the CPU has and the library
+ * may use. NC_NO_CLONES: tests leave them out. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(NC_NO_CLONES)
 #define CLONES (1 << ISA_AVX512 | 1 << ISA_AVX2)
 #define FOR_EACH_CPU(type, name, parameters, arguments)                                     \
@@ -55,11 +57,17 @@ int64_t nc_step_isa(void) { return -1; }
 #define INLINE static inline __attribute__((always_inline))
 
 /* What `load` reads, what `store` writes, and what `store_codes` does. */
-INLINE int is_written(int64_t dtype) { return dtype == DTYPE_F32 || dtype == DTYPE_BF16 || dtype == DTYPE_BOOL; }
+INLINE int is_written(int64_t dtype)
+{
+    return dtype == DTYPE_F32 || dtype == DTYPE_BF16 || dtype == DTYPE_BOOL;
+}
 INLINE int is_read(int64_t dtype) { return is_written(dtype) || dtype == DTYPE_I64; }
 INLINE int is_code(int64_t dtype) { return dtype == DTYPE_U8 || dtype == DTYPE_S8; }
 
-INLINE int64_t bytes_of(int64_t dtype) { return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_BF16 ? 2 : dtype == DTYPE_I64 ? 8 : 1; }
+INLINE int64_t bytes_of(int64_t dtype)
+{
+    return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_BF16 ? 2 : dtype == DTYPE_I64 ? 8 : 1;
+}
 
 INLINE float from_bf16(uint16_t bits)
 {
@@ -134,10 +142,12 @@ INLINE void store_codes(char *to, struct codes codes, int64_t n, const float *re
     }
 }
 
-/* e^x within 2 units in the last place: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes, S. Moshier). */
+/* e^x within 2 units in the last place: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes,
+ * S. Moshier). */
 INLINE float exponential(float x)
 {
-    float limited = x > -87.0f ? x < 88.0f ? x : 88.0f : -87.0f; /* also where x is no number, which has no integer */
+    /* also where x is no number, which has no integer */
+    float limited = x > -87.0f ? x < 88.0f ? x : 88.0f : -87.0f;
     float n = rintf(limited * 1.44269504088896341f);
     float r = limited - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -151,7 +161,8 @@ INLINE float exponential(float x)
     bits = (uint32_t)((int32_t)n + 127) << 23;
     memcpy(&power, &bits, 4);
     p = (p * r * r + r + 1.0f) * power;
-    return x > 88.0f ? (x > 88.722839f ? INFINITY : expf(x)) : x < -87.0f ? (x < -104.0f ? 0.0f : expf(x)) : x != x ? x : p;
+    return x > 88.0f ? (x > 88.722839f ? INFINITY : expf(x))
+        : x < -87.0f ? (x < -104.0f ? 0.0f : expf(x)) : x != x ? x : p;
 }
 
 #define EACH(value)                       \
@@ -159,8 +170,8 @@ INLINE float exponential(float x)
         y[i] = (value);                   \
     break
 
-INLINE void any_apply(int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y,
-                      int64_t n)
+INLINE void any_apply(int64_t op, const float *restrict a, const float *restrict b, const float *restrict c,
+    float *restrict y, int64_t n)
 {
     switch (op) {
     case MAP_COPY: EACH(a[i]);
@@ -179,7 +190,8 @@ INLINE void any_apply(int64_t op, const float *restrict a, const float *restrict
     case MAP_SIGMOID: EACH(1.0f / (1.0f + exponential(-a[i])));
     case MAP_SILU: EACH(a[i] / (1.0f + exponential(-a[i])));
     case MAP_TANH: EACH(tanhf(a[i]));
-    case MAP_GELU_TANH: EACH(a[i] / (1.0f + exponential(-1.5957691216057308f * (a[i] + 0.044715f * a[i] * a[i] * a[i]))));
+    case MAP_GELU_TANH:
+        EACH(a[i] / (1.0f + exponential(-1.5957691216057308f * (a[i] + 0.044715f * a[i] * a[i] * a[i]))));
     case MAP_GELU_ERF: EACH(0.5f * a[i] * (1.0f + erff(0.70710678118654752f * a[i])));
     case MAP_COS: EACH(cosf(a[i]));
     case MAP_SIN: EACH(sinf(a[i]));
@@ -188,8 +200,9 @@ INLINE void any_apply(int64_t op, const float *restrict a, const float *restrict
     }
 }
 FOR_EACH_CPU(void, apply,
-             (int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y, int64_t n),
-             (op, a, b, c, y, n))
+    (int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y,
+        int64_t n),
+    (op, a, b, c, y, n))
 
 /* tensors: y, a and, where the operator reads them, b and c */
 int nc_map(const struct nc_map *how, void *unused, int count, char *const *tensors)
@@ -218,7 +231,8 @@ int nc_map(const struct nc_map *how, void *unused, int count, char *const *tenso
                 for (int64_t i = 0; i < last; i++)
                     at += index[i] * strides[i];
                 if (t)
-                    values[t] = load(tensors[t] + at * bytes_of(dtype), dtype, strides[last], part, buffers[t]);
+                    values[t] =
+                        load(tensors[t] + at * bytes_of(dtype), dtype, strides[last], part, buffers[t]);
                 else
                     to += at * bytes_of(dtype);
             }
@@ -270,7 +284,8 @@ int nc_mean(const struct nc_mean *how, void *unused, int count, char *const *ten
         float sum = 0;
         for (int64_t start = 0; start < n; start += ROW) {
             const int64_t part = n - start < ROW ? n - start : ROW;
-            sum += sum_of(load(tensors[1] + (row * how->stride + start) * bytes_of(of), of, 1, part, buffer), part);
+            sum += sum_of(load(tensors[1] + (row * how->stride + start) * bytes_of(of), of, 1, part, buffer),
+                part);
         }
         sum /= (float)n;
         store(tensors[0] + row * bytes_of(how->to), how->to, 1, 1, &sum);
@@ -360,7 +375,8 @@ int nc_place(const struct nc_place *how, void *unused, int count, char *const *t
         const int64_t place = indices[how->one_index ? 0 : row];
         char *y = tensors[0] + row * how->y_stride, *x = tensors[1] + row * how->x_stride;
         EXPECT(place >= 0 && place < how->places, OTHER_INDEX);
-        memcpy(y + (how->scatters ? place * how->place_stride : 0), x + (how->scatters ? 0 : place * how->place_stride), how->bytes);
+        memcpy(y + (how->scatters ? place * how->place_stride : 0),
+            x + (how->scatters ? 0 : place * how->place_stride), how->bytes);
     }
     return OK;
 }
@@ -398,19 +414,23 @@ struct attention {
     char *const *tensors;
 };
 
-/* One query of one head: softmax(q K^T * factor + mask) V, for ROW keys at a time; the largest score so far is taken off all
- * (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). */
+/* One query of one head: softmax(q K^T * factor + mask) V, for ROW keys at a time; the largest score so far
+ * is taken off all (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). */
 INLINE void any_attend(const struct attention *job, int64_t task)
 {
     const struct nc_attention *h = job->how;
     const int64_t batch = task / h->heads, head = task % h->heads, shared = head / h->group;
-    const int64_t q_type = h->q_dtype, k_type = h->k_dtype, v_type = h->v_dtype, y_type = h->y_dtype, m_type = h->mask_dtype;
-    const char *keys = job->tensors[2] + (batch * h->k_strides[0] + shared * h->k_strides[1]) * bytes_of(k_type);
-    const char *values = job->tensors[3] + (batch * h->v_strides[0] + shared * h->v_strides[1]) * bytes_of(v_type);
+    const int64_t q_type = h->q_dtype, k_type = h->k_dtype, v_type = h->v_dtype, y_type = h->y_dtype,
+        m_type = h->mask_dtype;
+    const char *keys =
+        job->tensors[2] + (batch * h->k_strides[0] + shared * h->k_strides[1]) * bytes_of(k_type);
+    const char *values =
+        job->tensors[3] + (batch * h->v_strides[0] + shared * h->v_strides[1]) * bytes_of(v_type);
     const char *mask = job->tensors[4];
     const int64_t at = batch * h->mask_strides[0] + head * h->mask_strides[1];
     float query[ROW], row[ROW], sum[ROW] = {0}, largest = -INFINITY, total = 0;
-    const char *at_query = job->tensors[1] + (batch * h->q_strides[0] + head * h->q_strides[1]) * bytes_of(q_type);
+    const char *at_query =
+        job->tensors[1] + (batch * h->q_strides[0] + head * h->q_strides[1]) * bytes_of(q_type);
     const float *q = load(at_query, q_type, 1, h->width, query), factor = (float)h->factor;
     for (int64_t start = 0; start < h->keys; start += ROW) {
         const int64_t count = h->keys - start < ROW ? h->keys - start : ROW;
@@ -447,7 +467,8 @@ INLINE void any_attend(const struct attention *job, int64_t task)
             if (scores[i] == 0)
                 continue;
             total += scores[i];
-            const float *value = load(values + j * h->v_strides[2] * bytes_of(v_type), v_type, 1, h->value_width, row);
+            const float *value =
+                load(values + j * h->v_strides[2] * bytes_of(v_type), v_type, 1, h->value_width, row);
             add_scaled(sum, value, scores[i], h->value_width);
         }
     }
@@ -477,8 +498,10 @@ int nc_attention(const struct nc_attention *how, void *unused, int count, char *
     EXPECT(how->mask >= MASK_NONE && how->mask <= MASK_FLOAT, OTHER_OPERATION);
     EXPECT(how->mask == MASK_NONE || count == 5, OTHER_TENSORS);
     EXPECT(how->batch >= 0 && how->heads >= 0 && how->keys >= 0 && how->group > 0, OTHER_SIZE);
-    EXPECT(how->width >= 0 && how->width <= ROW && how->value_width >= 0 && how->value_width <= ROW, OTHER_SIZE);
-    EXPECT(is_read(how->q_dtype) && is_read(how->k_dtype) && is_read(how->v_dtype) && is_read(how->mask_dtype), OTHER_DTYPE);
+    EXPECT(how->width >= 0 && how->width <= ROW && how->value_width >= 0 && how->value_width <= ROW,
+        OTHER_SIZE);
+    EXPECT(is_read(how->q_dtype) && is_read(how->k_dtype) && is_read(how->v_dtype)
+        && is_read(how->mask_dtype), OTHER_DTYPE);
     EXPECT(is_written(how->y_dtype), OTHER_DTYPE);
     in_parts(attend_all, &job, worth < tasks ? worth : tasks, how->threads);
     return OK;
@@ -549,7 +572,8 @@ struct image {
 
 INLINE void any_quantize_pixels(const struct image *job, int64_t unit)
 {
-    const int64_t pixels = job->how->pixels, units = (pixels + PIXELS - 1) / PIXELS, start = unit % units * PIXELS;
+    const int64_t pixels = job->how->pixels, units = (pixels + PIXELS - 1) / PIXELS,
+        start = unit % units * PIXELS;
     const int64_t n = pixels - start < PIXELS ? pixels - start : PIXELS, image = unit / units;
     char *restrict y = job->y + (image * pixels + start) * 3;
     char codes[3][PIXELS];
@@ -575,7 +599,8 @@ static void quantize_images(void *data, int64_t part, int64_t parts)
 int nc_image(const struct nc_image *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_image);
-    struct image job = {how, (const float *)tensors[1], tensors[0], codes_of(DTYPE_U8, how->inverse, how->zero_point)};
+    struct image job = {how, (const float *)tensors[1], tensors[0],
+        codes_of(DTYPE_U8, how->inverse, how->zero_point)};
     EXPECT(how->images >= 0 && how->pixels >= 0, OTHER_SIZE);
     in_parts(quantize_images, &job, 1 + how->images * how->pixels / 8192, how->threads);
     return OK;
