@@ -25,14 +25,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "caches.h"
 #include "calls.h"
 #include "openmp.h"
 
 #define DIGITS 3 /* of 8 bits, for fp32 */
 #define TINY_AMAX 0x1p-100f /* as in nc.numerics.affine */
-#define WORK_PER_THREAD 65536 /* weights times rows below which another thread costs more than it gains */
-/* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
-#define X_AT_ONCE (1 << 19)
 
 struct weight {
     int64_t outputs, inputs, padded; /* N, K, and K as it is stored */
@@ -839,7 +837,6 @@ DEFINE_PART_256(fp32_8_256, fp32_256, 8, 0)
 #define VALUES 256 /* inputs whose values stay in the L1 cache */
 #define TILE_ROWS 6     /* rows whose sums fit the registers */
 #define ROWS_OF_VALUES (22 * TILE_ROWS)
-#define FEW_ROWS 8 /* below, it takes longer to write values and read them again */
 #define CHUNKS(j, k, count) \
     for (int64_t k = 0, count; k < (j)->w.padded && (count = chunk_of((j), k)); k += count)
 
@@ -1090,8 +1087,9 @@ int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *cons
     const int digits = kernel->digits, amx = kernel->tiles, bf16 = kernel->modes == IN_BF16;
     const int64_t block = how->block == BLOCK_BF16 ? 0 : how->block;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
-    const int64_t each = amx ? 16 : 4,
-        fit = (amx ? 2 : 1) * X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
+    /* each pair of panels reads x again: it should stay in the second cache */
+    const int64_t x_at_once = second_cache() / (amx ? 2 : 4), each = amx ? 16 : 4,
+        fit = x_at_once / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
     const int64_t some = amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit;
     const int64_t at_most = in_tiles ? ROWS_OF_VALUES : some, most = rows < at_most ? rows : at_most;
     char *scratch = NULL;

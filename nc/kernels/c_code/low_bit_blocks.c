@@ -25,16 +25,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "caches.h"
 #include "calls.h"
 #include "openmp.h"
 
 #define STEP BLOCKS_STEP        /* inputs that are decoded at once */
 #define BLOCK 128               /* inputs of a decoded block */
-#define FEW_ROWS 6              /* at most, for which codes are decoded into registers */
 #define ROWS_AT_ONCE 256        /* whose sums are on the stack: 32 KB */
-/* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
-#define X_AT_ONCE (1 << 20)
-#define WORK_PER_THREAD 65536   /* weights times rows below which another thread costs more than it gains */
 #define TINY_AMAX 0x1p-100f     /* as in nc.numerics.affine */
 #define MOST_PARTS 3            /* that a number is the sum of */
 #define LEAST_FOR_TILES 0x1p-90f /* AMX takes parts below 2^-126 as 0 */
@@ -402,10 +399,12 @@ int nc_low_bit_blocks(const struct nc_low_bit_blocks *how, void *unused, int cou
     const int64_t from = j.parts == 1 || w->parts == 1 ? 5 : w->parts == 2 ? 24 : 32;
     const int amx = HAS_AMX && shape->isa == ISA_AMX && w->parts && rows >= from,
         spread = j.block || w->held != w->group;
-    const int64_t fit = X_AT_ONCE / (inputs * (int64_t)sizeof(float)) / 48 * 48, least = fit < 48 ? 48 : fit;
+    /* each pair of panels reads x again: it should stay in the second cache */
+    const int64_t fit = second_cache() / 2 / (inputs * (int64_t)sizeof(float)) / 48 * 48,
+        least = fit < 48 ? 48 : fit;
     const int64_t at_once = amx ? ROWS_AT_ONCE : least < ROWS_AT_ONCE ? least : ROWS_AT_ONCE / 12 * 12,
         most = rows < at_once ? rows : at_once;
-    const int64_t tiled = amx || most > FEW_ROWS ? most * inputs : 0;
+    const int64_t tiled = amx || most > FEW_ROWS_OF_BLOCKS ? most * inputs : 0;
     char *scratch;
     j.plane = (most + 15) / 16 * 16 * ((inputs + 31) / 32 * 32);
     scratch = malloc((size_t)(4 * (spread * most * inputs + most * w->groups + tiled)
@@ -435,7 +434,7 @@ int nc_low_bit_blocks(const struct nc_low_bit_blocks *how, void *unused, int cou
             }
         }
 #endif
-        if (j.rows <= FEW_ROWS) {
+        if (j.rows <= FEW_ROWS_OF_BLOCKS) {
             if (offset)
                 run(&j, sum_rows, j.rows, 1, several, threads);
             run(&j, plan.few, panels, plan.together, use, threads);

@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "caches.h"
 #include "calls.h"
 #include "openmp.h"
 
@@ -20,9 +21,8 @@
 /* A tile of ROWS rows and VECTORS x WIDTH outputs: its sums, one vector of codes and one of ones fit 16
  * registers. */
 enum { ROWS = 5, VECTORS = 2, WIDTH = HALF_PANEL };
-/* Rows whose sums are finished at once; bytes of rows that are multiplied with one panel after the other:
- * they stay in the L2 cache. */
-enum { BLOCK = 60, CHUNK = 128 * 1024 };
+/* Rows whose sums are finished at once. */
+enum { BLOCK = 60 };
 _Static_assert(VECTORS * WIDTH == PANEL, "a panel is one tile wide");
 _Static_assert(BLOCK % ROWS == 0, "tiles are whole, but for the last rows");
 
@@ -290,7 +290,8 @@ INLINE void multiply_rows(int64_t rows, const int vectors, const uint8_t *x, int
 AVX2 static void multiply_some(const struct job *job, int64_t first, int64_t last, int64_t from, int64_t to)
 {
     const int64_t k = job->product->inputs, stride = job->product->stride, outputs = job->outputs;
-    const int64_t fit = CHUNK / k / ROWS * ROWS, chunk = fit < ROWS ? ROWS : fit;
+    /* rows that are multiplied with one panel after the other stay in the second cache */
+    const int64_t fit = second_cache() / 4 / k / ROWS * ROWS, chunk = fit < ROWS ? ROWS : fit;
     int32_t sums[BLOCK][PANEL];
     for (int64_t start = first; start < last; start += chunk) {
         const int64_t end = start + chunk < last ? start + chunk : last;
