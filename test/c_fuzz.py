@@ -38,11 +38,12 @@ from suites.recurrent import float64_layers
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, int8_attention
+from nc.backends.native.operators import avx2, int8_attention, row_linear
 from nc.backends.native.plans import c_functions
 from nc.kernels.c_code import abi, build, openmp
 from nc.kernels.c_code.calls import Function, call_once
 from nc.kernels.c_code.isas import ISAS, NUMBERS
+from nc.numerics import affine
 
 PAGE = mmap.PAGESIZE
 FREE = 0xAB
@@ -684,6 +685,81 @@ def case_recurrent() -> str:
     )
 
 
+ROW_ACTIVATIONS = {
+    "identity": lambda v: v,
+    "relu": torch.relu,
+    "leaky_relu": lambda v: F.leaky_relu(v, 0.125),
+    "clip": lambda v: v.clamp(0.125, 2.0),
+    "swish": lambda v: v * torch.sigmoid(0.125 * v),
+    "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+    "gelu_erf": F.gelu,
+}
+
+
+def random_rows() -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Rows of fp32, of which some are special, the memory of their codes, and whether these are symmetric."""
+    rows, inputs = random.choice((0, 1, 2, 5, 15, 16, 17, 31, 33, 40, 65, 130)), random.choice(SIZES)
+    x = rows_of((rows, inputs), torch.float32) * 10.0 ** random.choice((-30, -3, 0, 0, 0, 3, 30))
+    for special in (0.0, 1e-40, 7.0, -7.0):
+        if rows and random.random() < 0.3:
+            x[random.randrange(rows)] = special
+    memory = torch.empty(row_linear.held(rows, inputs), dtype=torch.uint8)
+    return x, memory, random.random() < 0.5
+
+
+def case_round_rows() -> str:
+    x, memory, symmetric = random_rows()
+    rows, inputs = x.shape
+    fields = {
+        "rows": rows,
+        "inputs": inputs,
+        "stride": max(x.stride(0), inputs),
+        "symmetric": symmetric,
+        "threads": threads(),
+    }
+    call(row_linear._code().round_rows, fields, [memory, x])
+    codes, scale, zero_point = row_linear.unpacked(memory, rows, inputs)
+    if rows:
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        wanted = affine.choose_qparams(low, high, quant_min=0, quant_max=255, symmetric=symmetric)
+        assert torch.equal(scale, wanted[0])
+        assert torch.equal(zero_point, wanted[1])
+        expected = ((x / scale).round() + zero_point).clamp(0, 255)
+        assert torch.equal(codes.float(), expected)
+    return f"{rows} x {inputs} {symmetric}"
+
+
+def case_row_product() -> str:
+    x, memory, symmetric = random_rows()
+    rows, inputs = x.shape
+    outputs, count = random.choice(SIZES), threads()
+    code = row_linear._code()
+    fields = {
+        "rows": rows,
+        "inputs": inputs,
+        "stride": max(x.stride(0), inputs),
+        "symmetric": symmetric,
+        "threads": count,
+    }
+    call_once(code.round_rows, fields, [memory, x])
+    codes, scale, zero_point = row_linear.unpacked(memory, rows, inputs)
+    weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    packed, sums = row_linear.packed_rows(weight)
+    of_weight, bias = torch.rand(len(sums)) * 0.01, torch.randn(len(sums))
+    name = random.choice(tuple(ROW_ACTIVATIONS))
+    other = [torch.randn(rows, outputs)] if random.random() < 0.5 else []
+    y = torch.zeros(rows, outputs)
+    isas = [name for name in ("amx", "avx512_vnni") if name in row_linear.isas()]
+    fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[random.choice(isas)],
+              "activation": abi.ACTIVATION.number(name), "alpha": 0.125, "beta": 2.0}  # fmt: skip
+    call(code.product, fields, [y, memory, packed, sums, of_weight, bias, *other])
+    sums_of_products = (codes.double() - zero_point) @ weight.double().T
+    v = sums_of_products * scale.double() * of_weight[:outputs].double() + bias[:outputs].double()
+    expected = ROW_ACTIVATIONS[name](v) + (other[0].double() if other else 0.0)
+    close(y, expected, 2e-6, 1e-6)
+    return f"{rows} x {inputs} x {outputs} {name} {symmetric}"
+
+
 CASES = {
     name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")
 }
@@ -697,6 +773,8 @@ def possible() -> dict[str, str]:
         "low_bit": compiled.why_unavailable(),
         "low_bit_blocks": compiled_blocks.why_unavailable(),
         "recurrent": recurrent.why_unavailable(),
+        "round_rows": row_linear.why_unavailable(),
+        "row_product": row_linear.why_unavailable(),
         "product": products,
         "depthwise": products,
     }

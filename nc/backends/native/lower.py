@@ -196,7 +196,7 @@ def executed(module: fx.GraphModule) -> dict[str, str]:
         if is_kernel(node):
             found |= dict.fromkeys(node.meta["operators"], "int8")
         elif _is_dynamic_kernel(node):
-            found[node.meta["operator"]] = "int8"
+            found |= dict.fromkeys(node.meta.get("operators") or [node.meta["operator"]], "int8")
         elif node.meta.get("bf16"):
             found[node.meta["operator"]] = "bf16"
     return found
@@ -224,8 +224,8 @@ def beside(module: fx.GraphModule, asked: Container[str]) -> dict[str, str]:
 
 
 def _is_dynamic_kernel(node: fx.Node) -> bool:
-    """Whether a node is what `replace_dynamic` makes of a dynamic operator."""
+    """Whether a node is what `replace_dynamic` or `replace_row_linears` makes of a dynamic operator."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name.startswith(
-        ("quantized::linear", "aten::quantized_", "nc_recurrent::")
+        ("quantized::linear", "aten::quantized_", "nc_recurrent::", "nc_native::row_linear")
     )

@@ -18,6 +18,7 @@ from nc.backends.native.merge import merge
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.operators.norm import recompose_norms
 from nc.backends.native.operators.rotary import recompose_rotary
+from nc.backends.native.operators.row_linear import replace_row_linears
 from nc.backends.native.operators.transposed_convolution import fuse_transposed, why_not_transposed
 from nc.backends.native.qdq_rewrites import pool_codes, remaining
 from nc.backends.native.recurrent import replace_recurrent, why_not_recurrent
@@ -56,6 +57,7 @@ def kernels(
     return (
         shapes if program else low_bit,
         Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),
+        *((Pass("row_linears", replace_row_linears),) if products else ()),
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),

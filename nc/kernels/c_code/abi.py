@@ -527,6 +527,35 @@ _ROWS = (
         most=3,
     ),
     FunctionRow(
+        "rows",
+        Structure(
+            "round_rows",
+            "Rows of fp32 to uint8, each with a scale and a zero point, see rows.c.",
+            (
+                *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
+                *(Field("symmetric", "whether the zero point is 128"), Field("threads")),
+            ),
+        ),
+        least=2,
+        most=2,
+    ),
+    FunctionRow(
+        "rows",
+        Structure(
+            "row_product",
+            "A linear of rounded rows, see rows.c.",
+            (
+                *(Field("rows"), Field("inputs"), Field("outputs"), Field("threads")),
+                Field("isa", "ISA_AVX512_VNNI or ISA_AMX, one that the CPU has"),
+                Field("activation", "ACTIVATION_..."),
+                Field("alpha", "of the activation", kind="double"),
+                Field("beta", "of the activation", kind="double"),
+            ),
+        ),
+        least=6,
+        most=7,
+    ),
+    FunctionRow(
         "low_bit", Structure("low_bit", "y = x W^T + bias, see low_bit.c.", _LOW_BIT), least=8, most=8
     ),
     FunctionRow(

@@ -133,6 +133,22 @@ WRONG = {
         ("dtypes", (0,), -1, "dtype"),
         ("dtypes", (1,), 4, "dtype"),
     ],
+    "round_rows": [
+        ("rows", (), -1, "size"),
+        ("inputs", (), 0, "size"),
+        ("stride", (), 1, "size"),
+        ("threads", (), 0, "size"),
+    ],
+    "row_product": [
+        ("isa", (), 0, "instruction set"),
+        ("rows", (), -1, "size"),
+        ("inputs", (), 0, "size"),
+        ("inputs", (), 65537, "size"),
+        ("outputs", (), 0, "size"),
+        ("threads", (), 0, "size"),
+        ("activation", (), 8, "operation"),
+        ("activation", (), -1, "operation"),
+    ],
     "mean": [
         ("to", (), 3, "dtype"),
         ("to", (), 4, "dtype"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch import fx
 from nc.backends import cpu
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.operands import PlanTensor, WeightToPack
+from nc.backends.native.plans.products import after_of
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.ways import Refused, need
+from nc.backends.native.plans.ways import need
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, call_once, function_of
 from nc.kernels.c_code.isas import ISAS, compiled
-from nc.kernels.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
+from nc.kernels.onednn.descriptions import Geometry, PostOp
 from nc.process.unavailable import Unavailable
 
 #: CPUs with one of these have other kernels in oneDNN.
@@ -36,7 +37,6 @@ _WRITTEN, _SHIFT = (torch.uint8, torch.float32, torch.int8), 128
 _PANEL, _WIDTH, _TAPS = abi.CONSTANTS.panel, abi.CONSTANTS.half_panel, abi.CONSTANTS.most_taps
 
 
-_TOO_MUCH = "more than a sum and an activation follow it"
 _NO_WINDOW = "its window is larger than 1 x 1, and it is not depthwise in a known form"
 
 
@@ -65,18 +65,6 @@ class Product:
     other: PlanTensor | None = None
     geometry: Geometry | None = None
     groups: int = 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _After:
-    """What follows a sum: a member of `abi.ADDED`, scale and zero point; an `abi.ACTIVATION`, two numbers."""
-
-    added: str = "nothing"
-    scale: float = 1.0
-    zero_point: int = 0
-    activation: str = "identity"
-    alpha: float = 0.0
-    beta: float = 0.0
 
 
 @functools.cache
@@ -117,7 +105,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     why = why_unavailable()
     need(not why, why)
     x, result, weight = product.x.tensor, product.result.tensor, product.weight
-    after = _after(product.post_ops)
+    after = after_of(product.post_ops)
     need(x.dtype is torch.uint8 and result.dtype in _WRITTEN, f"it reads {x.dtype} and writes {result.dtype}")
     need(result.numel(), "its result has no element")
     if _is_pointwise(product):
@@ -172,32 +160,6 @@ def _function(name: str) -> Function:
     found = _functions()
     assert not isinstance(found, Unavailable), "products are for where these functions are available"
     return found[name]
-
-
-def _after(post_ops: Sequence[PostOp]) -> _After:
-    """Return what follows a sum; raises `Refused` for what the C code does not know."""
-    first, *rest = post_ops or (None,)
-    if isinstance(first, Sum):
-        in_codes = first.dtype is torch.uint8
-        need(in_codes or first.dtype in (None, torch.float32), f"it adds to {first.dtype}")
-        need(in_codes or not first.zero_point, "it adds to fp32 with a zero point")
-        after = _After("codes_in_place" if in_codes else "fp32_in_place", first.scale, first.zero_point)
-    elif isinstance(first, BinaryOp):
-        need(
-            first.name == "add" and first.other.dtype is torch.float32,
-            "what follows it is no addition of fp32",
-        )
-        after = _After("fp32_other")
-    else:
-        after, rest = _After(), list(post_ops)
-    if not rest:
-        return after
-    last, *more = rest
-    if more or not isinstance(last, Eltwise):
-        raise Refused(_TOO_MUCH)
-    name = "leaky_relu" if last.name == "relu" and last.alpha else last.name
-    need(name in abi.ACTIVATION.members, f"it has no {name}")
-    return dataclasses.replace(after, activation=name, alpha=last.alpha, beta=last.beta)
 
 
 def _is_pointwise(product: Product) -> bool:

@@ -16,6 +16,7 @@ from nc.backends.native.plans.operands import Later, WeightToPack
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import Refused, need
 from nc.backends.native.torch_library import prepack
+from nc.kernels.c_code import abi
 from nc.kernels.onednn.descriptions import (
     DST,
     SCALES,
@@ -23,14 +24,17 @@ from nc.kernels.onednn.descriptions import (
     WEIGHTS,
     ZERO_POINTS,
     Attributes,
+    BinaryOp,
     Eltwise,
     Geometry,
     PostOp,
+    Sum,
 )
 
 #: What packs weights for torch's operators.
 PREPACKS = frozenset({prepack("linear"), prepack("conv2d")})
 _NOT_PACKED = "its weight is not packed in the graph"
+_TOO_MUCH = "more than a sum and an activation follow it"
 #: Activations behind a product that need no numbers of the model's.
 ACTIVATIONS: Mapping[str, Eltwise] = {
     "relu": Eltwise("relu"),
@@ -40,6 +44,18 @@ ACTIVATIONS: Mapping[str, Eltwise] = {
     "gelu_tanh": Eltwise("gelu_tanh"),
     "gelu_erf": Eltwise("gelu_erf"),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class After:
+    """What follows a sum: a member of `abi.ADDED`, scale and zero point; an `abi.ACTIVATION`, two numbers."""
+
+    added: str = "nothing"
+    scale: float = 1.0
+    zero_point: int = 0
+    activation: str = "identity"
+    alpha: float = 0.0
+    beta: float = 0.0
 
 
 def codes_of(recorder: Recorder, value: Any) -> WeightToPack:
@@ -80,6 +96,32 @@ def post_ops_of(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...]:
     }
     need(name in known, f"oneDNN has no {name} behind it")
     return (known[name],)
+
+
+def after_of(post_ops: Sequence[PostOp]) -> After:
+    """Return what follows a sum; raises `Refused` for what the C code does not know."""
+    first, *rest = post_ops or (None,)
+    if isinstance(first, Sum):
+        in_codes = first.dtype is torch.uint8
+        need(in_codes or first.dtype in (None, torch.float32), f"it adds to {first.dtype}")
+        need(in_codes or not first.zero_point, "it adds to fp32 with a zero point")
+        after = After("codes_in_place" if in_codes else "fp32_in_place", first.scale, first.zero_point)
+    elif isinstance(first, BinaryOp):
+        need(
+            first.name == "add" and first.other.dtype is torch.float32,
+            "what follows it is no addition of fp32",
+        )
+        after = After("fp32_other")
+    else:
+        after, rest = After(), list(post_ops)
+    if not rest:
+        return after
+    last, *more = rest
+    if more or not isinstance(last, Eltwise):
+        raise Refused(_TOO_MUCH)
+    name = "leaky_relu" if last.name == "relu" and last.alpha else last.name
+    need(name in abi.ACTIVATION.members, f"it has no {name}")
+    return dataclasses.replace(after, activation=name, alpha=last.alpha, beta=last.beta)
 
 
 def product_attributes(

@@ -1,0 +1,376 @@
+/* Linears whose activations have a scale and a zero point for each row, found in each call.
+ *
+ * `round_rows` measures rows of fp32 and rounds them to uint8, as nc.numerics.affine does. `row_product`
+ * multiplies them with int8 weights, sums exactly in int32, and gives
+ *
+ *     y = activation(row scale * scale * (sum - zero point * sum of weights) + bias) + added
+ *
+ * Rounded rows lie in tile order: [rows / 16][K / 64][16 rows][64], and behind them a scale (fp32) and a zero
+ * point (int32) for each row. Weights likewise: [outputs / 16][K / 64][16][16 outputs][4], so that 64 bytes
+ * are what one instruction multiplies. K is filled up with zeros.
+ */
+#include <math.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "activation.h"
+#include "caches.h"
+#include "calls.h"
+#include "openmp.h"
+
+#define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
+#define VNNI_INLINE static inline __attribute__((always_inline)) FOR_VNNI
+#define UNROLL _Pragma("GCC unroll 16")
+#define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
+/* Distance of a quotient from half a code below which its rounding is not sure. */
+#define SURE 0.4999f
+enum { TILE = 16, DEPTH = 64, FEW = 4 };
+
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define HAS_AMX 1
+#define FOR_AMX \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")))
+#else
+#define HAS_AMX 0
+#endif
+
+int64_t nc_isas(void) { return 1 << ISA_AVX512_VNNI | HAS_AMX << ISA_AMX; }
+
+/* Whether this process may use AMX from now on: the operating system must be asked once. */
+int nc_rows_amx(void)
+{
+    return HAS_AMX && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+
+static int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
+
+/* ---- rounding ---- */
+
+struct rounding {
+    const float *x;
+    uint8_t *codes;
+    float *scale;
+    int32_t *zero_point;
+    int64_t rows, inputs, stride, symmetric;
+};
+
+/* The codes of 16 numbers: round(x / scale) + zero point. x * inverse is x / scale but for some units of the
+ * last place, which matter only near half a code: there it is divided. */
+VNNI_INLINE __m512i codes_of(__m512 x, __m512 scale, __m512 inverse, __m512 zero_point)
+{
+    __m512 v = _mm512_mul_ps(x, inverse);
+    __m512 n = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    if (_mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_sub_ps(v, n)), _mm512_set1_ps(SURE), _CMP_NLT_UQ))
+        n = _mm512_roundscale_ps(_mm512_div_ps(x, scale), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    v = _mm512_max_ps(_mm512_add_ps(n, zero_point), _mm512_setzero_ps()); /* what is no number becomes 0 */
+    return _mm512_cvtps_epi32(_mm512_min_ps(v, _mm512_set1_ps(255.0f)));
+}
+
+VNNI_INLINE __m512 some(const float *x, int64_t n)
+{
+    return n >= 16 ? _mm512_loadu_ps(x) : _mm512_maskz_loadu_ps((__mmask16)((1 << n) - 1), x);
+}
+
+FOR_VNNI static void round_row(const struct rounding *r, int64_t row)
+{
+    const float *x = r->x + row * r->stride;
+    const int64_t depth = whole(r->inputs, DEPTH);
+    uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
+    __m512 low = _mm512_setzero_ps(), high = low;
+    __mmask16 no_numbers = 0;
+    for (int64_t k = 0; k < r->inputs; k += 16) {
+        const __m512 v = some(x + k, r->inputs - k);
+        no_numbers |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        low = _mm512_min_ps(low, v);
+        high = _mm512_max_ps(high, v);
+    }
+    const double least = _mm512_reduce_min_ps(low), most = _mm512_reduce_max_ps(high);
+    const double amax = -least > most ? -least : most;
+    double step = r->symmetric ? amax / 127 : (most - least) / 255, zero = r->symmetric ? 128 : 0;
+    if (amax < TINY_AMAX)
+        step = 1;
+    else if (!r->symmetric)
+        zero = fmin(fmax(-rint(least / step), 0), 255);
+    /* a row with an infinite number, or with what is none, gives no number */
+    const float scale = no_numbers || !isfinite(amax) ? NAN : (float)step;
+    r->scale[row] = scale;
+    r->zero_point[row] = (int32_t)zero;
+    const __m512 by = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1 / scale),
+                 middle = _mm512_set1_ps((float)zero);
+    int64_t k = 0;
+    for (; k < r->inputs; k += 16) {
+        const __m512i codes = codes_of(some(x + k, r->inputs - k), by, inverse, middle);
+        _mm_storeu_si128((__m128i *)(to + k / DEPTH * TILE * DEPTH + k % DEPTH),
+            _mm512_cvtusepi32_epi8(codes));
+    }
+    for (; k < depth; k += 16)
+        _mm_storeu_si128((__m128i *)(to + k / DEPTH * TILE * DEPTH + k % DEPTH), _mm_setzero_si128());
+}
+
+static void round_some(void *data, int64_t part, int64_t parts)
+{
+    const struct rounding *r = data;
+    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
+        round_row(r, row);
+}
+
+static struct rounding rounding_of(char *codes, int64_t rows, int64_t inputs)
+{
+    const int64_t held = whole(rows, TILE), bytes = held * whole(inputs, DEPTH);
+    return (struct rounding){.codes = (uint8_t *)codes, .scale = (float *)(codes + bytes),
+        .zero_point = (int32_t *)(codes + bytes + held * 4), .rows = rows, .inputs = inputs};
+}
+
+int nc_round_rows(const struct nc_round_rows *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_round_rows);
+    EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
+    EXPECT(how->rows >= 0 && how->inputs > 0 && how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
+    struct rounding r = rounding_of(tensors[0], how->rows, how->inputs);
+    r.x = (const float *)tensors[1];
+    r.stride = how->stride;
+    r.symmetric = how->symmetric;
+    in_parts(round_some, &r, how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads, how->threads);
+    return OK;
+}
+
+/* ---- products ---- */
+
+struct job {
+    const uint8_t *x;
+    const float *row_scale;
+    const int32_t *zero_point;
+    const int8_t *weights;
+    const int32_t *sums;
+    const float *scale, *bias, *added;
+    float *y;
+    int64_t rows, depth, outputs, activation, at_once, amx;
+    float alpha, beta;
+};
+
+/* 16 sums of a row → results from output `column` on. */
+VNNI_INLINE void finish(const struct job *j, const int64_t op, __m512i sum, int64_t row, int64_t column)
+{
+    const int64_t left = j->outputs - column, at = row * j->outputs + column;
+    const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+    sum = _mm512_sub_epi32(sum,
+        _mm512_mullo_epi32(_mm512_set1_epi32(j->zero_point[row]), _mm512_loadu_si512(j->sums + column)));
+    __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(j->row_scale[row]));
+    v = _mm512_fmadd_ps(v, _mm512_loadu_ps(j->scale + column), _mm512_loadu_ps(j->bias + column));
+    if (op != ACTIVATION_IDENTITY) {
+        const __m256 low = activation(op, _mm512_castps512_ps256(v), j->alpha, j->beta);
+        const __m256 high = activation(op,
+            _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)), j->alpha, j->beta);
+        v = _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)),
+            _mm256_castps_pd(high), 1));
+    }
+    if (j->added)
+        v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, j->added + at));
+    _mm512_mask_storeu_ps(j->y + at, mask, v);
+}
+
+/* The activation is chosen once, not for each number. */
+#define BY_ACTIVATION(op, WORK)                                                  \
+    switch (op) {                                                                \
+    case ACTIVATION_IDENTITY: WORK(ACTIVATION_IDENTITY); break;                  \
+    case ACTIVATION_RELU: WORK(ACTIVATION_RELU); break;                          \
+    case ACTIVATION_LEAKY_RELU: WORK(ACTIVATION_LEAKY_RELU); break;              \
+    case ACTIVATION_CLIP: WORK(ACTIVATION_CLIP); break;                          \
+    case ACTIVATION_HARDSWISH: WORK(ACTIVATION_HARDSWISH); break;                \
+    case ACTIVATION_SWISH: WORK(ACTIVATION_SWISH); break;                        \
+    case ACTIVATION_GELU_TANH: WORK(ACTIVATION_GELU_TANH); break;                \
+    case ACTIVATION_GELU_ERF: WORK(ACTIVATION_GELU_ERF); break;                  \
+    }
+
+/* Sums [panels][rows][16] → results. */
+FOR_VNNI static void finish_block(const struct job *j, int32_t (*sums)[2 * TILE][TILE], int64_t row,
+    int64_t rows, int64_t panel, int64_t panels)
+{
+#define ALL(op)                                                                     \
+    for (int64_t p = 0; p < panels; p++)                                            \
+        for (int64_t r = 0; r < rows; r++)                                          \
+            finish(j, op, _mm512_loadu_si512(sums[p][r]), row + r, (panel + p) * TILE)
+    BY_ACTIVATION(j->activation, ALL)
+#undef ALL
+}
+
+/* Sums of R rows from `row` on and two panels. */
+VNNI_INLINE void multiply_vnni(const struct job *j, int64_t row, int64_t panel, int32_t (*sums)[2 * TILE][TILE],
+    int64_t first, const int R)
+{
+    const int64_t depth = j->depth;
+    const int8_t *left = j->weights + panel * TILE * depth, *right = left + TILE * depth;
+    const uint8_t *x[6];
+    __m512i sum[6][2];
+    UNROLL for (int r = 0; r < R; r++)
+    {
+        x[r] = j->x + (row + r) / TILE * TILE * depth + (row + r) % TILE * DEPTH;
+        sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+    }
+    for (int64_t k = 0; k < depth; k += 4) {
+        const __m512i w0 = _mm512_loadu_si512(left + k * TILE), w1 = _mm512_loadu_si512(right + k * TILE);
+        const int64_t at = k / DEPTH * TILE * DEPTH + k % DEPTH;
+        UNROLL for (int r = 0; r < R; r++)
+        {
+            int32_t four;
+            memcpy(&four, x[r] + at, 4);
+            const __m512i codes = _mm512_set1_epi32(four);
+            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], codes, w0);
+            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], codes, w1);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+    {
+        _mm512_storeu_si512(sums[0][first + r], sum[r][0]);
+        _mm512_storeu_si512(sums[1][first + r], sum[r][1]);
+    }
+}
+
+FOR_VNNI static void block_vnni(const struct job *j, int64_t row, int64_t rows, int64_t panel)
+{
+    int32_t sums[2][2 * TILE][TILE];
+    int64_t done = 0;
+    for (; done + 6 <= rows; done += 6)
+        multiply_vnni(j, row + done, panel, sums, done, 6);
+    for (; done + 2 <= rows; done += 2)
+        multiply_vnni(j, row + done, panel, sums, done, 2);
+    for (; done < rows; done++)
+        multiply_vnni(j, row + done, panel, sums, done, 1);
+    finish_block(j, sums, row, rows, panel, 2);
+}
+
+#if HAS_AMX
+struct tiles {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16]; /* of a row of each tile */
+    uint8_t rows[16];
+};
+
+FOR_AMX static void configure(void)
+{
+    struct tiles t = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        t.bytes[i] = 64;
+        t.rows[i] = TILE;
+    }
+    __asm__ volatile("" ::: "memory"); /* compilers don't know that it reads memory */
+    _tile_loadconfig(&t);
+}
+
+/* Up to 32 rows and two panels: sums in four tiles. The weights of the next two panels are fetched a part at
+ * each step, `step` of `steps`. */
+FOR_AMX static void block_amx(const struct job *j, int64_t row, int64_t rows, int64_t panel, int64_t step,
+    int64_t steps)
+{
+    _Alignas(64) int32_t sums[2][2 * TILE][TILE];
+    const int64_t blocks = j->depth / DEPTH, whole_tile = TILE * DEPTH;
+    const int8_t *left = j->weights + panel * TILE * j->depth, *right = left + TILE * j->depth;
+    const char *next = (const char *)(right + TILE * j->depth);
+    const uint8_t *x = j->x + row / TILE * TILE * j->depth, *lower = x + TILE * j->depth;
+    const int64_t from = step * TILE / steps, to = (step + 1) * TILE / steps;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (rows > TILE) {
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t i = 0; i < blocks; i++) {
+            _tile_loadd(4, x + i * whole_tile, DEPTH);
+            _tile_loadd(6, left + i * whole_tile, DEPTH);
+            _tile_dpbusd(0, 4, 6);
+            _tile_loadd(7, right + i * whole_tile, DEPTH);
+            _tile_dpbusd(1, 4, 7);
+            _tile_loadd(5, lower + i * whole_tile, DEPTH);
+            _tile_dpbusd(2, 5, 6);
+            _tile_dpbusd(3, 5, 7);
+            for (int64_t q = from; q < to; q++) {
+                _mm_prefetch(next + i * whole_tile + q * 64, _MM_HINT_T1);
+                _mm_prefetch(next + (blocks + i) * whole_tile + q * 64, _MM_HINT_T1);
+            }
+        }
+        _tile_stored(2, sums[0][TILE], 64);
+        _tile_stored(3, sums[1][TILE], 64);
+    } else {
+        for (int64_t i = 0; i < blocks; i++) {
+            _tile_loadd(4, x + i * whole_tile, DEPTH);
+            _tile_loadd(6, left + i * whole_tile, DEPTH);
+            _tile_dpbusd(0, 4, 6);
+            _tile_loadd(7, right + i * whole_tile, DEPTH);
+            _tile_dpbusd(1, 4, 7);
+        }
+    }
+    _tile_stored(0, sums[0][0], 64);
+    _tile_stored(1, sums[1][0], 64);
+    finish_block(j, sums, row, rows, panel, 2);
+}
+
+FOR_AMX static void pairs_amx(const struct job *j, int64_t first, int64_t last, int64_t from, int64_t to)
+{
+    configure();
+    for (int64_t pair = from; pair < to; pair++) {
+        const int64_t steps = (last - first + 2 * TILE - 1) / (2 * TILE);
+        for (int64_t row = first, step = 0; row < last; row += 2 * TILE, step++)
+            block_amx(j, row, last - row < 2 * TILE ? last - row : 2 * TILE, 2 * pair, step, steps);
+    }
+    _tile_release();
+}
+#endif
+
+static void pairs_vnni(const struct job *j, int64_t first, int64_t last, int64_t from, int64_t to)
+{
+    for (int64_t pair = from; pair < to; pair++)
+        for (int64_t row = first; row < last; row += 2 * TILE)
+            block_vnni(j, row, last - row < 2 * TILE ? last - row : 2 * TILE, 2 * pair);
+}
+
+/* Threads share pairs of panels, and pieces of rows where there are fewer pairs. */
+static void multiply_some(void *data, int64_t part, int64_t parts)
+{
+    const struct job *j = data;
+    const int64_t pairs = whole(j->outputs, 2 * TILE) / (2 * TILE);
+    const int64_t pieces = (j->rows + j->at_once - 1) / j->at_once, units = pieces * pairs;
+    for (int64_t unit = units * part / parts, end = units * (part + 1) / parts; unit < end;) {
+        const int64_t piece = unit / pairs, from = unit % pairs;
+        const int64_t to = end - unit < pairs - from ? from + end - unit : pairs;
+        const int64_t first = piece * j->at_once;
+        const int64_t last = first + j->at_once < j->rows ? first + j->at_once : j->rows;
+#if HAS_AMX
+        if (j->amx)
+            pairs_amx(j, first, last, from, to);
+        else
+#endif
+            pairs_vnni(j, first, last, from, to);
+        unit += to - from;
+    }
+}
+
+int nc_row_product(const struct nc_row_product *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_row_product);
+    EXPECT(how->isa == ISA_AVX512_VNNI || how->isa == ISA_AMX, NOT_HERE);
+    EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
+    EXPECT(how->rows >= 0 && how->inputs > 0 && how->outputs > 0 && how->threads > 0, OTHER_SIZE);
+    EXPECT(how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
+    EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
+    const struct rounding r = rounding_of(tensors[1], how->rows, how->inputs);
+    struct job j = {.y = (float *)tensors[0], .x = r.codes, .row_scale = r.scale, .zero_point = r.zero_point,
+        .weights = (const int8_t *)tensors[2], .sums = (const int32_t *)tensors[3],
+        .scale = (const float *)tensors[4], .bias = (const float *)tensors[5],
+        .added = count > 6 ? (const float *)tensors[6] : NULL, .rows = how->rows,
+        .depth = whole(how->inputs, DEPTH), .outputs = how->outputs, .activation = how->activation,
+        .alpha = (float)how->alpha, .beta = (float)how->beta, .amx = how->isa == ISA_AMX};
+    if (!j.rows)
+        return OK;
+    const int64_t pairs = whole(j.outputs, 2 * TILE) / (2 * TILE);
+    /* rounded rows stay in the second cache, beside the weights of four panels */
+    const int64_t fit = second_cache() / 4 / j.depth / (2 * TILE) * (2 * TILE);
+    const int64_t shared = whole((j.rows * pairs + 2 * how->threads - 1) / (2 * how->threads), 2 * TILE);
+    j.at_once = fit < 2 * TILE ? 2 * TILE : fit;
+    if (pairs < 2 * how->threads && shared < j.at_once)
+        j.at_once = shared;
+    const int64_t worth = 1 + j.depth * whole(j.outputs, 2 * TILE) / WORK_PER_THREAD * j.rows,
+                  units = pairs * ((j.rows + j.at_once - 1) / j.at_once);
+    const int64_t use = worth < how->threads ? worth : how->threads;
+    in_parts(multiply_some, &j, units < use ? units : use, how->threads);
+    return OK;
+}

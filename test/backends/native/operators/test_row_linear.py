@@ -1,0 +1,176 @@
+"""Linears with a range for each row as functions in C: against float64, the reference, and what torch gives."""
+
+import pytest
+import torch
+from models import Function, quantized, worst_db
+from torch import nn
+from torch.nn import functional as F
+
+from nc import DynamicQuantConfig
+from nc.backends import available_backends
+from nc.backends.native.operators import row_linear
+from nc.errors import BackendError
+from nc.kernels.c_code.calls import call_once
+
+_WHY = available_backends()["native"] or row_linear.why_unavailable()
+pytestmark = [
+    pytest.mark.isas,
+    pytest.mark.needs_plans,
+    pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run"),
+]
+
+
+def dynamic(model, x, **options):
+    return quantized(model.eval(), x, DynamicQuantConfig(**options), "native")
+
+
+def called(q, *inputs):
+    """Names of the functions in C that a call makes, in order."""
+    return [
+        k.implementation.removeprefix("c:").split()[0]
+        for step in q.engine.steps(list(inputs))
+        for k in step.kernels
+    ]
+
+
+@pytest.mark.parametrize("act_sym", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [(5, 64, 48), (128, 768, 96), (40, 100, 33), (1, 7, 3), (0, 64, 64), (16, 300, 17)]
+)
+def test_the_numbers_are_those_of_the_graph(sizes, act_sym):
+    rows, inputs, outputs = sizes
+    q = dynamic(nn.Linear(inputs, outputs), torch.randn(3, inputs), act_sym=act_sym)
+    for x in (torch.randn(rows, inputs), torch.zeros(rows, inputs) + 3, -torch.rand(rows, inputs)):
+        expected = q.reference(x)
+        assert (q(x) - expected).abs().max() < 1e-5 if expected.numel() else q(x).shape == expected.shape
+    assert q.report().ops[0].kernel.startswith("function c:row_product")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_with_what_is_no_number_gives_none(bad):
+    q = dynamic(nn.Linear(20, 8), torch.randn(3, 20))
+    x = torch.randn(3, 20)
+    x[1, 7] = bad
+    assert q(x)[1].isnan().all()
+    assert q.reference(x)[1].isnan().all()
+    assert torch.allclose(q(x)[::2], q.reference(x)[::2], atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(40,), (2, 3, 40), (2, 1, 3, 2, 40)])
+def test_any_number_of_dimensions(sizes):
+    x = torch.randn(sizes)
+    q = dynamic(nn.Linear(40, 24), x)
+    assert called(q, x) == ["round_rows", "row_product"]
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+
+
+def test_linears_that_read_the_same_tensor_share_one_rounding():
+    model = Function(
+        lambda m, x: m.q(x) * m.k(x) + m.v(x), q=nn.Linear(64, 32), k=nn.Linear(64, 32), v=nn.Linear(64, 32)
+    )
+    x = torch.randn(9, 64)
+    q = dynamic(model, x)
+    assert called(q, x).count("round_rows") == 1
+    assert called(q, x).count("row_product") == 3
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+
+
+ACTIVATIONS = {
+    "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"), "silu": F.silu,
+    "hardswish": F.hardswish, "leaky": lambda v: F.leaky_relu(v, 0.1), "relu6": F.relu6, "clamp": lambda v: v.clamp(-0.3, 0.4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_goes_with_the_product(name):
+    model = Function(lambda m, x: ACTIVATIONS[name](m.a(x)), a=nn.Linear(40, 24))
+    x = torch.randn(33, 40)
+    q = dynamic(model, x)
+    assert called(q, x) == ["round_rows", "row_product"]
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+
+
+@pytest.mark.parametrize("how", ["behind", "in front", "activated", "turned", "twice"])
+def test_a_sum_goes_with_the_product(how):
+    forms = {
+        "behind": lambda m, x, y: m.a(x) + y,
+        "in front": lambda m, x, y: y + m.a(x),
+        "activated": lambda m, x, y: F.gelu(m.a(x)) + y,
+        "turned": lambda m, x, y: m.a(x) + y.t().contiguous().t(),
+        "twice": lambda m, x, y: m.a(x) + y + y,
+    }
+    x, y = torch.randn(33, 40), torch.randn(33, 24)
+    q = dynamic(Function(forms[how], a=nn.Linear(40, 24)), (x, y))
+    assert called(q, x, y).count("row_product") == called(q, x, y).count("round_rows") == 1
+    assert worst_db([q.reference(x, y)], [q(x, y)]) > 100
+
+
+def test_other_sums_stay():
+    """Of other shapes, of several readers, and where operators work in place."""
+    x, y = torch.randn(33, 40), torch.randn(24)
+    q = dynamic(Function(lambda m, x, y: m.a(x) + y, a=nn.Linear(40, 24)), (x, y))
+    assert worst_db([q.reference(x, y)], [q(x, y)]) > 100
+    q = dynamic(Function(lambda m, x: (lambda v: F.gelu(v) + v)(m.a(x)), a=nn.Linear(40, 24)), x)
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+    q = dynamic(Function(lambda m, x: F.relu(m.a(x)).add_(1.0) * m.a(x), a=nn.Linear(40, 24)), x)
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+
+
+def test_inputs_that_do_not_lie_in_rows():
+    x = torch.randn(2, 40, 9)
+    q = dynamic(Function(lambda m, x: m.a(x.transpose(1, 2)), a=nn.Linear(40, 24, bias=False)), x)
+    assert called(q, x)[-2:] == ["round_rows", "row_product"]
+    for y in (x, torch.randn(2, 9, 40).transpose(1, 2), torch.randn(1, 40, 1)):
+        assert worst_db([q.reference(y)], [q(y)]) > 100
+
+
+def test_one_scale_for_the_whole_weight():
+    q = dynamic(nn.Linear(40, 24), torch.randn(3, 40), w_granularity="per_tensor")
+    x = torch.randn(5, 40)
+    assert called(q, x) == ["round_rows", "row_product"]
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+
+
+def test_each_number_of_threads_gives_the_same():
+    q = dynamic(nn.Sequential(nn.Linear(200, 700), nn.GELU(), nn.Linear(700, 100)), torch.randn(70, 200))
+    x, before = torch.randn(70, 200), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(q(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+def test_without_the_code_fbgemm_computes(monkeypatch):
+    monkeypatch.setattr(row_linear, "isas", lambda: ())
+    x = torch.randn(5, 40)
+    q = dynamic(nn.Linear(40, 24), x)
+    assert "row_product" not in q.report().ops[0].kernel
+    assert q.report().ops[0].ran == "int8"
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+def test_torch_computes_none():
+    with pytest.raises(BackendError, match="plans have"):
+        row_linear.rounded_rows()(torch.ones(2, 3), False)
+
+
+@pytest.mark.parametrize("isa", row_linear.isas())
+def test_all_codes_at_their_ends(isa):
+    """The largest sums that int32 holds."""
+    inputs = 65536
+    code, x = row_linear._code(), torch.ones(1, inputs)
+    memory, y = torch.empty(row_linear.held(1, inputs), dtype=torch.uint8), torch.zeros(1, 2)
+    fields = {"rows": 1, "inputs": inputs, "stride": inputs, "symmetric": False, "threads": 1}
+    call_once(code.round_rows, fields, [memory, x])
+    weight = torch.full((2, inputs), -128, dtype=torch.int8)
+    weight[1] = 127
+    packed, sums = row_linear.packed_rows(weight)
+    numbers = row_linear.abi.ACTIVATION.number("identity")
+    fields = {"rows": 1, "inputs": inputs, "outputs": 2, "threads": 1, "isa": row_linear.NUMBERS[isa],
+              "activation": numbers, "alpha": 0.0, "beta": 0.0}  # fmt: skip
+    call_once(code.product, fields, [y, memory, packed, sums, torch.ones(32), torch.zeros(32)])
+    assert torch.allclose(y.double(), x.double() @ weight.double().T, rtol=1e-6)
