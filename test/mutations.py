@@ -261,6 +261,22 @@ MUTATIONS = (
         ("int16_pairs",),
     ),
     Mutation(
+        "rows-near-half",
+        "codes of rows are those of a division, also near half a code",
+        "kernels/c_code/rows.c",
+        "#define SURE 0.4999f",
+        "#define SURE 0.6f",
+        ("c_calls", "row_linear"),
+    ),
+    Mutation(
+        "rows-zero-point",
+        "the product of rounded rows takes their zero points away",
+        "kernels/c_code/rows.c",
+        "_mm512_mullo_epi32(_mm512_set1_epi32(j->zero_point[row])",
+        "_mm512_mullo_epi32(_mm512_set1_epi32(0 * j->zero_point[row])",
+        ("row_linear",),
+    ),
+    Mutation(
         "seven-bits",
         "the second input of a matmul takes 7 bits where sums have 16",
         "graph/saturation.py",

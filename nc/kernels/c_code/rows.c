@@ -9,12 +9,13 @@
  * point (int32) for each row. Weights likewise: [outputs / 16][K / 64][16][16 outputs][4], so that 64 bytes
  * are what one instruction multiplies. K is filled up with zeros.
  */
+#include <immintrin.h>
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "activation.h"
 #include "caches.h"
 #include "calls.h"
 #include "openmp.h"
@@ -22,6 +23,7 @@
 #define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
 #define VNNI_INLINE static inline __attribute__((always_inline)) FOR_VNNI
 #define UNROLL _Pragma("GCC unroll 16")
+#include "exponential.h"
 #define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
 /* Distance of a quotient from half a code below which its rounding is not sure. */
 #define SURE 0.4999f
@@ -149,6 +151,64 @@ struct job {
     float alpha, beta;
 };
 
+/* 1 / x, of the quotient's first bits and a step of Newton's method: 2^-23 of it are lost at most. */
+VNNI_INLINE __m512 reciprocal(__m512 x)
+{
+    const __m512 first = _mm512_rcp14_ps(x);
+    return _mm512_mul_ps(first, _mm512_fnmadd_ps(x, first, _mm512_set1_ps(2.0f)));
+}
+
+/* x / (1 + e^-z) */
+VNNI_INLINE __m512 gated(__m512 x, __m512 z)
+{
+    const __m512 one = _mm512_set1_ps(1.0f),
+                 e = exponential_of_16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(z)));
+    const __mmask16 negative = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_LT_OS);
+    /* for z < 0 it is x * e / (1 + e), e^-|z| */
+    return _mm512_mul_ps(_mm512_mask_mul_ps(x, negative, x, e), reciprocal(_mm512_add_ps(one, e)));
+}
+
+/* The error function within 1.5e-7 (Abramowitz and Stegun, 7.1.26). */
+VNNI_INLINE __m512 error_function(__m512 x)
+{
+    const __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1.0f), size = _mm512_abs_ps(x);
+    const __m512 t = reciprocal(_mm512_fmadd_ps(size, _mm512_set1_ps(0.3275911f), one));
+    __m512 p = _mm512_set1_ps(1.061405429f);
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+    p = _mm512_mul_ps(_mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f)), t);
+    p = _mm512_fnmadd_ps(p, exponential_of_16(_mm512_fnmsub_ps(size, size, _mm512_setzero_ps())), one);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        _mm512_castps_si512(p), _mm512_castps_si512(x), _mm512_castps_si512(sign), 0xd8)); /* x's sign */
+}
+
+VNNI_INLINE __m512 activation(const int64_t op, __m512 v, float alpha, float beta)
+{
+    const __m512 zero = _mm512_setzero_ps(), a = _mm512_set1_ps(alpha), b = _mm512_set1_ps(beta);
+    switch (op) {
+    case ACTIVATION_RELU: return _mm512_max_ps(zero, v); /* what is no number stays so */
+    case ACTIVATION_LEAKY_RELU:
+        return _mm512_mask_mul_ps(v, _mm512_cmp_ps_mask(v, zero, _CMP_LE_OS), v, a);
+    case ACTIVATION_CLIP: return _mm512_min_ps(b, _mm512_max_ps(a, v));
+    case ACTIVATION_HARDSWISH:
+        return _mm512_mul_ps(v,
+            _mm512_min_ps(_mm512_set1_ps(1.0f), _mm512_max_ps(zero, _mm512_fmadd_ps(v, a, b))));
+    case ACTIVATION_SWISH: return gated(v, _mm512_mul_ps(v, a));
+    case ACTIVATION_GELU_TANH: {
+        const __m512 cubic =
+            _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(0.044715f), _mm512_mul_ps(v, v)), v, v);
+        return gated(v, _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), cubic));
+    }
+    case ACTIVATION_GELU_ERF: {
+        const __m512 half = _mm512_mul_ps(_mm512_set1_ps(0.5f), v);
+        return _mm512_fmadd_ps(half, error_function(_mm512_mul_ps(v, _mm512_set1_ps(0.70710678118654752f))),
+            half);
+    }
+    default: return v;
+    }
+}
+
 /* 16 sums of a row → results from output `column` on. */
 VNNI_INLINE void finish(const struct job *j, const int64_t op, __m512i sum, int64_t row, int64_t column)
 {
@@ -158,13 +218,7 @@ VNNI_INLINE void finish(const struct job *j, const int64_t op, __m512i sum, int6
         _mm512_mullo_epi32(_mm512_set1_epi32(j->zero_point[row]), _mm512_loadu_si512(j->sums + column)));
     __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(j->row_scale[row]));
     v = _mm512_fmadd_ps(v, _mm512_loadu_ps(j->scale + column), _mm512_loadu_ps(j->bias + column));
-    if (op != ACTIVATION_IDENTITY) {
-        const __m256 low = activation(op, _mm512_castps512_ps256(v), j->alpha, j->beta);
-        const __m256 high = activation(op,
-            _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)), j->alpha, j->beta);
-        v = _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)),
-            _mm256_castps_pd(high), 1));
-    }
+    v = activation(op, v, j->alpha, j->beta);
     if (j->added)
         v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, j->added + at));
     _mm512_mask_storeu_ps(j->y + at, mask, v);
@@ -196,8 +250,8 @@ FOR_VNNI static void finish_block(const struct job *j, int32_t (*sums)[2 * TILE]
 }
 
 /* Sums of R rows from `row` on and two panels. */
-VNNI_INLINE void multiply_vnni(const struct job *j, int64_t row, int64_t panel, int32_t (*sums)[2 * TILE][TILE],
-    int64_t first, const int R)
+VNNI_INLINE void multiply_vnni(const struct job *j, int64_t row, int64_t panel,
+    int32_t (*sums)[2 * TILE][TILE], int64_t first, const int R)
 {
     const int64_t depth = j->depth;
     const int8_t *left = j->weights + panel * TILE * depth, *right = left + TILE * depth;

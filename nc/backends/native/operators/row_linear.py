@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
+from nc.backends.low_bit.large_pages import LargePages
 from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import after_of, bias_of, codes_of, post_ops_of
@@ -41,6 +42,8 @@ from nc.process.unavailable import Unavailable
 _TILE, _DEPTH, _PAIR = 16, 64, 32
 #: Bytes of the scale and the zero point of a row.
 _OF_ROW = 8
+#: Of packed weights: what is read from there limits the speed of few rows.
+_MEMORY = LargePages()
 _ACTIVATIONS = frozenset({"relu", "leaky_relu", "hardtanh", "hardswish", "swish", "gelu"})
 
 
@@ -123,7 +126,11 @@ def _replace(module: fx.GraphModule, node: fx.Node, rounded: dict[fx.Node, fx.No
         first = next(iter(module.graph.nodes))
         name = f"{weight.codes.target}_scale"
         scale = add_constant(
-            module, first, name, torch.tensor([weight.scale]), f"{fqn_of(weight.codes)}.scale"
+            module,
+            first,
+            name,
+            torch.tensor([weight.scale], dtype=torch.float32, device="cpu"),
+            f"{fqn_of(weight.codes)}.scale",
         )
     region, activation, other = _behind(node, alone=alone)
     with module.graph.inserting_before(region[-1]):
@@ -281,8 +288,8 @@ def packed_rows(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     outputs, inputs = codes.shape
     codes = torch.nn.functional.pad(codes, (0, -inputs % _DEPTH, 0, -outputs % _PAIR))
     panels, blocks = codes.shape[0] // _TILE, codes.shape[1] // _DEPTH
-    packed = codes.view(panels, _TILE, blocks, _TILE, 4).permute(0, 2, 3, 1, 4).contiguous()
-    return packed, codes.sum(1, dtype=torch.int32)
+    packed = codes.view(panels, _TILE, blocks, _TILE, 4).permute(0, 2, 3, 1, 4)
+    return _MEMORY.copied(packed), codes.sum(1, dtype=torch.int32)
 
 
 def held(rows: int, inputs: int) -> int:
