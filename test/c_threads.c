@@ -1,8 +1,10 @@
-/* The parts of the C code that threads share, under the thread sanitizer: `make sanitize` compiles this file once for each source.
+/* The parts of the C code that threads share, under the thread sanitizer: `make sanitize` compiles this file
+ * once for each source.
  *
- * Threads are those of POSIX, which the sanitizer knows, in the place of OpenMP's, which it does not. What is covered: how a function divides
- * its work (in_parts), what parts write, and the mark that any of them may set. What is not: torch's threads, lists of calls, and what
- * instructions with masks and tiles of AMX read and write, which the compiler does not instrument.
+ * Threads are those of POSIX, which the sanitizer knows, in the place of OpenMP's, which it does not. What is
+ * covered: how a function divides its work (in_parts), what parts write, and the mark that any of them may
+ * set. What is not: torch's threads, lists of calls, and what instructions with masks and tiles of AMX read
+ * and write, which the compiler does not instrument.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -55,14 +57,17 @@ static float *floats(int64_t count)
 
 /* A structure of abi.py with its size. */
 #define HOW(function, ...) struct function how = {.size = sizeof how, __VA_ARGS__}
-#define CALL(function, tensors) function(&how, NULL, (int)(sizeof(tensors) / sizeof *(tensors)), (char *const *)(tensors))
+#define CALL(function, tensors)                                                                              \
+    function(&how, NULL, (int)(sizeof(tensors) / sizeof *(tensors)), (char *const *)(tensors))
 
 #ifdef LOW_BIT
 static int work_of_all(void)
 {
     enum { N = 512, K = 512, M = 64, GROUP = 64 };
-    float *x = floats(M * K), *scale = floats(N * K / GROUP), *offset = floats(N * K / GROUP), *y = floats(M * N), table[16] = {0};
-    struct nc_low_bit_weight weight = {sizeof weight, N, K, K, GROUP, .bits = 8, .middle = 128, .scale_dtype = DTYPE_F32};
+    float *x = floats(M * K), *scale = floats(N * K / GROUP), *offset = floats(N * K / GROUP),
+          *y = floats(M * N), table[16] = {0};
+    struct nc_low_bit_weight weight = {
+        sizeof weight, N, K, K, GROUP, .bits = 8, .middle = 128, .scale_dtype = DTYPE_F32};
     void *tensors[] = {y, x, &weight, calloc(N * K, 1), scale, offset, table, NULL};
     for (int isa = 0; isa <= ISA_AMX; isa++)
         for (int64_t block = -1; block <= 32; block += block < 0 ? 1 : 32)
@@ -70,7 +75,8 @@ static int work_of_all(void)
                 HOW(nc_low_bit, .rows = M, .stride = K, .block = block, .threads = TEAM);
                 weight.isa = isa;
                 x[K / 2] = x[(M - 1) * K] = unfit ? INFINITY : 1; /* in rows of several threads */
-                if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !nc_low_bit_amx()) || (isa == ISA_AVX_VNNI && !__builtin_cpu_supports("avxvnni")))
+                if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !nc_low_bit_amx()) ||
+                    (isa == ISA_AVX_VNNI && !__builtin_cpu_supports("avxvnni")))
                     continue;
                 if (CALL(nc_low_bit, tensors))
                     return 1;
@@ -84,16 +90,20 @@ static int work_of_all(void)
     float *x = floats(M * K), *offset = floats(ALL), *values = floats(PANEL + N);
     struct nc_low_bit_blocks_weight weight = {sizeof weight, N, K, .scale_dtype = DTYPE_F32};
     void *tensors[] = {floats(M * N), x, &weight, calloc(N * 2 * K, 1), floats(ALL), offset, values, NULL};
-    const int amx = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
-    static const int64_t blocks[] = {BLOCK_BF16, BLOCK_ROW, 0, 32}, isas[] = {ISA_AVX2, ISA_AVX512, ISA_AMX}, most[] = {3, M};
+    const int amx =
+        syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+    static const int64_t blocks[] = {BLOCK_BF16, BLOCK_ROW, 0, 32}, isas[] = {ISA_AVX2, ISA_AVX512, ISA_AMX},
+                         most[] = {3, M};
     for (int i = 0; i < 3 * 4 * 2 * 4 * 2 * 2; i++) {
-        const int64_t isa = isas[i % 3], rows = most[i / 12 % 2], unfit = i / 96 % 2, group = i / 192 ? 20 : 40;
+        const int64_t isa = isas[i % 3], rows = most[i / 12 % 2], unfit = i / 96 % 2,
+                      group = i / 192 ? 20 : 40;
         HOW(nc_low_bit_blocks, .rows = rows, .stride = K, .block = blocks[i / 3 % 4], .threads = TEAM);
         weight.groups = K / group, weight.held = (group + 7) / 8 * 8;
         weight.coding = i / 24 % 4, weight.parts = 1 + i / 3 % 3, weight.isa = isa;
         tensors[5] = i % 5 ? offset : NULL, tensors[7] = i % 2 ? values : NULL;
         x[K / 2] = x[(rows - 1) * K] = unfit ? INFINITY : 1; /* in rows of several threads */
-        if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !amx) || (isa == ISA_AVX512 && !__builtin_cpu_supports("avx512bw")))
+        if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !amx) ||
+            (isa == ISA_AVX512 && !__builtin_cpu_supports("avx512bw")))
             continue;
         if (CALL(nc_low_bit_blocks, tensors))
             return 1;
@@ -113,13 +123,16 @@ static int work_of_all(void)
 {
     enum { STEPS = 12, MOST_ROWS = 11, FEATURES = 40, HIDDEN = 24 };
     static const int64_t gates[] = {4, 3, 1, 1};
-    void *tensors[17] = {floats(STEPS * MOST_ROWS * HIDDEN), floats(STEPS * MOST_ROWS * FEATURES), floats(MOST_ROWS * HIDDEN),
-                         floats(MOST_ROWS * HIDDEN), floats(STEPS * MOST_ROWS * 4 * HIDDEN)};
+    void *tensors[17] = {floats(STEPS * MOST_ROWS * HIDDEN), floats(STEPS * MOST_ROWS * FEATURES),
+        floats(MOST_ROWS * HIDDEN), floats(MOST_ROWS * HIDDEN), floats(STEPS * MOST_ROWS * 4 * HIDDEN)};
     for (int i = 0; i < 2 * 4 * 2 * 2; i++) {
-        const int64_t isa = i % 2 ? ISA_AVX512_VNNI : ISA_AVX2, cell = i / 2 % 4, rows = i / 8 % 2 ? MOST_ROWS : 1;
-        const int64_t projected = cell == CELL_LSTM && i / 16 ? 8 : 0, state = projected ? projected : HIDDEN, width = gates[cell] * HIDDEN;
-        HOW(nc_recurrent, .cell = cell, .isa = isa, .threads = TEAM, .reverse = i / 8 % 2, .steps = STEPS, .rows = rows,
-            .features = FEATURES, .hidden = HIDDEN, .state = state, .x_step = rows * FEATURES, .x_row = FEATURES, .y_step = rows * state, .y_row = state);
+        const int64_t isa = i % 2 ? ISA_AVX512_VNNI : ISA_AVX2, cell = i / 2 % 4,
+                      rows = i / 8 % 2 ? MOST_ROWS : 1;
+        const int64_t projected = cell == CELL_LSTM && i / 16 ? 8 : 0, state = projected ? projected : HIDDEN,
+                      width = gates[cell] * HIDDEN;
+        HOW(nc_recurrent, .cell = cell, .isa = isa, .threads = TEAM, .reverse = i / 8 % 2, .steps = STEPS,
+            .rows = rows, .features = FEATURES, .hidden = HIDDEN, .state = state, .x_step = rows * FEATURES,
+            .x_row = FEATURES, .y_step = rows * state, .y_row = state);
         add_matrix(tensors + 5, width, FEATURES);
         add_matrix(tensors + 9, width, state);
         tensors[13] = NULL;
@@ -141,13 +154,35 @@ static int work_of_all(void)
 {
     enum { HEADS = 3, ROWS = 40, KEYS = 64, WIDE = 64 };
     const int64_t each = ROWS * WIDE, size = KEYS * WIDE, bytes = 1 << 18;
-    HOW(nc_int8_attention, .batch = 1, .heads = HEADS, .rows = ROWS, .keys = KEYS, .width = WIDE, .wide = WIDE,
-        .q_strides = {HEADS * each, each, WIDE}, .k_strides = {HEADS * size, size, WIDE}, .v_strides = {HEADS * size, size, WIDE},
-        .y_strides = {HEADS * each, each, WIDE}, .q_zero_point = 1, .k_zero_point = 2, .v_zero_point = 3, .score = 0.001,
-        .inverse_probability = 255, .value = 0.001, .inverse = 1, .to = DTYPE_F32, .parts = 2, .bytes = bytes, .threads = TEAM);
-    void *tensors[] = {floats(HEADS * each), calloc(HEADS * each, 1), calloc(HEADS * size, 1), calloc(HEADS * size, 1),
-                       aligned_alloc(64, TEAM * bytes)};
+    HOW(nc_int8_attention, .batch = 1, .heads = HEADS, .rows = ROWS, .keys = KEYS, .width = WIDE,
+        .wide = WIDE, .q_strides = {HEADS * each, each, WIDE}, .k_strides = {HEADS * size, size, WIDE},
+        .v_strides = {HEADS * size, size, WIDE}, .y_strides = {HEADS * each, each, WIDE}, .q_zero_point = 1,
+        .k_zero_point = 2, .v_zero_point = 3, .score = 0.001, .inverse_probability = 255, .value = 0.001,
+        .inverse = 1, .to = DTYPE_F32, .parts = 2, .bytes = bytes, .threads = TEAM);
+    void *tensors[] = {floats(HEADS * each), calloc(HEADS * each, 1), calloc(HEADS * size, 1),
+        calloc(HEADS * size, 1), aligned_alloc(64, TEAM * bytes)};
     return CALL(nc_int8_attention, tensors);
+}
+#elif defined(ROWS)
+static int work_of_all(void)
+{
+    enum { M = 70, K = 200, N = 300, HELD = 80, DEEP = 256, WIDE = 320 };
+    char *rounded = aligned_alloc(64, HELD * (DEEP + 8));
+    void *to_round[] = {rounded, floats(M * K)};
+    void *tensors[] = {
+        floats(M * N), rounded, calloc(WIDE * DEEP, 1), calloc(WIDE, 4), floats(WIDE), floats(WIDE)};
+    const int amx = nc_rows_amx();
+    for (int i = 0; i < 4; i++) {
+        const int64_t isa = i % 2 ? ISA_AMX : ISA_AVX512_VNNI, rows = i / 2 ? M : 1;
+        HOW(nc_round_rows, .rows = rows, .inputs = K, .stride = K, .symmetric = i / 2, .threads = TEAM);
+        struct nc_row_product product = {.size = sizeof product, .rows = rows, .inputs = K, .outputs = N,
+            .threads = TEAM, .isa = isa, .activation = ACTIVATION_GELU_ERF};
+        if (!__builtin_cpu_supports("avx512vnni") || (isa == ISA_AMX && !amx))
+            continue;
+        if (CALL(nc_round_rows, to_round) || nc_row_product(&product, NULL, 6, (char *const *)tensors))
+            return 1;
+    }
+    return 0;
 }
 #elif defined(PRODUCTS)
 enum { M = 200, N = 250, K = 512 };
@@ -171,15 +206,16 @@ enum { R = 400, N = 512 };
 
 static int norm_by_all(void)
 {
-    HOW(nc_norm, .to = DTYPE_F32, .of = DTYPE_F32, .rows = R, .width = N, .epsilon = 1e-5, .centred = 1, .threads = TEAM);
+    HOW(nc_norm, .to = DTYPE_F32, .of = DTYPE_F32, .rows = R, .width = N, .epsilon = 1e-5, .centred = 1,
+        .threads = TEAM);
     void *rows[] = {floats(R * N), floats(R * N), floats(R * N), floats(R * N)};
     return CALL(nc_norm, rows);
 }
 
 static int rotary_by_all(void)
 {
-    HOW(nc_rotary, .to = DTYPE_F32, .half = N / 2, .sizes = {1, 1, R}, .y_strides = {0, 0, N}, .x_strides = {0, 0, N},
-        .cosine_strides = {0, 0, N}, .sine_strides = {0, 0, N}, .threads = TEAM);
+    HOW(nc_rotary, .to = DTYPE_F32, .half = N / 2, .sizes = {1, 1, R}, .y_strides = {0, 0, N},
+        .x_strides = {0, 0, N}, .cosine_strides = {0, 0, N}, .sine_strides = {0, 0, N}, .threads = TEAM);
     void *rows[] = {floats(R * N), floats(R * N), floats(R * N), floats(R * N)};
     return CALL(nc_rotary, rows);
 }
@@ -194,13 +230,18 @@ static int image_by_all(void)
 static int attention_by_all(void)
 {
     enum { HEADS = 8, KEYS = 600, WIDE = 64 };
-    HOW(nc_attention, .batch = 1, .heads = HEADS, .group = 1, .keys = KEYS, .width = WIDE, .value_width = WIDE, .q_strides = {0, WIDE},
-        .k_strides = {0, KEYS * WIDE, WIDE}, .v_strides = {0, KEYS * WIDE, WIDE}, .y_strides = {0, WIDE}, .factor = 0.1, .threads = TEAM);
-    void *heads[] = {floats(HEADS * WIDE), floats(HEADS * WIDE), floats(HEADS * KEYS * WIDE), floats(HEADS * KEYS * WIDE)};
+    HOW(nc_attention, .batch = 1, .heads = HEADS, .group = 1, .keys = KEYS, .width = WIDE,
+        .value_width = WIDE, .q_strides = {0, WIDE}, .k_strides = {0, KEYS * WIDE, WIDE},
+        .v_strides = {0, KEYS * WIDE, WIDE}, .y_strides = {0, WIDE}, .factor = 0.1, .threads = TEAM);
+    void *heads[] = {
+        floats(HEADS * WIDE), floats(HEADS * WIDE), floats(HEADS * KEYS * WIDE), floats(HEADS * KEYS * WIDE)};
     return CALL(nc_attention, heads);
 }
 
-static int work_of_all(void) { return norm_by_all() || rotary_by_all() || image_by_all() || attention_by_all(); }
+static int work_of_all(void)
+{
+    return norm_by_all() || rotary_by_all() || image_by_all() || attention_by_all();
+}
 #endif
 
 int main(void)
