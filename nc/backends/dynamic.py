@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import fx
@@ -88,14 +88,18 @@ def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, view.axis)
 
 
-def packed_bytes(module: fx.GraphModule) -> int:
+def packed_bytes(module: fx.GraphModule, besides: Collection[str] = ()) -> int:
     """Bytes of the weights of dynamic operators in a QDQ graph.
 
     They are the codes, and one fp32 scale and sum per output.
+
+    Args:
+        module: the graph.
+        besides: names of codes that others pack.
     """
     nodes = [Dequantize.of(n).codes for n in module.graph.nodes if _is_packed(n)]
     weights = {codes.target: constant_of(module, codes) for codes in nodes}
-    return sum(w.numel() + 8 * w.shape[0] for w in weights.values())
+    return sum(w.numel() + 8 * w.shape[0] for name, w in weights.items() if name not in besides)
 
 
 def _is_dynamic(node: fx.Node) -> bool:

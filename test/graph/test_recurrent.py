@@ -396,7 +396,9 @@ def test_cells_are_lines_of_plan_and_report(cls, bias, backend, tmp_path):
     assert [d.spec.mode for d in q.graph.plan.decisions[:-1]] == (["dynamic"] if quantized else ["float"]) * 3
     if backend == "native":
         assert {op.ran for op in q.report().ops} == {"int8"}
-        assert q.report().weight_bytes < 0.5 * q.report().float_bytes  # the steps share what is packed
+        filled_up = 32 * (64 + 16)  # the head's weight has 32 outputs and 64 inputs where it is packed for C
+        bound = 0.5 * q.report().float_bytes + filled_up
+        assert q.report().weight_bytes < bound  # the steps share what is packed
 
 
 @pytest.mark.parametrize("cls", CELLS)

@@ -19,6 +19,7 @@ from nc.backends.native.fuse import is_kernel
 from nc.backends.native.judge import Judge
 from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
+from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import PassesResult, run_passes
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
@@ -88,7 +89,9 @@ def lower(
     )
     judge_kernels(running.checked, verify, "The native backend")
     kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
-    dynamic = packed_bytes(graph.module)
+    nodes = lowered(running.products)[0].graph.nodes
+    in_plans = {str(node.all_input_nodes[0].target) for node in nodes if node.target in PREPACKS}
+    dynamic = packed_bytes(graph.module, in_plans)
 
     running.forget(lambda: again(running.products)[0])
 

@@ -153,6 +153,12 @@ def test_without_the_code_fbgemm_computes(monkeypatch):
     assert worst_db([q.reference(x)], [q(x)]) > 60
 
 
+def test_weights_count_once():
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+    q = dynamic(model, torch.randn(9, 256))
+    assert 2 * 256 * 512 <= q.report().weight_bytes < 1.2 * 2 * 256 * 512
+
+
 def test_torch_computes_none():
     with pytest.raises(BackendError, match="plans have"):
         row_linear.rounded_rows()(torch.ones(2, 3), False)
