@@ -28,6 +28,7 @@
 #include "caches.h"
 #include "calls.h"
 #include "openmp.h"
+#include "tiles.h"
 
 #define DIGITS 3 /* of 8 bits, for fp32 */
 #define TINY_AMAX 0x1p-100f /* as in nc.numerics.affine */
@@ -617,8 +618,6 @@ DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8, 4, 4096)
 /* ---- AMX: tiles of 16 rows ---- */
 
 #if HAS_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "low_bit_amx.h"
 #else
@@ -1159,12 +1158,10 @@ int64_t nc_isas(void)
 #endif
 }
 
-/* Whether this process may use AMX from now on. The operating system must be asked once; threads and forked
- * processes may then, too. */
 int nc_low_bit_amx(void)
 {
 #if defined(__x86_64__) && HAS_AMX
-    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+    return may_use_tiles();
 #else
     return 0;
 #endif

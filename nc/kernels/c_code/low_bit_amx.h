@@ -16,12 +16,6 @@ _Static_assert(CHUNK % 64 == 0 && AMX_ROWS_AT_ONCE % TILE == 0, "pieces and tile
 /* Compilers don't know that loads of tiles read memory: what was written before this is in it. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
-struct tiles {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16]; /* of a row of each tile */
-    uint8_t rows[16];
-};
-
 /* Tiles 0 to 5 hold sums, 6 is of x, 7 of codes; `bytes` of each row of x are multiplied at once. */
 INLINE FOR_AMX void configure(int64_t rows, int bytes)
 {

@@ -28,6 +28,7 @@
 #include "caches.h"
 #include "calls.h"
 #include "openmp.h"
+#include "tiles.h"
 
 #define STEP BLOCKS_STEP        /* inputs that are decoded at once */
 #define BLOCK 128               /* inputs of a decoded block */

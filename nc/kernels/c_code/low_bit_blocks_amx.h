@@ -8,12 +8,6 @@
 /* Compilers don't know that loads of tiles read memory: what was written before this is in it. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
-struct tiles {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16]; /* of a row of each tile */
-    uint8_t rows[16];
-};
-
 /* Tiles 0 to 3 hold sums of two tiles of rows times two panels, 4 and 5 are of x, 6 and 7 are of weights. */
 INLINE FOR_AMX void configure(int64_t rows)
 {

@@ -13,12 +13,11 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "caches.h"
 #include "calls.h"
 #include "openmp.h"
+#include "tiles.h"
 
 #define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
 #define VNNI_INLINE static inline __attribute__((always_inline)) FOR_VNNI
@@ -29,7 +28,7 @@
 #define SURE 0.4999f
 enum { TILE = 16, DEPTH = 64, FEW = 4 };
 
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAS_AMX 1
 #define FOR_AMX \
     __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")))
@@ -39,11 +38,7 @@ enum { TILE = 16, DEPTH = 64, FEW = 4 };
 
 int64_t nc_isas(void) { return 1 << ISA_AVX512_VNNI | HAS_AMX << ISA_AMX; }
 
-/* Whether this process may use AMX from now on: the operating system must be asked once. */
-int nc_rows_amx(void)
-{
-    return HAS_AMX && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
-}
+int nc_rows_amx(void) { return HAS_AMX && may_use_tiles(); }
 
 static int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
@@ -295,12 +290,6 @@ FOR_VNNI static void block_vnni(const struct job *j, int64_t row, int64_t rows, 
 }
 
 #if HAS_AMX
-struct tiles {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16]; /* of a row of each tile */
-    uint8_t rows[16];
-};
-
 FOR_AMX static void configure(void)
 {
     struct tiles t = {.palette = 1};
