@@ -27,7 +27,7 @@ from nc.backends.native.regions import Activation, activation_of, is_sum, only_u
 from nc.backends.native.torch_library import define, prepack
 from nc.errors import BackendError
 from nc.graph.catalogue import kind_of_node, works_in_place
-from nc.graph.fx_utils import add_constant, call_function, fqn_of, take_over
+from nc.graph.fx_utils import add_constant, call_function, constant_value, fqn_of, take_over
 from nc.graph.views import Binary, Dequantize, DynamicQDQ, Linear
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
@@ -90,7 +90,7 @@ def replace_row_linears(module: fx.GraphModule) -> None:
     alone = any(works_in_place(node) for node in module.graph.nodes)
     rounded: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
-        if kind_of_node(node) == "linear" and _is_by_row(Linear.of(node)):
+        if kind_of_node(node) == "linear" and _is_by_row(module, Linear.of(node)):
             _replace(module, node, rounded, alone=alone)
     for node in reversed(module.graph.nodes):
         ours = (quantize_dequantize_dynamic, dequantize_per_channel, dequantize_per_tensor)
@@ -98,7 +98,7 @@ def replace_row_linears(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _is_by_row(linear: Linear) -> bool:
+def _is_by_row(module: fx.GraphModule, linear: Linear) -> bool:
     """Whether a linear has ranges for each row, and constant weights and biases that the C code takes."""
     ranges = linear.input
     if not isinstance(ranges, fx.Node) or ranges.target is not quantize_dequantize_dynamic:
@@ -106,7 +106,9 @@ def _is_by_row(linear: Linear) -> bool:
     if linear.weight.target not in (dequantize_per_channel, dequantize_per_tensor):
         return False
     view, weight = DynamicQDQ.of(ranges), Dequantize.of(linear.weight)
-    constant = weight.codes.op == "get_attr" and (linear.bias is None or linear.bias.op == "get_attr")
+    constant = weight.codes.op == "get_attr" and (
+        linear.bias is None or constant_value(module, linear.bias) is not None
+    )
     inputs = weight.codes.meta["val"].shape[-1]
     fits = 0 < inputs <= abi.CONSTANTS.most_inputs and weight.axis in (None, 0)
     return view.per_token and constant and fits and view.input.meta["val"].dtype is torch.float32

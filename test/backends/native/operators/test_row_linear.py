@@ -105,6 +105,25 @@ def test_a_sum_goes_with_the_product(how):
     assert worst_db([q.reference(x, y)], [q(x, y)]) > 100
 
 
+def test_biases_that_are_parts_of_a_constant():
+    """Those of torch's attention to other tensors."""
+    inputs = tuple(torch.randn(2, 7, 48) for _ in range(3))
+    model = Function(
+        lambda m, *x: m.attention(*x)[0], attention=nn.MultiheadAttention(48, 3, batch_first=True)
+    )
+    q = dynamic(model, inputs)
+    assert called(q, *inputs).count("row_product") == 4
+    assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 100
+
+
+def test_a_bias_that_is_computed_is_left_to_fbgemm():
+    x, y = torch.randn(5, 40), torch.randn(24)
+    q = dynamic(Function(lambda m, x, y: F.linear(x, m.a.weight, y * 2), a=nn.Linear(40, 24)), (x, y))
+    assert "row_product" not in called(q, x, y)
+    assert q.report().ops[0].ran == "int8"
+    assert worst_db([q.reference(x, y)], [q(x, y)]) > 60
+
+
 def test_other_sums_stay():
     """Of other shapes, of several readers, and where operators work in place."""
     x, y = torch.randn(33, 40), torch.randn(24)
