@@ -38,7 +38,7 @@ from suites.recurrent import float64_layers
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, int8_attention, row_linear
+from nc.backends.native.operators import avx2, float_attention, int8_attention, row_linear
 from nc.backends.native.plans import c_functions
 from nc.kernels.c_code import abi, build, openmp
 from nc.kernels.c_code.calls import Function, call_once
@@ -436,6 +436,46 @@ def case_int8_attention() -> str:
     return f"{fields}"
 
 
+def case_float_attention() -> str:
+    batch, of_key, group = random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 2))
+    heads, rows, keys = (
+        of_key * group,
+        random.choice((1, 3, 6, 7, 20)),
+        random.choice((1, 3, 16, 17, 50, 130)),
+    )
+    width, wide = random.choice((1, 4, 7, 33, 64)), random.choice((1, 4, 15, 33, 64, 100))
+    q = torch.randn(batch, heads, rows, width)
+    k, v = (torch.randn(batch, of_key, keys, n) for n in (width, wide))
+    y, parts, count = torch.zeros(batch, heads, rows, wide), random.choice((1, min(2, rows))), threads()
+    name, causal = random.choice(abi.MASK.members), random.random() < 0.3
+    mask = random.choice(
+        (
+            torch.randn(batch, 1, 1, keys),
+            torch.randn(1, heads, rows, 1),
+            torch.randn(batch, heads, rows, keys),
+        )
+    )
+    mask = mask > 0 if name == "bool" else mask
+    spread = (0,) * 4 if name == "none" else mask.expand(batch, heads, rows, keys).stride()
+    bytes_ = float_attention._room(keys, width, wide)
+    fields = {
+        **{"batch": batch, "heads": heads, "group": group, "rows": rows, "keys": keys, "width": width},
+        **{"wide": wide, "mask": abi.MASK.number(name), "causal": causal, "mask_strides": spread},
+        **{f"{n}_strides": t.stride()[:3] for n, t in zip("qkvy", (q, k, v, y), strict=True)},
+        **{"factor": width**-0.5, "parts": parts, "bytes": bytes_, "threads": count},
+    }
+    room = torch.zeros(count, bytes_, dtype=torch.uint8)
+    others = [] if name == "none" else [mask]
+    call(float_attention._compiled(), fields, [y, q, k, v, room, *others], writes=(0, 4))
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    scores = q.double() @ k.mT * width**-0.5 + (mask.double() if name == "float" else 0.0)
+    hidden = torch.ones(rows, keys, dtype=torch.bool).triu(1) & torch.tensor(causal)
+    hidden = hidden | ~mask if name == "bool" else hidden
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).nan_to_num()
+    close(y, weights @ v, 2e-6, 2e-6)
+    return f"{fields}"
+
+
 def product_fields(y, added, outputs, scale, zero_point):
     return {
         "threads": threads(),
@@ -770,6 +810,7 @@ def possible() -> dict[str, str]:
     products = "" if "avx2" in build.loaded("products").isas else "it was compiled without AVX2"
     why = {
         "int8_attention": int8_attention.why_unavailable(),
+        "float_attention": float_attention.why_unavailable(),
         "low_bit": compiled.why_unavailable(),
         "low_bit_blocks": compiled_blocks.why_unavailable(),
         "recurrent": recurrent.why_unavailable(),

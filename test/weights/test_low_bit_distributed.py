@@ -35,6 +35,7 @@ from nc import (
 from nc.algorithms.inputs.statistics import InputStatistics
 from nc.weights.shared_work import add
 
+pytestmark = pytest.mark.once
 WORLD = 3
 INT4 = {"w_dtype": "int4", "group_size": 32}
 CONFIGS = {

@@ -151,6 +151,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
 
 
+@pytest.mark.once
 class TestMemory:
     """A model of six blocks.
 

@@ -32,7 +32,7 @@ def merge(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if kind_of_node(node) == "linear" and reads_codes(node):
             region = region_of(node)
-            if region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
+            if region.nodes == (node,) and _has_constant_bias(node) and not is_returned(node):
                 dtype = region.codes[2] if region.codes else torch.bfloat16 if region.bf16 else torch.float32
                 groups.setdefault((Dequantize.of(Linear.of(node).input), dtype, region.limits), []).append(
                     (node, region)
@@ -65,23 +65,33 @@ def _merge(
         elif dtype is not torch.float32:
             low, high = limits or (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
             value = call_operator(graph, quantize_per_tensor, value, 1.0, 0, low, high, dtype)
-        ends = list(itertools.accumulate((len(s) for _, s, _ in parts), initial=0))
-        slices = [
-            call_function(graph, _aten.slice.Tensor, (value, -1, *between))
-            for between in itertools.pairwise(ends)
-        ]
+        slices = parts_of(graph, value, [len(scales) for _, scales, _ in parts])
     for (node, _), part in zip(members, slices, strict=True):
-        part.meta["val"] = node.meta.get("val")
         replaced = [node] if dtype is torch.float32 else list(node.users)
-        give_values_of(part, *replaced)
-        for old in replaced:
-            old.replace_all_uses_with(part)
-            graph.erase_node(old)
+        put_in_place(part, node, replaced)
         if dtype is not torch.float32:
             graph.erase_node(node)
-        for user in part.users:
-            if op_name(user) == "view":  # a part does not lie in one piece
-                retarget(user, _aten.reshape.default)
+
+
+def parts_of(graph: fx.Graph, value: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:
+    """Return the parts of a merged linear's result, of these sizes."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [
+        call_function(graph, _aten.slice.Tensor, (value, -1, *between))
+        for between in itertools.pairwise(ends)
+    ]
+
+
+def put_in_place(part: fx.Node, node: fx.Node, replaced: Sequence[fx.Node]) -> None:
+    """Give a part the value of a linear, and the readers of what it replaces, which goes."""
+    part.meta["val"] = node.meta.get("val")
+    give_values_of(part, *replaced)
+    for old in replaced:
+        old.replace_all_uses_with(part)
+        part.graph.erase_node(old)
+    for user in part.users:
+        if op_name(user) == "view":  # a part does not lie in one piece
+            retarget(user, _aten.reshape.default)
 
 
 def _in_units_of_codes(
@@ -96,9 +106,9 @@ def _in_units_of_codes(
     return codes, (scales.double() / scale).float(), (bias.double() / scale + zero_point).float()
 
 
-def _is_returned(node: fx.Node) -> bool:
+def is_returned(node: fx.Node) -> bool:
     """Whether a result, or a view of it, is an output."""
-    return any(user.op == "output" or (op_name(user) in MOVES and _is_returned(user)) for user in node.users)
+    return any(user.op == "output" or (op_name(user) in MOVES and is_returned(user)) for user in node.users)
 
 
 def _has_constant_bias(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.merge import merge
+from nc.backends.native.operators.float_attention import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.operators.norm import recompose_norms
 from nc.backends.native.operators.rotary import recompose_rotary
@@ -61,6 +62,7 @@ def kernels(
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),
+        *((Pass("masks", restore_masks),) if products else ()),
         Pass("norms", recompose_norms),
         Pass("factors", fold_factors),
         Pass("sums_first", sum_first),

@@ -280,6 +280,7 @@ class Constants:
         most_operands: its tensors: the result and three that it reads.
         row: elements of a row on the stack: the widest head of `attention`, the longest row of `rotary`.
         score_rows: rows of scores that `int8_attention` computes at once.
+        float_rows: likewise `float_attention`.
         widest_head: of it.
         most_followers: of its products.
         panel: outputs that lie side by side in a packed weight.
@@ -297,6 +298,7 @@ class Constants:
     most_operands: int = 4
     row: int = 512
     score_rows: int = 4
+    float_rows: int = 6
     widest_head: int = 512
     most_followers: int = 16
     panel: int = 16
@@ -486,6 +488,31 @@ _ROWS = (
         ),
         least=5,
         most=5 + CONSTANTS.most_followers,
+    ),
+    FunctionRow(
+        "float_attention",
+        Structure(
+            "float_attention",
+            "Attention in fp32, see float_attention.c. Strides are in elements.",
+            (
+                *(Field("batch"), Field("heads")),
+                Field("group", "heads that share keys and values"),
+                *(Field("rows"), Field("keys")),
+                *(Field("width", "of q and k"), Field("wide", "of v and y")),
+                *(Field("mask", "MASK_..."), Field("causal", "whether a row sees keys up to its own only")),
+                Field("q_strides", "of batch, head and row", (3,)),
+                Field("k_strides", "of batch, head and key", (3,)),
+                Field("v_strides", "of batch, head and key", (3,)),
+                Field("y_strides", "of batch, head and row", (3,)),
+                Field("mask_strides", "of batch, head, row and key", (4,)),
+                Field("factor", "of the scores", kind="double"),
+                Field("parts", "of the rows of a head, each a task"),
+                Field("bytes", "of memory for each thread"),
+                Field("threads"),
+            ),
+        ),
+        least=5,
+        most=6,
     ),
     FunctionRow(
         "products",

@@ -35,9 +35,10 @@ def source_hash(source: Path) -> str:
 
 @functools.cache
 def made_header() -> str:
-    """Return the header that is made of `abi.py` and `tuning.py`."""
-    table, numbers = (runpy.run_path(str(path)) for path in (_HERE / "abi.py", _HERE.parent / "tuning.py"))
-    return f"{table['header']()}\n{numbers['definitions']()}"
+    """Return the header that is made of `abi.py`, `tuning.py` and `gelu.py`."""
+    files = _HERE / "abi.py", _HERE.parent / "tuning.py", _HERE / "gelu.py"
+    table, numbers, gelu = (runpy.run_path(str(path)) for path in files)
+    return "\n".join((table["header"](), numbers["definitions"](), gelu["definitions"]()))
 
 
 def short_hash(content: bytes) -> str:

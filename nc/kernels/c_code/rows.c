@@ -23,6 +23,7 @@
 #define VNNI_INLINE static inline __attribute__((always_inline)) FOR_VNNI
 #define UNROLL _Pragma("GCC unroll 16")
 #include "exponential.h"
+#include "gelu.h"
 #define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
 /* Distance of a quotient from half a code below which its rounding is not sure. */
 #define SURE 0.4999f
@@ -163,20 +164,7 @@ VNNI_INLINE __m512 gated(__m512 x, __m512 z)
     return _mm512_mul_ps(_mm512_mask_mul_ps(x, negative, x, e), reciprocal(_mm512_add_ps(one, e)));
 }
 
-/* The error function within 1.5e-7 (Abramowitz and Stegun, 7.1.26). */
-VNNI_INLINE __m512 error_function(__m512 x)
-{
-    const __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1.0f), size = _mm512_abs_ps(x);
-    const __m512 t = reciprocal(_mm512_fmadd_ps(size, _mm512_set1_ps(0.3275911f), one));
-    __m512 p = _mm512_set1_ps(1.061405429f);
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
-    p = _mm512_mul_ps(_mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f)), t);
-    p = _mm512_fnmadd_ps(p, exponential_of_16(_mm512_fnmsub_ps(size, size, _mm512_setzero_ps())), one);
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-        _mm512_castps_si512(p), _mm512_castps_si512(x), _mm512_castps_si512(sign), 0xd8)); /* x's sign */
-}
+static const float of_erf[][GELU_PIECES] = GELU_TAIL_ERF, of_tanh[][GELU_PIECES] = GELU_TAIL_TANH;
 
 VNNI_INLINE __m512 activation(const int64_t op, __m512 v, float alpha, float beta)
 {
@@ -190,16 +178,8 @@ VNNI_INLINE __m512 activation(const int64_t op, __m512 v, float alpha, float bet
         return _mm512_mul_ps(v,
             _mm512_min_ps(_mm512_set1_ps(1.0f), _mm512_max_ps(zero, _mm512_fmadd_ps(v, a, b))));
     case ACTIVATION_SWISH: return gated(v, _mm512_mul_ps(v, a));
-    case ACTIVATION_GELU_TANH: {
-        const __m512 cubic =
-            _mm512_fmadd_ps(_mm512_mul_ps(_mm512_set1_ps(0.044715f), _mm512_mul_ps(v, v)), v, v);
-        return gated(v, _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), cubic));
-    }
-    case ACTIVATION_GELU_ERF: {
-        const __m512 half = _mm512_mul_ps(_mm512_set1_ps(0.5f), v);
-        return _mm512_fmadd_ps(half, error_function(_mm512_mul_ps(v, _mm512_set1_ps(0.70710678118654752f))),
-            half);
-    }
+    case ACTIVATION_GELU_TANH: return gelu_of_16(v, of_tanh);
+    case ACTIVATION_GELU_ERF: return gelu_of_16(v, of_erf);
     default: return v;
     }
 }

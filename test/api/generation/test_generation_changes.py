@@ -20,6 +20,7 @@ from nc.errors import NCWarning
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [
+    pytest.mark.once,
     pytest.mark.skipif(
         bool(available_backends()["native"] or c_functions.why_unavailable()),
         reason=available_backends()["native"] or c_functions.why_unavailable(),

@@ -145,11 +145,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
         sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), a["output_dtype"]
     )
     threads = openmp.threads()
-    parts = (
-        max(1, min(math.ceil(2 * threads / (batch * heads)), rows // tuning.FEWEST_ROWS.value))
-        if batch * heads % threads
-        else 1
-    )
+    parts = parts_of_rows(batch * heads, rows, threads)
     room = recorder.new((threads, _room(keys, width, wide)), (_room(keys, width, wide), 1), torch.uint8)
     followers = (*found.before, *found.behind)
     fields = {
@@ -183,6 +179,13 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     tensors = [result, found.q, found.k, found.v, room, *(other for _, other in followers)]
     recorder.call_function(called, fields, tensors, node, factors=3, also=[chain[2].node])
     return result
+
+
+def parts_of_rows(heads: int, rows: int, threads: int) -> int:
+    """Return into how many parts the rows of each head go, so that all threads have the same work."""
+    if not heads % threads:
+        return 1
+    return max(1, min(math.ceil(2 * threads / heads), rows // tuning.FEWEST_ROWS.value))
 
 
 def _chain(left: Any) -> tuple[Later, Later, Later]:

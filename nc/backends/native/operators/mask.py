@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.operators import int8_attention
+from nc.backends.native.operators import float_attention, int8_attention
 from nc.backends.native.operators.matmul import product
 from nc.backends.native.plans.c_functions import (
     DTYPES,
@@ -235,11 +235,22 @@ def _may_repeat(node: fx.Node) -> bool:
 
     That is so for operators of masks and attention in C.
     """
-    if int8_attention.why_unavailable():
-        return False  # oneDNN would need what follows a product written out
     return all(
-        user.target in _READERS or (user.target in _GIVE_IT_ON and _may_repeat(user)) for user in node.users
+        user.target in _READERS
+        or _is_attention_in_c(user)
+        or (user.target in _GIVE_IT_ON and _may_repeat(user))
+        for user in node.users
     )
+
+
+def _is_attention_in_c(node: fx.Node) -> bool:
+    """Whether a node is an attention, or a product of one, for which there is a function in C.
+
+    oneDNN and torch would need the mask written out.
+    """
+    if node.target is product():
+        return not int8_attention.why_unavailable()
+    return node.target is _aten.scaled_dot_product_attention.default and not float_attention.why_unavailable()
 
 
 def _where_available(way: Way) -> Way:
@@ -274,7 +285,7 @@ _OF_MASKS: Mapping[Any, Way] = {
 #: Conversions to the same dtype give the tensor itself.
 _CONVERSIONS = {target for target, way in _OF_MASKS.items() if way is convert}
 _GIVE_IT_ON = {*_VIEWS, *_CONVERSIONS}
-_READERS = {*_OF_MASKS, product()} - _CONVERSIONS
+_READERS = {*_OF_MASKS} - _CONVERSIONS
 OPERATORS = tuple(
     PlannedOperator((target,), {"C": _where_available(way)}) for target, way in _OF_MASKS.items()
 )

@@ -10,7 +10,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import fx
 
 from nc.backends import cpu
 from nc.backends.low_bit.large_pages import LargePages
+from nc.backends.native.fuse import constant, weight_of
+from nc.backends.native.merge import is_returned, parts_of, put_in_place
 from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import after_of, bias_of, codes_of, post_ops_of
@@ -82,16 +84,25 @@ def _only_in_plans(*_: Any) -> torch.Tensor:
 def replace_row_linears(module: fx.GraphModule) -> None:
     """Replace dynamic linears with a range for each row, where there are functions in C.
 
+    Those that read the same rows, and nothing else goes with, become one, of which each gets its part.
     An activation and a sum behind one go with it, unless operators work in place: there a value depends on
     when it is read.
     """
     if why_unavailable():
         return
     alone = any(works_in_place(node) for node in module.graph.nodes)
-    rounded: dict[fx.Node, fx.Node] = {}
-    for node in list(module.graph.nodes):
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in module.graph.nodes:
         if kind_of_node(node) == "linear" and _is_by_row(module, Linear.of(node)):
-            _replace(module, node, rounded, alone=alone)
+            readers.setdefault(Linear.of(node).input, []).append(node)
+    for ranges, nodes in readers.items():
+        rows = _rounded(module, ranges)
+        for_one = [] if alone else [node for node in nodes if _may_merge(node)]
+        if len(for_one) > 1:
+            _replace_by_one(module, for_one, rows)
+        for node in nodes:
+            if len(for_one) < 2 or node not in for_one:
+                _replace(module, node, rows, alone=alone)
     for node in reversed(module.graph.nodes):
         ours = (quantize_dequantize_dynamic, dequantize_per_channel, dequantize_per_tensor)
         if not node.users and (node.target in ours or node.op == "get_attr"):
@@ -114,14 +125,18 @@ def _is_by_row(module: fx.GraphModule, linear: Linear) -> bool:
     return view.per_token and constant and fits and view.input.meta["val"].dtype is torch.float32
 
 
-def _replace(module: fx.GraphModule, node: fx.Node, rounded: dict[fx.Node, fx.Node], *, alone: bool) -> None:
+def _rounded(module: fx.GraphModule, ranges: fx.Node) -> fx.Node:
+    """Return what rounds the input of dynamic linears."""
+    view = DynamicQDQ.of(ranges)
+    with module.graph.inserting_before(ranges):
+        rows = call_function(module.graph, rounded_rows(), (view.input, view.symmetric))
+    rows.meta["val"] = view.input.meta["val"]
+    return rows
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, rows: fx.Node, *, alone: bool) -> None:
     linear = Linear.of(node)
-    ranges, weight = DynamicQDQ.of(linear.input), Dequantize.of(linear.weight)
-    if linear.input not in rounded:
-        with module.graph.inserting_before(linear.input):
-            rows = call_function(module.graph, rounded_rows(), (ranges.input, ranges.symmetric))
-        rows.meta["val"] = ranges.input.meta["val"]
-        rounded[linear.input] = rows
+    weight = Dequantize.of(linear.weight)
     if isinstance(weight.scale, fx.Node):
         scale = weight.scale
     else:
@@ -139,13 +154,51 @@ def _replace(module: fx.GraphModule, node: fx.Node, rounded: dict[fx.Node, fx.No
         packed = call_function(module.graph, prepack("linear"), (weight.codes, None))
         how = (activation.name, list(activation.arguments), activation.algorithm)
         outputs = weight.codes.meta["val"].shape[0]
-        arguments = (rounded[linear.input], packed, scale, linear.bias, other, outputs, *how)
+        arguments = (rows, packed, scale, linear.bias, other, outputs, *how)
         new = call_function(module.graph, row_linear(), arguments)
     take_over(new, region[-1])
     new.meta["operators"] = [n.meta["operator"] for n in region if "operator" in n.meta]
     region[-1].replace_all_uses_with(new)
     for old in reversed(region):
         module.graph.erase_node(old)
+
+
+def _may_merge(node: fx.Node) -> bool:
+    """Whether a linear can be a part of a larger one: nothing else goes with its product."""
+    region, _, _ = _behind(node, alone=False)
+    return len(region) == 1 and not is_returned(node)
+
+
+def _replace_by_one(module: fx.GraphModule, nodes: Sequence[fx.Node], rows: fx.Node) -> None:
+    """Replace linears of the same rows by the parts of one."""
+    graph, first = module.graph, nodes[0]
+    parts = [weight_of(module, Linear.of(node).weight) for node in nodes]
+    codes, scales = map(torch.cat, zip(*parts, strict=True))
+    sizes = [len(of_outputs) for _, of_outputs in parts]
+    biases = [_bias_of(module, node, size) for node, size in zip(nodes, sizes, strict=True)]
+    with graph.inserting_before(first):
+        weight, scale, bias = (
+            constant(module, f"{first.name}_merged{name}", value)
+            for name, value in (("", codes), ("_scales", scales), ("_bias", torch.cat(biases)))
+        )
+        packed = call_function(graph, prepack("linear"), (weight, None))
+        none = Activation()
+        how = (none.name, list(none.arguments), none.algorithm)
+        merged = call_function(graph, row_linear(), (rows, packed, scale, bias, None, sum(sizes), *how))
+        slices = parts_of(graph, merged, sizes)
+    merged.meta["operators"] = [node.meta["operator"] for node in nodes if "operator" in node.meta]
+    for node, part in zip(nodes, slices, strict=True):
+        put_in_place(part, node, [node])
+
+
+def _bias_of(module: fx.GraphModule, node: fx.Node, outputs: int) -> torch.Tensor:
+    bias = Linear.of(node).bias
+    value = None if bias is None else constant_value(module, bias)
+    return (
+        torch.zeros(outputs, dtype=torch.float32, device="cpu")
+        if value is None
+        else value.detach().float().expand(outputs)
+    )
 
 
 def _behind(node: fx.Node, *, alone: bool) -> tuple[list[fx.Node], Activation, fx.Node | None]:

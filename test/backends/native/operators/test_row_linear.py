@@ -64,15 +64,30 @@ def test_any_number_of_dimensions(sizes):
     assert worst_db([q.reference(x)], [q(x)]) > 100
 
 
-def test_linears_that_read_the_same_tensor_share_one_rounding():
+def test_linears_that_read_the_same_tensor_are_one():
     model = Function(
-        lambda m, x: m.q(x) * m.k(x) + m.v(x), q=nn.Linear(64, 32), k=nn.Linear(64, 32), v=nn.Linear(64, 32)
-    )
+        lambda m, x: m.q(x) * m.k(x) + m.v(x).view(3, 3, 8),
+        q=nn.Linear(64, 8), k=nn.Linear(64, 8, bias=False), v=nn.Linear(64, 8),
+    )  # fmt: skip
+    x = torch.randn(3, 3, 64)
+    for w_granularity in ("per_channel", "per_tensor"):
+        q = dynamic(model, x, w_granularity=w_granularity)
+        assert [name for name in called(q, x) if "row" in name] == ["round_rows", "row_product"]
+        assert worst_db([q.reference(x)], [q(x)]) > 100
+        assert [op.ran for op in q.report().ops if op.kind == "linear"] == ["int8"] * 3
+
+
+def test_what_goes_with_a_product_keeps_a_linear_alone():
+    model = Function(
+        lambda m, x: (F.silu(m.gate(x)) * m.up(x), m.returned(x)),
+        gate=nn.Linear(64, 32), up=nn.Linear(64, 32), returned=nn.Linear(64, 8),
+    )  # fmt: skip
     x = torch.randn(9, 64)
     q = dynamic(model, x)
     assert called(q, x).count("round_rows") == 1
     assert called(q, x).count("row_product") == 3
-    assert worst_db([q.reference(x)], [q(x)]) > 100
+    assert q(x)[1].is_contiguous()
+    assert worst_db(list(q.reference(x)), list(q(x))) > 90
 
 
 ACTIVATIONS = {

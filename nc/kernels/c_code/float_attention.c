@@ -1,0 +1,264 @@
+/* Attention in fp32 with AVX-512: softmax(q K^T * factor + mask) V.
+ *
+ * A few rows of the scores are computed at a time, so they stay in the first cache. Keys and values of a head
+ * are copied once: 16 keys side by side, and values without the gaps between their rows.
+ */
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "calls.h"
+#include "openmp.h"
+
+#define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
+#include "exponential.h"
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 6")
+
+/* Panels of 16 columns whose sums are in registers, of FLOAT_ROWS rows. */
+enum { PANELS_AT_ONCE = 4 };
+_Static_assert(FLOAT_ROWS == 6, "attend_some has a case for each number of rows");
+
+struct job {
+    const struct nc_float_attention *how;
+    char *const *tensors;
+};
+
+/* Memory of one thread: keys [keys / 16][width][16], values [keys][wide, filled up], some rows of scores. */
+struct room {
+    float *keys, *values, *scores;
+};
+
+INLINE int64_t up(int64_t n, int64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+static struct room room_of(char *memory, const struct nc_float_attention *how)
+{
+    const int64_t keys = up(how->keys, 16);
+    struct room room = {.keys = (float *)memory};
+    room.values = room.keys + keys * how->width;
+    room.scores = room.values + keys * up(how->wide, 16);
+    return room;
+}
+
+/* Bytes of it. */
+static int64_t bytes_of_room(const struct nc_float_attention *how)
+{
+    return up(how->keys, 16) * (how->width + up(how->wide, 16) + FLOAT_ROWS) * 4;
+}
+
+/* Which of 16 numbers there are where `left` are left. */
+INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
+{
+    return (__mmask16)(left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0);
+}
+
+FOR_VNNI static void pack(const struct nc_float_attention *how, const float *k, const float *v,
+    const struct room *room)
+{
+    const int64_t wide = up(how->wide, 16), step = how->k_strides[2];
+    const __m512i each = _mm512_setr_epi64(0, step, 2 * step, 3 * step, 4 * step, 5 * step, 6 * step, 7 * step);
+    for (int64_t key = 0; key < how->keys; key += 16) {
+        const __mmask16 lanes = lanes_of(how->keys - key);
+        float *to = room->keys + key * how->width;
+        const float *from = k + key * step;
+        for (int64_t t = 0; t < how->width; t++) {
+            const __m256 zero = _mm256_setzero_ps();
+            const __m256 low = _mm512_mask_i64gather_ps(zero, (__mmask8)lanes, each, from + t, 4);
+            const __m256 high =
+                _mm512_mask_i64gather_ps(zero, (__mmask8)(lanes >> 8), each, from + t + 8 * step, 4);
+            _mm256_storeu_ps(to + t * 16, low);
+            _mm256_storeu_ps(to + t * 16 + 8, high);
+        }
+    }
+    for (int64_t key = 0; key < how->keys; key++)
+        for (int64_t i = 0; i < wide; i += 16)
+            _mm512_storeu_ps(room->values + key * wide + i,
+                _mm512_maskz_loadu_ps(lanes_of(how->wide - i), v + key * how->v_strides[2] + i));
+}
+
+/* y[r][column] = sum over n of x[r][n] * w[n][column], for some rows and panels of 16 columns: w is a panel
+ * behind the other, `panel` apart, with `line` numbers from one n to the next. */
+INLINE FOR_VNNI void multiply(const int rows, const int panels, const float *const *x, int64_t n,
+    const float *w, int64_t panel, int64_t line, float *y, int64_t y_row)
+{
+    __m512 sums[FLOAT_ROWS][PANELS_AT_ONCE];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < panels; c++)
+            sums[r][c] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i++) {
+        __m512 right[PANELS_AT_ONCE];
+        UNROLL for (int c = 0; c < panels; c++)
+            right[c] = _mm512_loadu_ps(w + c * panel + i * line);
+        UNROLL for (int r = 0; r < rows; r++)
+        {
+            const __m512 left = _mm512_set1_ps(x[r][i]);
+            UNROLL for (int c = 0; c < panels; c++)
+                sums[r][c] = _mm512_fmadd_ps(left, right[c], sums[r][c]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < panels; c++)
+            _mm512_storeu_ps(y + r * y_row + c * 16, sums[r][c]);
+}
+
+/* All panels of some rows. */
+INLINE FOR_VNNI void multiply_all(const int rows, const float *const *x, int64_t n, const float *w,
+    int64_t panels, int64_t panel, int64_t line, float *y, int64_t y_row)
+{
+    int64_t done = 0;
+    for (; done + PANELS_AT_ONCE <= panels; done += PANELS_AT_ONCE)
+        multiply(rows, PANELS_AT_ONCE, x, n, w + done * panel, panel, line, y + done * 16, y_row);
+    for (; done < panels; done++)
+        multiply(rows, 1, x, n, w + done * panel, panel, line, y + done * 16, y_row);
+}
+
+/* 16 scores of a row: products * factor + mask; -INFINITY where a key is not seen. */
+INLINE FOR_VNNI __m512 masked(const struct job *job, const char *mask, int64_t key, int64_t seen, __m512 x)
+{
+    const struct nc_float_attention *how = job->how;
+    const __mmask16 lanes = lanes_of(seen - key);
+    const int64_t step = how->mask_strides[3];
+    const __m512 unseen = _mm512_set1_ps(-INFINITY);
+    x = _mm512_mul_ps(x, _mm512_set1_ps((float)how->factor));
+    if (how->mask == MASK_FLOAT) {
+        const float *added = (const float *)mask + key * step;
+        x = _mm512_add_ps(x, step ? _mm512_maskz_loadu_ps(lanes, added) : _mm512_set1_ps(*added));
+    } else if (how->mask == MASK_BOOL) {
+        const uint8_t *shown = (const uint8_t *)mask + key * step;
+        const __m128i some = step ? _mm_maskz_loadu_epi8(lanes, shown) : _mm_set1_epi8((char)*shown);
+        return _mm512_mask_mov_ps(unseen, lanes & _mm_test_epi8_mask(some, some), x);
+    }
+    return _mm512_mask_mov_ps(unseen, lanes, x);
+}
+
+/* e^(scores - the largest one) of one row, and 1 / their sum. A row that sees no key gets zeros, as from
+ * torch. */
+INLINE FOR_VNNI float exponentials(const struct job *job, const char *mask, int64_t seen, int64_t keys,
+    float *scores)
+{
+    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    __mmask16 unknown = 0; /* scores that are no number */
+    for (int64_t i = 0; i < keys; i += 16) {
+        const __m512 x = masked(job, mask, i, seen, _mm512_loadu_ps(scores + i));
+        unknown |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        most = _mm512_max_ps(x, most);
+        _mm512_storeu_ps(scores + i, x);
+    }
+    const float largest = _mm512_reduce_max_ps(most);
+    if (largest == -INFINITY && !unknown) {
+        memset(scores, 0, (size_t)keys * 4);
+        return 0;
+    }
+    for (int64_t i = 0; i < keys; i += 16) {
+        const __m512 x = _mm512_loadu_ps(scores + i);
+        const __m512 e = exponential_of_16(_mm512_sub_ps(x, _mm512_set1_ps(largest)));
+        /* not e^-87 */
+        const __m512 some = _mm512_maskz_mov_ps(
+            _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), e);
+        sum = _mm512_add_ps(sum, some);
+        _mm512_storeu_ps(scores + i, some);
+    }
+    return 1 / _mm512_reduce_add_ps(sum);
+}
+
+/* Some rows of one head. */
+INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct room *room, int64_t batch,
+    int64_t head, int64_t row)
+{
+    const struct nc_float_attention *how = job->how;
+    const int64_t wide = up(how->wide, 16), held = up(how->keys, 16);
+    const int64_t last = how->causal && row + rows < how->keys ? row + rows : how->keys, keys = up(last, 16);
+    const float *q[FLOAT_ROWS], *weights[FLOAT_ROWS];
+    float factors[FLOAT_ROWS], sums[FLOAT_ROWS][PANELS_AT_ONCE * 16];
+    for (int r = 0; r < rows; r++) {
+        q[r] = (const float *)job->tensors[1] + batch * how->q_strides[0] + head * how->q_strides[1]
+            + (row + r) * how->q_strides[2];
+        weights[r] = room->scores + r * held;
+    }
+    multiply_all(rows, q, how->width, room->keys, keys / 16, how->width * 16, 16, room->scores, held);
+    for (int r = 0; r < rows; r++) {
+        const int64_t *steps = how->mask_strides, bytes = how->mask == MASK_FLOAT ? 4 : 1;
+        const int64_t at = batch * steps[0] + head * steps[1] + (row + r) * steps[2];
+        const char *mask = how->mask == MASK_NONE ? NULL : job->tensors[5] + at * bytes;
+        const int64_t seen = how->causal && row + r < last ? row + r + 1 : last;
+        factors[r] = exponentials(job, mask, seen, keys, room->scores + r * held);
+    }
+    for (int64_t column = 0; column < wide; column += PANELS_AT_ONCE * 16) {
+        const int64_t panels = wide - column < PANELS_AT_ONCE * 16 ? (wide - column) / 16 : PANELS_AT_ONCE;
+        multiply_all(rows, weights, last, room->values + column, panels, 16, wide, sums[0],
+            PANELS_AT_ONCE * 16);
+        for (int r = 0; r < rows; r++) {
+            float *y = (float *)job->tensors[0] + batch * how->y_strides[0] + head * how->y_strides[1]
+                + (row + r) * how->y_strides[2] + column;
+            const __m512 factor = _mm512_set1_ps(factors[r]);
+            for (int64_t i = 0; i < panels * 16; i += 16)
+                _mm512_mask_storeu_ps(y + i, lanes_of(how->wide - column - i),
+                    _mm512_mul_ps(_mm512_loadu_ps(sums[r] + i), factor));
+        }
+    }
+}
+
+FOR_VNNI static void attend_some(int64_t rows, const struct job *job, const struct room *room, int64_t batch,
+    int64_t head, int64_t row)
+{
+    switch (rows) {
+    case 1: attend(1, job, room, batch, head, row); break;
+    case 2: attend(2, job, room, batch, head, row); break;
+    case 3: attend(3, job, room, batch, head, row); break;
+    case 4: attend(4, job, room, batch, head, row); break;
+    case 5: attend(5, job, room, batch, head, row); break;
+    case 6: attend(6, job, room, batch, head, row); break;
+    }
+}
+
+FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
+{
+    const struct job *job = data;
+    const struct nc_float_attention *how = job->how;
+    const int64_t pieces = how->parts, tasks = how->batch * how->heads * pieces;
+    const struct room room = room_of(job->tensors[4] + part * how->bytes, how);
+    int64_t packed = -1;
+    for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++) {
+        const int64_t which = task / pieces, batch = which / how->heads, head = which % how->heads,
+            piece = task % pieces, shared = which / how->group;
+        if (shared != packed) {
+            const int64_t of_key = head / how->group;
+            pack(how,
+                (const float *)job->tensors[2] + batch * how->k_strides[0] + of_key * how->k_strides[1],
+                (const float *)job->tensors[3] + batch * how->v_strides[0] + of_key * how->v_strides[1],
+                &room);
+            packed = shared;
+        }
+        const int64_t first = how->rows * piece / pieces, rows = how->rows * (piece + 1) / pieces - first;
+        const int64_t blocks = (rows + FLOAT_ROWS - 1) / FLOAT_ROWS;
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t row = rows * block / blocks;
+            attend_some(rows * (block + 1) / blocks - row, job, &room, batch, head, first + row);
+        }
+    }
+}
+
+/* tensors: y, q, k, v in fp32; memory for all threads, of 64-byte pieces; the mask, bool or fp32 */
+int nc_float_attention(const struct nc_float_attention *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_float_attention);
+    const struct job job = {how, tensors};
+    EXPECT(nc_may_use() >> ISA_AVX512 & 1, NOT_HERE);
+    EXPECT(how->mask >= MASK_NONE && how->mask <= MASK_FLOAT, OTHER_OPERATION);
+    EXPECT(count == 5 + (how->mask != MASK_NONE), OTHER_TENSORS);
+    EXPECT(how->batch >= 0 && how->heads >= 0 && how->rows >= 0 && how->threads > 0, OTHER_SIZE);
+    EXPECT(how->group > 0 && how->heads % how->group == 0, OTHER_SIZE);
+    EXPECT(how->keys > 0 && how->width > 0 && how->wide > 0 && how->parts > 0, OTHER_SIZE);
+    EXPECT(bytes_of_room(how) <= how->bytes, OTHER_SIZE);
+    /* as much work as some ten thousand products is done before other threads wake up */
+    const int64_t worth =
+        1 + how->batch * how->heads * how->rows * how->keys * (how->width + how->wide) / 131072;
+    in_parts(work, (void *)&job, worth, how->threads);
+    return OK;
+}
+
+int64_t nc_isas(void) { return 1 << ISA_AVX512; }
