@@ -685,6 +685,7 @@ def case_recurrent() -> str:
     x, y = laid_out(steps, rows, features), laid_out(steps, rows, projection or hidden)
     states = [torch.randn(1, rows, n) for n in (projection or hidden, hidden)[: 2 if kind == "lstm" else 1]]
     first, weights, parts, nothing = [state.clone() for state in states], {}, [], torch.empty(0)
+    float_input = random.random() < 0.3
     for name in ("ih", "hh", "hr"):
         parameter = getattr(layer, f"weight_{name}_l0", None)
         if parameter is None:
@@ -696,12 +697,17 @@ def case_recurrent() -> str:
         )
         weights[f"weight_{name}_l0"] = codes.double() * scale.double()[:, None]
         bias = getattr(layer, f"bias_{name}_l0").detach() if layer.bias and name != "hr" else nothing
-        parts += [*recurrent.pack(codes, scale), bias]
+        packed = recurrent.pack(codes, scale)
+        if float_input and name == "ih":
+            weights["weight_ih_l0"] = parameter.detach().double()
+            packed = recurrent.pack_float(parameter), nothing, nothing
+        parts += [*packed, bias]
     fields = {
         "cell": abi.CELL.number(kind),
         "isa": NUMBERS[isa],
         "threads": threads(),
         "reverse": reverse,
+        "float_input": float_input,
         "steps": steps,
         "rows": rows,
         "features": features,
@@ -713,11 +719,11 @@ def case_recurrent() -> str:
             for i, of in enumerate(("step", "row"))
         },
     }
-    gates, cells = torch.zeros(steps * rows, parts[1].shape[0]), states[1] if len(states) > 1 else nothing
+    gates, cells = torch.zeros(steps * rows, parts[5].shape[0]), states[1] if len(states) > 1 else nothing
     call(recurrent._code().function, fields, [y, x, states[0], cells, gates, *parts], writes=(0, 2, 3, 4))
     ordered = x.flip(0) if reverse else x
     with torch.no_grad():
-        output, *last = float64_layers(layer, ordered, first, weights.__getitem__)
+        output, *last = float64_layers(layer, ordered, first, weights.__getitem__, float_input=float_input)
     for found, expected in zip((y, *states), (output.flip(0) if reverse else output, *last), strict=True):
         close(found, expected, 0.01, 1e-5)  # a value between two codes can go either way
     return (

@@ -285,6 +285,14 @@ MUTATIONS = (
         ("float_attention",),
     ),
     Mutation(
+        "recurrent-input",
+        "the first layer reads channels of very different size in fp32",
+        "graph/recurrent.py",
+        "FLOAT_SHARE = 0.25",
+        "FLOAT_SHARE = 0.0",
+        ("recurrent",),
+    ),
+    Mutation(
         "rows-near-half",
         "codes of rows are those of a division, also near half a code",
         "kernels/c_code/rows.c",

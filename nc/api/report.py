@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ class OpReport:
         mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
         refused: (kernel, why it does not compute this low-bit linear) of the kernels that would be preferred.
         weights: names and numbers of values of the weights that it reads.
+        float_weights: names of those that stay fp32 though it runs in int8.
         multiply_adds: how many it does on the example inputs; None if that is not known.
     """
 
@@ -57,14 +59,16 @@ class OpReport:
     mode: Mode = "float"
     refused: tuple[tuple[str, str], ...] = ()
     weights: tuple[tuple[str, int], ...] = ()
+    float_weights: tuple[str, ...] = ()
     multiply_adds: int | None = None
 
     @property
-    def part(self) -> Part:
+    def parts(self) -> tuple[Part, ...]:
         """What it contributes to the shares of the model."""
-        return Part(
+        whole = Part(
             operator=self.operator, form=self.ran, weights=self.weights, multiply_adds=self.multiply_adds
         )
+        return whole.without(self.float_weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +174,7 @@ class Report:
         lines += [
             f"backend {self.backend}: {count} operators with {asked}" for asked, count in weights.items()
         ]
-        lines += shares_of(op.part for op in self.ops).lines()
+        lines += shares_of(part for op in self.ops for part in op.parts).lines()
         if self.chosen:
             lines.append(self.chosen)
         if self.groups is not None:
@@ -274,14 +278,24 @@ def _op_report(decision: Decision, note: str, run: OpRun, kernel: str, share: fl
         asked=asked,
         ran=ran,
         rule=decision.rule,
-        reason=note or run.reason,
+        reason=note or run.reason or _fp32_weights(decision, ran),
         kernel=kernel or run.primitive if run.kernels is None else str(run.kernels),
         share=share,
         mode=decision.spec.mode,
         refused=() if run.kernels is None else run.kernels.refused,
-        weights=tuple(decision.part(ran).weights),
+        weights=tuple((name, math.prod(shape)) for name, shape in decision.weights),
+        float_weights=decision.in_fp32 if ran == "int8" else (),
         multiply_adds=decision.multiply_adds,
     )
+
+
+def _fp32_weights(decision: Decision, ran: str) -> str:
+    """Return which weights of an int8 operator stay fp32; "" for none."""
+    if ran != "int8" or not decision.in_fp32:
+        return ""
+    names = [name.rpartition(".")[2] for name in decision.in_fp32]
+    stay = f"{names[0]} stays" if len(names) == 1 else f"{', '.join(names)} stay"
+    return f"{stay} fp32: what the first layer reads has no bounds, and its product is small"
 
 
 def build(
@@ -303,7 +317,7 @@ def build(
         )
         for d in graph.plan.decisions
     ]
-    shares = shares_of(op.part for op in ops)
+    shares = shares_of(part for op in ops for part in op.parts)
     return Report(
         backend=engine.backend,
         chosen=chosen,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from nc.formats import FLOAT, OpSpec
+from nc.formats import FLOAT, PER_TOKEN, OpSpec
 from nc.formats.reasons import NO_RULE, Cause, DecidingRule, Reason
 from nc.graph.shares import Part, Shares, shares_of
 from nc.text.table import WIDTH, folded, format_table
@@ -37,6 +37,7 @@ class Decision:
         fields: for each field of its configuration the name, the value as text, and the rule that gives it
             ("default" if no rule does).
         weights: names and shapes of the weights that it reads.
+        float_weights: names of those that stay fp32 where each row has a range of its own.
         multiply_adds: how many it does on the example inputs; None if that is not known.
     """
 
@@ -51,6 +52,7 @@ class Decision:
     keep_inaccurate: bool = False
     fields: tuple[tuple[str, str, str], ...] = ()
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    float_weights: tuple[str, ...] = ()
     multiply_adds: int | None = None
 
     @property
@@ -82,10 +84,17 @@ class Decision:
         """
         return f"{self.argument('dtype')} weight" if self.stays_for(Cause.LOW_BIT) else self.spec.precision
 
-    def part(self, form: str) -> Part:
+    @property
+    def in_fp32(self) -> tuple[str, ...]:
+        """Names of its weights that stay fp32 though it is quantized."""
+        rows = self.spec.mode == "dynamic" and self.spec.input(0).granularity == PER_TOKEN
+        return self.float_weights if rows else ()
+
+    def parts(self, form: str) -> tuple[Part, ...]:
         """Return what it contributes to a model in which it computes in `form`."""
         weights = tuple((name, math.prod(shape)) for name, shape in self.weights)
-        return Part(operator=self.operator, form=form, weights=weights, multiply_adds=self.multiply_adds)
+        whole = Part(operator=self.operator, form=form, weights=weights, multiply_adds=self.multiply_adds)
+        return whole.without(self.in_fp32)
 
     @property
     def rules(self) -> str:
@@ -112,6 +121,7 @@ class Decision:
         values["why"] = None if data["why"] is None else Reason.from_dict(data["why"])
         values["fields"] = tuple(map(tuple, data["fields"]))
         values["weights"] = tuple((name, tuple(shape)) for name, shape in data["weights"])
+        values["float_weights"] = tuple(data["float_weights"])
         return cls(**values)
 
 
@@ -187,7 +197,7 @@ class Plan:
     @property
     def shares(self) -> Shares:
         """Which share of the weights and of the multiply-adds should be computed in which precision."""
-        return shares_of(d.part(d.precision) for d in self.decisions)
+        return shares_of(part for d in self.decisions for part in d.parts(d.precision))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

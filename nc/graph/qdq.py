@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.formats import PER_TOKEN, OpSpec, QParams, TensorSpec
+from nc.formats import PER_TOKEN, QParams, TensorSpec
 from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, op_name, weight_axis
 from nc.graph.fx_utils import (
     add_constant,
@@ -19,11 +19,12 @@ from nc.graph.fx_utils import (
     constant_of,
     copy_module,
     drop_unused,
+    fqn_of,
     retarget,
     take_over,
 )
 from nc.graph.placement import Edge, edge_key, works_in_place
-from nc.graph.plan import Applied, Plan
+from nc.graph.plan import Applied, Decision, Plan
 from nc.graph.recurrent import CELLS, is_recurrent, weights_of
 from nc.graph.signature import Signature
 from nc.graph.views import Recurrent, RecurrentCell, Weighted, set_argument
@@ -195,7 +196,7 @@ def _quantize_weights(module: fx.GraphModule, plan: Plan) -> None:
     weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
     for node in [n for n in module.graph.nodes if n.meta.get("operator") in specs]:
         if is_recurrent(node):
-            _make_dynamic(module, node, plan[node.meta["operator"]].spec, weights)
+            _make_dynamic(module, node, plan[node.meta["operator"]], weights)
         else:
             spec, source = specs[node.meta["operator"]], Weighted.of(node).weight
             weight = _quantized(module, node, source, spec, weight_axis(node), weights, groups_of(node))
@@ -338,21 +339,26 @@ def _quantized(
     return dequantized
 
 
-def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _Weights) -> None:
-    """Give a recurrent layer or cell int8 matrices; biases stay fp32.
+def _make_dynamic(module: fx.GraphModule, node: fx.Node, decision: Decision, done: _Weights) -> None:
+    """Give a recurrent layer or cell int8 matrices; biases stay fp32, and what the decision says.
 
     A cell becomes a layer with one step.
     """
+    spec = decision.spec
     codes, kind = spec.input(0), kind_of_node(node) or ""
     assert spec.weight is not None
+    floats = set(decision.in_fp32)
     params = [
-        _quantized(module, node, w, spec.weight, 0, done) if w.meta["val"].dim() == 2 else w
+        w
+        if w.meta["val"].dim() < 2 or fqn_of(w) in floats
+        else _quantized(module, node, w, spec.weight, 0, done)
         for w in weights_of(node)
     ]
     rows = codes.granularity == PER_TOKEN
     how: tuple[fx.node.Argument, ...] = (codes.quant_min, codes.quant_max, _storage(codes), rows)
     if kind.startswith("rnn"):
         how = (*how, "relu" in op_name(node))
+    how = (*how, bool(floats))
     if kind in CELLS:
         _step_as_layer(module, node, params, how)
         return

@@ -7,9 +7,12 @@ from torch import fx
 
 from nc.formats.reasons import Cause, Reason
 from nc.graph.catalogue import RECURRENT, kind_of_node, schema_arguments
+from nc.graph.fx_utils import fqn_of
 from nc.graph.views import RecurrentCell
 from nc.numerics.recurrent import has_projections
 
+#: The input matrices of the first layer stay fp32 up to this share of a layer's weights; see `float_weights`.
+FLOAT_SHARE = 0.25
 #: Kinds of single steps.
 CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_cell"})
 
@@ -38,12 +41,35 @@ def weights_of(node: fx.Node) -> list[fx.Node]:
     return list(schema_arguments(node)["params"])
 
 
+def float_weights(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the input matrices of the first layer, where they are a small part of all weights.
+
+    What the first layer reads is not bounded as states are: channels of real features differ by five orders
+    of magnitude, and one of them takes the whole range of a row. The product is small, and is computed for
+    all steps at once. In fp32 it costs next to nothing, and the rest can be int8.
+    """
+    matrices = [w for w in weights_of(node) if w.meta["val"].dim() == 2]
+    bidirectional = kind_of_node(node) not in CELLS and schema_arguments(node)["bidirectional"]
+    each = len(matrices) // _directions(node)
+    first = matrices[::each][: 1 + bidirectional]
+    share = sum(w.meta["val"].numel() for w in first) / sum(w.meta["val"].numel() for w in matrices)
+    return tuple(fqn_of(w) for w in first) if share <= FLOAT_SHARE else ()
+
+
+def _directions(node: fx.Node) -> int:
+    """Return the number of layers times that of directions."""
+    if kind_of_node(node) in CELLS:
+        return 1
+    a = schema_arguments(node)
+    return int(a["num_layers"] * (1 + a["bidirectional"]))
+
+
 def is_projected(node: fx.Node) -> bool:
     """Whether a node is an LSTM with projections (`proj_size`)."""
     if kind_of_node(node) != "lstm":
         return False
     a = schema_arguments(node)
-    return has_projections(a["params"], a["has_biases"], a["num_layers"] * (1 + a["bidirectional"]))
+    return has_projections(a["params"], a["has_biases"], _directions(node))
 
 
 def is_recurrent(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,22 @@ class Part:
     form: str
     weights: Sequence[tuple[str, int]] = ()
     multiply_adds: int | None = None
+
+    def without(self, names: Collection[str]) -> tuple[Part, ...]:
+        """Return it without some weights, which are fp32, and these; multiply-adds as the weights' values."""
+        if not names or self.form == "fp32":
+            return (self,)
+        kept, floats = (
+            [(name, size) for name, size in self.weights if (name in names) is among]
+            for among in (False, True)
+        )
+        counts = [sum(size for _, size in weights) for weights in (floats, self.weights)]
+        adds = None if self.multiply_adds is None else self.multiply_adds * counts[0] // counts[1]
+        rest = None if self.multiply_adds is None or adds is None else self.multiply_adds - adds
+        return (
+            dataclasses.replace(self, weights=kept, multiply_adds=rest),
+            dataclasses.replace(self, form="fp32", weights=floats, multiply_adds=adds),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -248,6 +248,7 @@ class Recurrent(_View):
     batch_first: bool
     per_token: bool = False
     relu: bool = False
+    float_input: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ The input of a layer and the hidden state are quantized to affine codes, and wit
 reads. There are two granularities. `per_token`: each row of each step has a range of its own, so a row of the
 result depends on the same row of the input alone. Otherwise the input has one range for all steps, and the
 state one for all rows of a step: what torch's dynamic kernels compute. Gates are those of `torch.nn.LSTM`,
-`torch.nn.GRU` and `torch.nn.RNN`.
+`torch.nn.GRU` and `torch.nn.RNN`. With `float_input` the first layer multiplies its input in fp32.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def _layers(
     quant_min: int,
     quant_max: int,
     per_token: bool,
+    float_input: bool,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     """Return the output, and the last state of each layer and direction; options as in ATen's operators."""
 
@@ -105,7 +106,8 @@ def _layers(
             w_ih, w_hh, b_ih, b_hh, w_hr = next(weights)
             state = tuple(h[layer * (1 + bidirectional) + direction] for h in hx)
             outputs = []
-            gates = linear(quantized(steps), w_ih, b_ih).unbind(0)
+            read = steps if float_input and layer == 0 else quantized(steps)
+            gates = linear(read, w_ih, b_ih).unbind(0)
             for gate in reversed(gates) if direction else gates:
                 state = cell(gate, linear(quantized(state[0]), w_hh, b_hh), state)
                 if w_hr is not None:

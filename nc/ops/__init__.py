@@ -189,22 +189,27 @@ def _quantize_dequantize_dynamic(
 def _lstm(
     x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, ...]:
-    *before, _, per_token = options if len(options) == _LONG else (*options, False)
-    return recurrent.lstm_dynamic(x, hx, params, *before, per_token)
+    return recurrent.lstm_dynamic(x, hx, params, *_layer_options(options))
 
 
 def _gru(
     x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, ...]:
-    *before, _, per_token = options if len(options) == _LONG else (*options, False)
-    return recurrent.gru_dynamic(x, hx, params, *before, per_token)
+    return recurrent.gru_dynamic(x, hx, params, *_layer_options(options))
 
 
 def _rnn(
     x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, ...]:
-    *before, _, per_token, relu = options
-    return recurrent.rnn_dynamic(x, hx, params, *before, per_token, relu=relu)
+    given = [*options, *[False] * (_LONG + 1 - len(options))]
+    relu = given.pop(-2)
+    return recurrent.rnn_dynamic(x, hx, params, *_layer_options(given), relu=relu)
+
+
+def _layer_options(options: Sequence[Any]) -> Sequence[Any]:
+    """Options of an LSTM or GRU without the dtype of its codes, with those that have defaults."""
+    given = [*options, *[False] * (_LONG - len(options))]
+    return [*given[:-3], *given[-2:]]
 
 
 def _fake_recurrent(
@@ -318,9 +323,8 @@ _OPTIONS = (
     "bool has_biases, int num_layers, bool bidirectional, bool batch_first, int quant_min, int quant_max, "
     "ScalarType dtype"
 )
-#: The last option has a default: graphs that were stored without it have one range for all rows.
-_ROWS = "bool per_token=False"
-_LONG = len((*_OPTIONS.split(","), _ROWS))
+_ROWS = "bool per_token=False, bool float_input=False"
+_LONG = len((*_OPTIONS.split(","), *_ROWS.split(",")))
 lstm_dynamic = _operator(
     f"lstm_dynamic(Tensor x, Tensor[] hx, Tensor[] params, {_OPTIONS}, {_ROWS}) -> (Tensor, Tensor, Tensor)",
     _lstm,
@@ -332,8 +336,8 @@ gru_dynamic = _operator(
     _fake_recurrent,
 )
 rnn_dynamic = _operator(
-    f"rnn_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, bool per_token, bool relu) -> (Tensor, "
-    "Tensor)",
+    f"rnn_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, bool per_token, bool relu, bool "
+    "float_input=False) -> (Tensor, Tensor)",
     _rnn,
     _fake_recurrent,
 )

@@ -29,12 +29,12 @@ from nc.formats import (
     granularity,
 )
 from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, DecidingRule, Level, Reason
-from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
+from nc.graph.catalogue import PRODUCTS, RECURRENT, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.placement import works_in_place
 from nc.graph.plan import INPUTS, OUTPUTS, Decision, Plan
-from nc.graph.recurrent import is_projected
+from nc.graph.recurrent import float_weights, is_projected
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
 from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged
@@ -111,7 +111,13 @@ def plan_of(decisions: Iterable[Decision], capabilities: Capabilities, placement
 def _with_size(decision: Decision, op: Operator, sizes: Sizes) -> Decision:
     """Return the decision with the weights and the multiply-adds of its operator."""
     weights = tuple((weight.name, weight.shape) for weight in op.weights)
-    return dataclasses.replace(decision, weights=weights, multiply_adds=sizes.multiply_adds(op))
+    recurrent = op.kind in RECURRENT and decision.spec.mode == "dynamic"
+    return dataclasses.replace(
+        decision,
+        weights=weights,
+        float_weights=float_weights(sizes.node(op)) if recurrent else (),
+        multiply_adds=sizes.multiply_adds(op),
+    )
 
 
 def _with_channels_of_several_groups(graph: Graph) -> set[str]:

@@ -7,7 +7,7 @@ memory anyway: codes, and fp32 values that several operators read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import fx
 
@@ -83,7 +83,13 @@ def points_at(
         int8 = [name for name in operators if name in quantized]
         start = next((n.name for n in between if n.op == "placeholder"), node.name)
         found.append(
-            Point(node, _how(node), [start, *operators[-1:], *int8[-1:]][-1], operators, tuple(sorted(above)))
+            Point(
+                node,
+                _how(node, between),
+                [start, *operators[-1:], *int8[-1:]][-1],
+                operators,
+                tuple(sorted(above)),
+            )
         )
     return tuple(found)
 
@@ -132,14 +138,14 @@ def _results(node: fx.Node) -> list[fx.Node]:
     return [] if all(user.target is quantize_per_tensor for user in node.users) else [node]
 
 
-def _how(node: fx.Node) -> str:
+def _how(node: fx.Node, between: Collection[fx.Node]) -> str:
     if node.target is quantize_per_tensor:
         return "codes"
     if not is_float_tensor(node):
         return "exact"
-    first = first_input(node)
-    if first is not None and first.target in _RECURRENT:
+    if any(n.target in _RECURRENT for n in between):
         return "recurrent"
+    first = first_input(node)
     if kind_of_node(node) == "linear" and first is not None and first.target is quantize_dequantize_dynamic:
         return "dynamic"
     return "fp32"

@@ -163,7 +163,7 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
     """Check the weights of a recurrent layer.
 
     Kernels take two int8 matrices, two fp32 biases and a projection for each layer and direction, all
-    constant.
+    constant. With `float_input` the input matrices of the first layer are fp32.
     """
     layer = Recurrent.of(node)
     layers = layer.num_layers * (1 + layer.bidirectional)
@@ -180,11 +180,28 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
         if constant is not None and (constant.dim() != 3 or constant.dtype is not torch.float32):
             msg = f"node {node.name!r}: {state.name!r} is no fp32 state of three dimensions"
             raise ValueError(msg)
+    _check_params(module, node, each)
+
+
+def _check_params(module: fx.GraphModule, node: fx.Node, each: int) -> None:
+    """Check that each matrix and bias of a recurrent layer is what its place needs, `each` for a direction."""
+    layer = Recurrent.of(node)
+    first = {i * each for i in range(1 + layer.bidirectional)} if layer.float_input else set()
     for i, value in enumerate(layer.params):
         is_matrix = i % each < 2 or not layer.has_biases or i % each == _PROJECTION
-        if not (_is_matrix(value) if is_matrix else _dtype(module, value) is torch.float32):
-            msg = f"node {node.name!r}: {value.name!r} is no {'int8 matrix' if is_matrix else 'fp32 bias'}"
+        is_float = i in first or not is_matrix
+        if not (_is_fp32(module, value, 1 + is_matrix) if is_float else _is_matrix(value)):
+            what = f"{'fp32' if is_float else 'int8'} {'matrix' if is_matrix else 'bias'}"
+            msg = f"node {node.name!r}: {value.name!r} is no {what}"
             raise ValueError(msg)
+
+
+def _is_fp32(module: fx.GraphModule, node: fx.Node, dims: int) -> bool:
+    """Whether a node is a constant in fp32 with so many dimensions."""
+    if node.op != "get_attr":
+        return False
+    constant = constant_of(module, node)
+    return constant.dtype is torch.float32 and constant.dim() == dims
 
 
 def _is_matrix(node: fx.Node) -> bool:

@@ -205,6 +205,35 @@ class Steps(nn.Module):
         return self.head(state[0] if isinstance(state, tuple) else state)
 
 
+class Cells:
+    """Makes loops over a cell."""
+
+    def __init__(self, cls):
+        self.cls = cls
+
+    def __call__(self, features, hidden):
+        return Loop(self.cls, features, hidden)
+
+    def __str__(self):
+        return self.cls.__name__
+
+
+class Loop(nn.Module):
+    """Outputs of all steps of one cell; x: [steps, rows, features]."""
+
+    def __init__(self, cls, features, hidden):
+        super().__init__()
+        self.cell = cls(features, hidden)
+
+    def forward(self, x):
+        h = torch.zeros(x.shape[1], self.cell.hidden_size)
+        state, outputs = (h, h) if isinstance(self.cell, nn.LSTMCell) else h, []
+        for step in x:
+            state = self.cell(step, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs)
+
+
 def converted(model, inputs, config=None, backend="native", **options):
     prepared = prepare(model.eval(), config or DynamicQuantConfig(), example_inputs=inputs, backend=backend)
     return convert(prepared, measure=False, **options)
@@ -218,14 +247,22 @@ def test_layers_with_ranges_per_row_against_float64(backend, cls, options):
     with torch.no_grad():
         q = converted(model, inputs, backend=backend)
 
+        floats = [name.removeprefix("rnn.") for name in q.graph.plan["rnn"].in_fp32]
+        matrices = {name: p.numel() for name, p in model.rnn.named_parameters() if name.startswith("weight")}
+        first = [name for name in matrices if name.startswith("weight_ih_l0")]
+        is_small = sum(matrices[name] for name in first) <= 0.25 * sum(matrices.values())
+        assert floats == (first if is_small else [])
+
         def weight(name):
             values = getattr(model.rnn, name).double()
+            if name in floats:
+                return values
             scale = (values.abs().amax(1, keepdim=True) / 127).float().double()
             return (values / scale).round() * scale
 
         for rows, steps in ((5, 7), (1, 1), (9, 3)):
             more = model.inputs(rows, steps, states=True)
-            expected = float64_layers(model.rnn, more[0], more[1:], weight)
+            expected = float64_layers(model.rnn, more[0], more[1:], weight, float_input=bool(floats))
             # a value between two codes can go either way
             assert worst_db(expected, [t.double() for t in tree_leaves(q(*more))]) > 45
         assert worst_db(model(*inputs), q(*inputs)) > 25
@@ -233,6 +270,36 @@ def test_layers_with_ranges_per_row_against_float64(backend, cls, options):
     assert str(decision.spec.activation.granularity) == "per_token"
     if backend == "native":
         assert [(op.operator, op.asked, op.ran) for op in q.report().ops] == [("rnn", "int8", "int8")]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN, Cells(nn.LSTMCell), Cells(nn.GRUCell)], ids=str)
+def test_channels_of_very_different_size_cost_no_accuracy(backend, cls):
+    """As mel energies: one channel takes the range of a row, and small ones decide the result too."""
+    sizes = torch.logspace(0, 5, 10)
+    model = cls(10, 64) if isinstance(cls, Cells) else Layer(cls, 10, 64, num_layers=3)
+    first = next(p for name, p in model.named_parameters() if "weight_ih" in name)
+    with torch.no_grad():
+        first *= 10 / sizes
+    x = torch.randn(5, 9, 10) * sizes
+    q = converted(model, (x,), backend=backend)
+    assert worst_db(model(x), q(x)) > 24
+    assert q.graph.plan.quantized
+    if backend == "reference":  # whose report says nothing of kernels
+        return
+    op = next(op for op in q.report().ops if op.asked == "int8")
+    name = "weight_ih" if isinstance(cls, Cells) else "weight_ih_l0"
+    assert (
+        op.reason == f"{name} stays fp32: what the first layer reads has no bounds, and its product is small"
+    )
+    assert op.ran == "int8"
+    assert 0 < q.report().weight_shares["fp32"] < 0.25
+
+
+def test_what_a_layer_reads_is_rounded_where_that_product_is_not_small():
+    q = converted(Layer(nn.LSTM, 32, 16), (torch.randn(5, 9, 32),))
+    assert q.graph.plan["rnn"].in_fp32 == ()
+    assert q.report().weight_shares == {"int8": 1.0}
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -328,7 +395,7 @@ def test_the_c_code_of_either_instruction_set_computes_the_reference(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "features", lambda: features_of_cpu)
         assert recurrent._code().isa() == ("avx512_vnni" if "avx512_vnni" in features_of_cpu else "avx2")
-        got = recurrent.layers(x, hx, packed, kind, 1, False, False, features)
+        got = recurrent.layers(x, hx, packed, kind, 1, False, False, features, hidden)
     params = [c * s[:, None] for c, s in zip(codes, scales, strict=True)] + biases
     options = (
         True,
@@ -366,10 +433,19 @@ def test_sizes_that_the_weights_do_not_fit_are_refused():
     packed = [*recurrent.pack(torch.ones(12, 5, dtype=torch.int8), torch.ones(12)), None]
     packed += [*recurrent.pack(torch.ones(12, 4, dtype=torch.int8), torch.ones(12)), None] + [None] * 4
     x, h = torch.randn(2, 3, 5), torch.randn(1, 3, 4)
-    assert len(recurrent.layers(x, [h], packed, "gru", 1, False, False, 5)) == 2
+    assert len(recurrent.layers(x, [h], packed, "gru", 1, False, False, 5, 4)) == 2
     for wrong in ((x[..., :4], h), (x, h[:, :2]), (x, h[..., :3]), (x.double(), h), (x[0], h)):
         with pytest.raises(ValueError, match="can't take"):
-            recurrent.layers(wrong[0], [wrong[1]], packed, "gru", 1, False, False, 5)
+            recurrent.layers(wrong[0], [wrong[1]], packed, "gru", 1, False, False, 5, 4)
+    for features, hidden in ((50, 4), (5, 40), (5, 1)):
+        x, h = torch.randn(2, 3, features), torch.randn(1, 3, hidden)
+        with pytest.raises(ValueError, match="a matrix of a recurrent layer does not fit"):
+            recurrent.layers(x, [h], packed, "gru", 1, False, False, features, hidden)
+    packed[:3] = recurrent.pack_float(torch.ones(12, 5)), None, None
+    x, h = torch.randn(2, 3, 5), torch.randn(1, 3, 4)
+    assert len(recurrent.layers(x, [h], packed, "gru", 1, False, False, 5, 4)) == 2
+    with pytest.raises(ValueError, match="a matrix of a recurrent layer does not fit"):
+        recurrent.layers(torch.randn(2, 3, 6), [h], packed, "gru", 1, False, False, 6, 4)
 
 
 # ---- cells ----
@@ -554,7 +630,7 @@ def test_the_operator_says_the_sizes_of_its_results():
     packed += [*recurrent.pack(torch.ones(12, 4, dtype=torch.int8), torch.ones(12)), None] + [None] * 4
     for batch_first in (False, True):
         x = torch.randn(3, 2, 5) if batch_first else torch.randn(2, 3, 5)
-        arguments = (x, [torch.randn(1, 3, 4)], packed, "gru", 1, False, batch_first, 5)
+        arguments = (x, [torch.randn(1, 3, 4)], packed, "gru", 1, False, batch_first, 5, 4)
         torch.library.opcheck(recurrent._operator(), arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -567,7 +643,7 @@ def test_the_operator_takes_fp32_alone(which, dtype):
     given = {"x": torch.randn(2, 3, 5), "h": torch.randn(1, 3, 4)}
     given[which] = given[which].to(dtype)
     with pytest.raises(ValueError, match="in fp32 can't take .*float"):
-        recurrent.layers(given["x"], [given["h"]], packed, "gru", 1, False, False, 5)
+        recurrent.layers(given["x"], [given["h"]], packed, "gru", 1, False, False, 5, 4)
 
 
 def test_a_plan_for_rows_can_go_to_a_backend_with_one_range():

@@ -4,8 +4,11 @@ import torch
 from torch import nn
 
 
-def float64_layers(layer, x, states, weight_of):
-    """All outputs and last states of a recurrent layer in float64, each product's input rounded row by row."""
+def float64_layers(layer, x, states, weight_of, *, float_input=False):
+    """All outputs and last states of a recurrent layer in float64, each product's input rounded row by row.
+
+    With `float_input` what the first layer reads is not.
+    """
     steps = (x.transpose(0, 1) if layer.batch_first else x).double()
     last = []
 
@@ -24,7 +27,8 @@ def float64_layers(layer, x, states, weight_of):
             state = [s[len(last)].double() for s in states]
             outputs = []
             for step in reversed(steps) if direction else steps:
-                gates, hidden = rounded(step) @ w.T + b, rounded(state[0]) @ u.T + d
+                read = step if float_input and index == 0 else rounded(step)
+                gates, hidden = read @ w.T + b, rounded(state[0]) @ u.T + d
                 if isinstance(layer, nn.LSTM):
                     i, f, g, o = (gates + hidden).chunk(4, -1)
                     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from nc.backends import cpu
 from nc.backends.native.fuse import weight_of
-from nc.graph.fx_utils import call_function, free_name, take_over
+from nc.graph.fx_utils import call_function, constant_of, free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
@@ -34,8 +34,9 @@ _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 _NAMESPACE = "nc_recurrent"
 _NAMES = {operator: name for name, operator in RECURRENT.items()}
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-#: Codes in panels, scale and sum of codes of each output, and the bias.
-_Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+#: Codes in panels, scale and sum of codes of each output, and the bias. A matrix in fp32 has its panels in
+#: the place of codes, and neither scale nor sums.
+_Matrix = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,8 +81,9 @@ def replace_recurrent(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             packed = list(layouts.of(layer, layers))
             hx = [layer.hx] if isinstance(layer.hx, fx.Node) else list(layer.hx)
-            features = weight_of(module, layer.params[0])[0].shape[1]
-            options = (layer.num_layers, layer.bidirectional, layer.batch_first, features)
+            features = layer.params[0].meta["val"].shape[1]
+            hidden = layer.params[1].meta["val"].shape[0] // _GATES[name]
+            options = (layer.num_layers, layer.bidirectional, layer.batch_first, features, hidden)
             new = call_function(
                 module.graph,
                 _operator(),
@@ -117,14 +119,18 @@ class _Layouts:
         """For each layer and direction the parts of three matrices; None for those that it has not."""
         for w_ih, w_hh, b_ih, b_hh, w_hr in weights_of_layers(layer.params, layer.has_biases, layers):
             for weight, bias in ((w_ih, b_ih), (w_hh, b_hh), (w_hr, None)):
-                yield from (
-                    (None, None, None)
-                    if weight is None
-                    else map(self._module.graph.get_attr, self._names_of(weight))
-                )
+                yield from self._parts(weight)
                 yield None if bias is None else self._module.graph.get_attr(str(bias.target))
 
+    def _parts(self, weight: fx.Node | None) -> Iterator[fx.Node | None]:
+        names = [] if weight is None else self._names_of(weight)
+        yield from (*map(self._module.graph.get_attr, names), *[None] * (3 - len(names)))
+
     def _names_of(self, weight: fx.Node) -> list[str]:
+        if weight.op == "get_attr":
+            if weight.target not in self._names:
+                self._names[weight.target] = [self._constant(pack_float(constant_of(self._module, weight)))]
+            return self._names[weight.target]
         codes, scale = Dequantize.of(weight).codes, Dequantize.of(weight).scale
         key = codes.target, scale.target if isinstance(scale, fx.Node) else scale
         if key not in self._names:
@@ -150,11 +156,17 @@ def pack(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
     return panels, scale, codes.sum(1, dtype=torch.int32)
 
 
+def pack_float(weight: torch.Tensor) -> torch.Tensor:
+    """Return a fp32 matrix [outputs, inputs] in the panels that the C code reads."""
+    padded = pad(weight.detach(), (0, 0, 0, -weight.shape[0] % _PANEL))
+    return padded.view(-1, _PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+
+
 @functools.cache
 def _operator() -> torch._ops.OpOverload:
     """Return what a lowered graph calls; registered when it is needed first."""
     library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
-    options = "str kind, int num_layers, bool bidirectional, bool batch_first, int features"
+    options = "str kind, int num_layers, bool bidirectional, bool batch_first, int features, int hidden"
     library.define(f"layers(Tensor x, Tensor[] hx, Tensor?[] packed, {options}) -> Tensor[]")  # type: ignore[no-untyped-call] # as above
     library.impl("layers", layers, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
     torch.library.register_fake(f"{_NAMESPACE}::layers", _results, lib=library)
@@ -176,6 +188,7 @@ def _results(
     bidirectional: bool,
     batch_first: bool,
     features: int,
+    hidden: int,
 ) -> list[torch.Tensor]:
     """Return what `layers` gives, without values."""
     first, second = x.shape[:2]
@@ -196,6 +209,7 @@ def layers(
     bidirectional: bool,
     batch_first: bool,
     features: int,
+    hidden: int,
 ) -> list[torch.Tensor]:
     """Output and last states, as `nc.numerics.recurrent` computes them with `per_token`.
 
@@ -203,12 +217,13 @@ def layers(
         x: fp32, shape [steps, rows, features], or with `batch_first` [rows, steps, features].
         hx: the first states, each of shape [layers and directions, rows, elements].
         packed: for each layer and direction codes, scale, sums and bias of the matrices of input, state and
-            projection.
+            projection. The first matrices of the input may be fp32, and have neither scale nor sums.
         kind: "lstm", "gru", "rnn" or "rnn_relu".
         num_layers: one behind the other.
         bidirectional: a second direction reads the steps backwards.
         batch_first: rows are the first dimension of `x` and of the output.
         features: of `x`, as the weights need them.
+        hidden: elements of a cell state.
 
     Raises:
         ValueError: sizes that the weights do not fit, or a dtype other than fp32.
@@ -217,8 +232,8 @@ def layers(
     directions = 1 + bidirectional
     steps = x.transpose(0, 1) if batch_first else x
     matrices = [_matrices(packed[i : i + 12]) for i in range(0, len(packed), 12)]
-    hidden = matrices[0][0][1].shape[0] // _GATES[kind.partition("_")[0]]
-    state = matrices[0][2][1].shape[0] if len(matrices[0]) > 2 else hidden  # a projection gives it
+    of_projection = matrices[0][2][1] if len(matrices[0]) > 2 else None
+    state = hidden if of_projection is None else of_projection.shape[0]
     expected = [
         (num_layers * directions, x.shape[0 if batch_first else 1], size) for size in (state, hidden)
     ][: len(hx)]
@@ -254,7 +269,7 @@ def _matrices(parts: Sequence[torch.Tensor | None]) -> list[_Matrix]:
     found = []
     for i in range(0, len(parts), 4):
         codes, scale, sums, bias = parts[i : i + 4]
-        if codes is not None and scale is not None and sums is not None:
+        if codes is not None:
             found.append((codes, scale, sums, bias))
     return found
 
@@ -279,16 +294,19 @@ def _direction(
     steps, rows, features = x.shape
     state = states[0].shape[-1]
     gates = x.new_empty((steps * rows, _GATES[kind.partition("_")[0]] * hidden))
-    outputs = [scale.shape[0] for _, scale, _, _ in matrices]
-    if outputs != [gates.shape[1], gates.shape[1], state][: len(matrices)]:
-        sizes = f"{hidden} hidden elements and states of {state}"
-        msg = f"the matrices of a recurrent layer have {outputs} outputs, which do not fit {sizes}"
-        raise ValueError(msg)
+    sizes = [(gates.shape[1], features), (gates.shape[1], state), (state, hidden)]
+    for (codes, scale, *_), (outputs, inputs) in zip(matrices, sizes, strict=False):
+        held = inputs if scale is None else -(-inputs // _WORD)
+        if codes.shape[:2] != (-(-outputs // _PANEL), held) or (scale is not None and len(scale) != outputs):
+            wanted = f"{hidden} hidden elements, states of {state} and {features} features"
+            msg = f"a matrix of a recurrent layer does not fit {wanted}: its panels are {tuple(codes.shape)}"
+            raise ValueError(msg)
     fields = {
         "cell": abi.CELL.number(kind),
         "isa": NUMBERS[code.isa()],
         "threads": openmp.threads(),
         "reverse": reverse,
+        "float_input": matrices[0][1] is None,
         "steps": steps,
         "rows": rows,
         "features": features,

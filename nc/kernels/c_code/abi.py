@@ -599,6 +599,7 @@ _ROWS = (
             (
                 *(Field("cell", "CELL_..."), Field("isa", "ISA_..."), Field("threads")),
                 Field("reverse", "whether the last step comes first"),
+                Field("float_input", "whether the input matrix is fp32, and x is not rounded"),
                 *(Field("steps"), Field("rows"), Field("features", "of x")),
                 *(Field("hidden", "elements of a cell state"), Field("state", "elements of a hidden state")),
                 *(Field("x_step"), Field("x_row"), Field("y_step"), Field("y_row")),

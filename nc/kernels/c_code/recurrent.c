@@ -5,7 +5,9 @@
  * those of nc.numerics.affine; sums of their products with codes of weights are exact in int32, and what
  * follows is computed in fp32.
  *
- * A matrix lies in panels of 16 outputs: [panel][K / 4][16 outputs][4 inputs], padded with zeros.
+ * A matrix lies in panels of 16 outputs: [panel][K / 4][16 outputs][4 inputs], padded with zeros. That of the
+ * input may be fp32, [panel][K][16 outputs]: its sums are made in the order of inputs, whatever rows are
+ * computed beside a row.
  */
 
 #include <math.h>
@@ -233,6 +235,41 @@ static void product(const struct layer *l, const struct matrix *m, const float *
         values_of(m, s->sums + r * width, ranges[r], l->how->isa == ISA_AVX512_VNNI ? 0 : 128, y + r * y_row);
 }
 
+/* The same in fp32. */
+INLINE FOR_AVX2 void float_panel(const struct matrix *m, int64_t panel, const float *x, int64_t x_row, float *y,
+    int64_t y_row, int rows)
+{
+    const float *w = (const float *)m->codes + panel * m->inputs * PANEL;
+    const int64_t left = m->outputs - panel * PANEL;
+    __m256 sum[ROWS][2];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < m->inputs; k++)
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+            const __m256 right = _mm256_loadu_ps(w + k * PANEL + 8 * half);
+            UNROLL
+            for (int r = 0; r < rows; r++)
+                sum[r][half] = _mm256_fmadd_ps(_mm256_set1_ps(x[r * x_row + k]), right, sum[r][half]);
+        }
+    for (int r = 0; r < rows; r++) {
+        float values[PANEL];
+        _mm256_storeu_ps(values, sum[r][0]);
+        _mm256_storeu_ps(values + 8, sum[r][1]);
+        for (int64_t n = 0; n < (left < PANEL ? left : PANEL); n++)
+            y[r * y_row + panel * PANEL + n] = values[n] + (m->bias ? m->bias[panel * PANEL + n] : 0.0f);
+    }
+}
+
+FOR_AVX2 static void float_product(const struct matrix *m, const float *x, int64_t x_row, float *y,
+    int64_t y_row, int rows)
+{
+#define FLOATS(R) float_panel(m, p, x, x_row, y, y_row, R)
+    for (int64_t p = 0; p < (m->outputs + PANEL - 1) / PANEL; p++)
+        FOR_EACH_COUNT(FLOATS)
+}
+
 /* ---- gates: 8 elements at a time, of which the last ones may not be there ---- */
 
 INLINE FOR_AVX2 __m256i there(int64_t count)
@@ -373,8 +410,11 @@ static void input_gates(void *data, int64_t part, int64_t parts)
             if (l->how->rows == 1)
                 count = stop - i;
             count = count < ROWS ? count : ROWS;
-            product(l, &l->input, l->x + step * l->how->x_step + row * l->how->x_row, stride,
-                l->gates + i * width, width, (int)count, &s);
+            const float *x = l->x + step * l->how->x_step + row * l->how->x_row;
+            if (l->how->float_input)
+                float_product(&l->input, x, stride, l->gates + i * width, width, (int)count);
+            else
+                product(l, &l->input, x, stride, l->gates + i * width, width, (int)count, &s);
             i += count;
         }
     }
