@@ -184,7 +184,7 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _check_params(module: fx.GraphModule, node: fx.Node, each: int) -> None:
-    """Check that each matrix and bias of a recurrent layer is what its place needs, `each` for a direction."""
+    """Check that each matrix and bias of a recurrent layer is one; `each` direction has so many."""
     layer = Recurrent.of(node)
     first = {i * each for i in range(1 + layer.bidirectional)} if layer.float_input else set()
     for i, value in enumerate(layer.params):
