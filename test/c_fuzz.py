@@ -38,7 +38,7 @@ from suites.recurrent import float64_layers
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, float_attention, int8_attention, row_linear
+from nc.backends.native.operators import avx2, bf16_linear, float_attention, int8_attention, row_linear
 from nc.backends.native.plans import c_functions
 from nc.kernels.c_code import abi, build, openmp
 from nc.kernels.c_code.calls import Function, call_once
@@ -447,7 +447,7 @@ def case_float_attention() -> str:
     q = torch.randn(batch, heads, rows, width)
     k, v = (torch.randn(batch, of_key, keys, n) for n in (width, wide))
     y, parts, count = torch.zeros(batch, heads, rows, wide), random.choice((1, min(2, rows))), threads()
-    name, causal = random.choice(abi.MASK.members), random.random() < 0.3
+    name, causal, bf16 = random.choice(abi.MASK.members), random.random() < 0.3, random.random() < 0.3
     mask = random.choice(
         (
             torch.randn(batch, 1, 1, keys),
@@ -461,18 +461,24 @@ def case_float_attention() -> str:
     fields = {
         **{"batch": batch, "heads": heads, "group": group, "rows": rows, "keys": keys, "width": width},
         **{"wide": wide, "mask": abi.MASK.number(name), "causal": causal, "mask_strides": spread},
+        "bf16": bf16,
         **{f"{n}_strides": t.stride()[:3] for n, t in zip("qkvy", (q, k, v, y), strict=True)},
         **{"factor": width**-0.5, "parts": parts, "bytes": bytes_, "threads": count},
     }
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
     others = [] if name == "none" else [mask]
     call(float_attention._compiled(), fields, [y, q, k, v, room, *others], writes=(0, 4))
-    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
-    scores = q.double() @ k.mT * width**-0.5 + (mask.double() if name == "float" else 0.0)
+
+    def low(x: torch.Tensor) -> torch.Tensor:
+        return x.float().to(torch.bfloat16).double() if bf16 else x.double()
+
+    k, v = (low(t).repeat_interleave(group, 1) for t in (k, v))
+    scores = low(low(q) @ k.mT) * width**-0.5 + (mask.double() if name == "float" else 0.0)
     hidden = torch.ones(rows, keys, dtype=torch.bool).triu(1) & torch.tensor(causal)
     hidden = hidden | ~mask if name == "bool" else hidden
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).nan_to_num()
-    close(y, weights @ v, 2e-6, 2e-6)
+    expected, slack = low(low(weights) @ v), 2.0**-7 if bf16 else 2e-6  # a number near a tie goes either way
+    close(y, expected, slack, slack)
     return f"{fields}"
 
 
@@ -796,7 +802,7 @@ def case_row_product() -> str:
     other = [torch.randn(rows, outputs)] if random.random() < 0.5 else []
     y = torch.zeros(rows, outputs)
     isas = [name for name in ("amx", "avx512_vnni") if name in row_linear.isas()]
-    fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[random.choice(isas)],
+    fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[random.choice(isas)], "bf16": False,
               "activation": abi.ACTIVATION.number(name), "alpha": 0.125, "beta": 2.0}  # fmt: skip
     call(code.product, fields, [y, memory, packed, sums, of_weight, bias, *other])
     sums_of_products = (codes.double() - zero_point) @ weight.double().T
@@ -804,6 +810,39 @@ def case_row_product() -> str:
     expected = ROW_ACTIVATIONS[name](v) + (other[0].double() if other else 0.0)
     close(y, expected, 2e-6, 1e-6)
     return f"{rows} x {inputs} x {outputs} {name} {symmetric}"
+
+
+def case_bf16_rows() -> str:
+    rows, inputs, count = random.choice(SIZES), random.choice(SIZES), threads()
+    x = torch.randn(rows, inputs) * 2.0 ** random.randint(-40, 40)
+    memory = torch.zeros(bf16_linear.held(rows, inputs), dtype=torch.bfloat16)
+    fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": count}
+    call(bf16_linear._code().rows, fields, [memory, x])
+    blocks = memory.view(-(-rows // 16), -(-inputs // 32), 16, 32).transpose(1, 2).flatten(2).flatten(0, 1)
+    assert torch.equal(blocks[:rows, :inputs], x.to(torch.bfloat16))
+    return f"{rows} x {inputs}"
+
+
+def case_bf16_product() -> str:
+    rows, inputs, outputs, count = *(random.choice(SIZES) for _ in range(3)), threads()
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs).to(torch.bfloat16)
+    code, memory = bf16_linear._code(), torch.zeros(bf16_linear.held(rows, inputs), dtype=torch.bfloat16)
+    call_once(code.rows, {"rows": rows, "inputs": inputs, "stride": inputs, "threads": count}, [memory, x])
+    packed, nothing = bf16_linear.packed_bf16(weight), torch.zeros(1, dtype=torch.int32)
+    bias = torch.randn(packed.shape[0] * 16)
+    name = random.choice(tuple(ROW_ACTIVATIONS))
+    other, y = [torch.randn(rows, outputs)] if random.random() < 0.5 else [], torch.zeros(rows, outputs)
+    isa = random.choice([isa for isa in bf16_linear._ISAS if bf16_linear._has(isa)])
+    fields = {
+        **{"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[isa]},
+        **{"bf16": True, "activation": abi.ACTIVATION.number(name), "alpha": 0.125, "beta": 2.0},
+    }
+    call(code.product, fields, [y, memory, packed, nothing, nothing, bias, *other])
+    sums = x.to(torch.bfloat16).double() @ weight.double().T + bias[:outputs].double()
+    expected = ROW_ACTIVATIONS[name](sums) + (other[0].double() if other else 0.0)
+    slack = 2.0**-8 * (1 + (x.double().abs() @ weight.double().abs().T).max().item() * 2.0**-12)
+    close(y, expected, slack * 2, slack * 3)
+    return f"{rows} x {inputs} x {outputs} {name} {isa}"
 
 
 CASES = {
@@ -821,6 +860,8 @@ def possible() -> dict[str, str]:
         "low_bit_blocks": compiled_blocks.why_unavailable(),
         "recurrent": recurrent.why_unavailable(),
         "round_rows": row_linear.why_unavailable(),
+        "bf16_rows": bf16_linear.why_unavailable(),
+        "bf16_product": bf16_linear.why_unavailable(),
         "row_product": row_linear.why_unavailable(),
         "product": products,
         "depthwise": products,

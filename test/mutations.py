@@ -285,6 +285,22 @@ MUTATIONS = (
         ("float_attention",),
     ),
     Mutation(
+        "bf16-linear-rounding",
+        "the sum of a linear in bf16 is rounded before what follows it",
+        "kernels/c_code/rows.c",
+        "v = near_bf16(_mm512_add_ps(_mm512_castsi512_ps(sum), bias));",
+        "v = _mm512_add_ps(_mm512_castsi512_ps(sum), bias);",
+        ("bf16_linear",),
+    ),
+    Mutation(
+        "bf16-attention-queries",
+        "attention with products in bf16 rounds its queries",
+        "kernels/c_code/float_attention.c",
+        "            q[r] = rounded;",
+        "            (void)rounded;",
+        ("bf16", "c_calls"),
+    ),
+    Mutation(
         "recurrent-input",
         "the first layer reads channels of very different size in fp32",
         "graph/recurrent.py",

@@ -200,6 +200,8 @@ def executed(module: fx.GraphModule) -> dict[str, str]:
             found |= dict.fromkeys(node.meta["operators"], "int8")
         elif _is_dynamic_kernel(node):
             found |= dict.fromkeys(node.meta.get("operators") or [node.meta["operator"]], "int8")
+        elif node.meta.get("bf16_operators"):
+            found |= dict.fromkeys(node.meta["bf16_operators"], "bf16")
         elif node.meta.get("bf16"):
             found[node.meta["operator"]] = "bf16"
     return found

@@ -15,6 +15,8 @@ from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.merge import merge
+from nc.backends.native.operators.bf16_attention import replace_bf16_attention
+from nc.backends.native.operators.bf16_linear import replace_bf16_linears
 from nc.backends.native.operators.float_attention import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.operators.norm import recompose_norms
@@ -60,6 +62,11 @@ def kernels(
         Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),
         *((Pass("row_linears", replace_row_linears),) if products else ()),
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
+        *(
+            (Pass("bf16_attention", replace_bf16_attention), Pass("bf16_linears", replace_bf16_linears))
+            if products
+            else ()
+        ),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),
         *((Pass("masks", restore_masks),) if products else ()),

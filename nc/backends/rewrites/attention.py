@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
-from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
+from nc.graph.catalogue import input_node, is_float_tensor, kind_of_node, op_name
 from nc.graph.fx_utils import call_function, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary, Softmax, Transpose
+from nc.ops import from_bf16, to_bf16
 
 _aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ class Attention:
         value: fp32, [batch, heads, columns, size].
         factor: what the scores are multiplied by.
         biases: what is added to them.
-        inner: what becomes superfluous, from the softmax back to the first product.
+        inner: what becomes superfluous, from the softmax back to the first product; roundings to bf16 too.
     """
 
     query: fx.Node
@@ -64,37 +65,50 @@ def recompose(module: fx.GraphModule) -> None:
             module.graph.erase_node(old)
 
 
-def attention_of(node: fx.Node) -> Attention | None:
+def attention_of(node: fx.Node, *, bf16: bool = False) -> Attention | None:
     """Return the attention whose last product a node is.
 
     None is returned when it is none, or something else reads its scores.
+
+    Args:
+        node: any node.
+        bf16: the sides and results of both products are rounded to bf16. The result is of the first one; of
+            the second one the caller looks for it.
     """
     if kind_of_node(node) != "matmul" or not _is_4d(node):
         return None
-    softmax, value = Binary.of(node).sides
-    if (
-        not _is_own(softmax, "softmax")
-        or Softmax.of(softmax).dim not in (-1, 3)
-        or Softmax.of(softmax).dtype not in (None, torch.float32)
-    ):
-        return None
-    behind = _behind_scores(Softmax.of(softmax).input)
+    (softmax, of_softmax), (value, of_value) = (_side(side, bf16) for side in Binary.of(node).sides)
+    behind = _behind_scores(Softmax.of(softmax).input, bf16) if _is_over_keys(softmax) else None
     if behind is None or not same_shape(behind.scores.meta["val"].shape, softmax.meta["val"].shape):
         return None  # a bias with more rows or heads than the scores
-    query, key = Binary.of(behind.scores).sides
-    if (
-        op_name(key) != "transpose"
-        or not _is_4d(key)
-        or {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} != {2, 3}
-    ):
+    (query, of_query), (key, of_key) = (_side(side, bf16) for side in Binary.of(behind.scores).sides)
+    if not _is_transposed(key) or not _have_same_batches(query, key, value):
         return None
-    batches = [side.meta["val"].shape[:2] for side in (query, key, value)]
-    if not all(same_shape(batches[0], other) for other in batches[1:]) or not (
-        _is_4d(query) and _is_4d(value)
-    ):
-        return None  # `matmul` repeats what is missing, the one call does not
-    inner = [softmax, *behind.nodes, behind.scores, *([key] if len(key.users) == 1 else [])]
+    transposed = [key] if len(key.users) == 1 else []
+    inner = [*of_softmax, softmax, *behind.nodes, behind.scores, *of_key, *transposed, *of_query, *of_value]
     return Attention(query, Transpose.of(key).input, value, behind.factor, behind.biases, tuple(inner))
+
+
+def _is_over_keys(node: object) -> TypeGuard[fx.Node]:
+    """Whether a node is a softmax in fp32 over the last of four dimensions, which one product reads."""
+    if not _is_own(node, "softmax"):
+        return False
+    softmax = Softmax.of(node)
+    return softmax.dim in (-1, 3) and softmax.dtype in (None, torch.float32)
+
+
+def _is_transposed(key: object) -> TypeGuard[fx.Node]:
+    """Whether a side is a tensor of four dimensions whose last two are exchanged."""
+    if not isinstance(key, fx.Node) or op_name(key) != "transpose" or not _is_4d(key):
+        return False
+    return {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} == {2, 3}
+
+
+def _have_same_batches(*sides: object) -> bool:
+    """Whether all have four dimensions, and the same first two: `matmul` repeats what is missing."""
+    nodes = [side for side in sides if isinstance(side, fx.Node) and _is_4d(side)]
+    first = [node.meta["val"].shape[:2] for node in nodes]
+    return len(nodes) == len(sides) and all(same_shape(first[0], other) for other in first[1:])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +124,15 @@ class _Behind:
     nodes: tuple[fx.Node, ...]
 
 
-def _behind_scores(node: object) -> _Behind | None:
+def _side(node: Any, bf16: bool) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Return what a product reads, and with `bf16` the nodes that round it: None for what is not rounded."""
+    if not bf16:
+        return node, ()
+    low = input_node(node) if isinstance(node, fx.Node) and node.target is from_bf16 else None
+    return (None, ()) if low is None or low.target is not to_bf16 else (input_node(low), (node, low))
+
+
+def _behind_scores(node: object, bf16: bool) -> _Behind | None:
     """Return the product that a node leads back to through factors, and then biases.
 
     None is returned where there is something else.
@@ -130,25 +152,25 @@ def _behind_scores(node: object) -> _Behind | None:
             continue
         if factor != 1.0 or view.alpha != 1:
             return None  # the factor would hold for the bias too
-        node, bias = (left, right) if _holds_product(left) else (right, left)
+        node, bias = (left, right) if _holds_product(left, bf16) else (right, left)
         if not isinstance(bias, fx.Node) or not is_float_tensor(bias):
             return None
         biases.append(bias)
-    return (
-        _Behind(node, factor, tuple(biases), tuple(nodes))
-        if _is_own(node, "matmul") and _is_4d(node)
-        else None
-    )
+    product, roundings = _side(node, bf16)
+    own = _is_own(product, "matmul") and all(len(each.users) == 1 for each in roundings)
+    if not own or not _is_4d(product):
+        return None
+    return _Behind(product, factor, tuple(biases), (*nodes, *roundings))
 
 
-def _holds_product(node: object) -> bool:
+def _holds_product(node: object, bf16: bool) -> bool:
     """Whether a side of an addition leads back to the scores rather than to a mask."""
     while _is_own(node, "add", "mul", "div"):
         left, right = Binary.of(node).sides
         if op_name(node) == "add":
-            return _holds_product(left) or _holds_product(right)
+            return _holds_product(left, bf16) or _holds_product(right, bf16)
         node = left
-    return _is_own(node, "matmul")
+    return _is_own(_side(node, bf16)[0], "matmul")
 
 
 def _is_own(node: object, *names: str) -> TypeGuard[fx.Node]:

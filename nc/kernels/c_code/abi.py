@@ -500,6 +500,7 @@ _ROWS = (
                 *(Field("rows"), Field("keys")),
                 *(Field("width", "of q and k"), Field("wide", "of v and y")),
                 *(Field("mask", "MASK_..."), Field("causal", "whether a row sees keys up to its own only")),
+                Field("bf16", "whether both products' results, and the probabilities, are rounded to bf16"),
                 Field("q_strides", "of batch, head and row", (3,)),
                 Field("k_strides", "of batch, head and key", (3,)),
                 Field("v_strides", "of batch, head and key", (3,)),
@@ -569,11 +570,25 @@ _ROWS = (
     FunctionRow(
         "rows",
         Structure(
+            "bf16_rows",
+            "Rows of fp32 to bf16, see rows.c.",
+            (
+                *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
+                Field("threads"),
+            ),
+        ),
+        least=2,
+        most=2,
+    ),
+    FunctionRow(
+        "rows",
+        Structure(
             "row_product",
             "A linear of rounded rows, see rows.c.",
             (
                 *(Field("rows"), Field("inputs"), Field("outputs"), Field("threads")),
-                Field("isa", "ISA_AVX512_VNNI or ISA_AMX, one that the CPU has"),
+                Field("isa", "ISA_AMX, or ISA_AVX512_VNNI and for bf16 ISA_AVX512_BF16; the CPU has it"),
+                Field("bf16", "whether rows and weights are bf16"),
                 Field("activation", "ACTIVATION_..."),
                 Field("alpha", "of the activation", kind="double"),
                 Field("beta", "of the activation", kind="double"),

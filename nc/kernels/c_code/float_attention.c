@@ -1,4 +1,5 @@
-/* Attention in fp32 with AVX-512: softmax(q K^T * factor + mask) V.
+/* Attention in fp32 with AVX-512: softmax(q K^T * factor + mask) V. With `bf16` all that the two products read
+ * and give is rounded to bf16, and what they give is in fp32 again.
  *
  * A few rows of the scores are computed at a time, so they stay in the first cache. Keys and values of a head
  * are copied once: 16 keys side by side, and values without the gaps between their rows.
@@ -12,6 +13,7 @@
 #include "openmp.h"
 
 #define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
+#include "bf16.h"
 #include "exponential.h"
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 6")
@@ -25,9 +27,10 @@ struct job {
     char *const *tensors;
 };
 
-/* Memory of one thread: keys [keys / 16][width][16], values [keys][wide, filled up], some rows of scores. */
+/* Memory of one thread: keys [keys / 16][width][16], values [keys][wide, filled up], some rows of scores and of
+ * queries. */
 struct room {
-    float *keys, *values, *scores;
+    float *keys, *values, *scores, *queries;
 };
 
 INLINE int64_t up(int64_t n, int64_t to)
@@ -41,13 +44,15 @@ static struct room room_of(char *memory, const struct nc_float_attention *how)
     struct room room = {.keys = (float *)memory};
     room.values = room.keys + keys * how->width;
     room.scores = room.values + keys * up(how->wide, 16);
+    room.queries = room.scores + keys * FLOAT_ROWS;
     return room;
 }
 
 /* Bytes of it. */
 static int64_t bytes_of_room(const struct nc_float_attention *how)
 {
-    return up(how->keys, 16) * (how->width + up(how->wide, 16) + FLOAT_ROWS) * 4;
+    const int64_t of_keys = how->width + up(how->wide, 16) + FLOAT_ROWS;
+    return (up(how->keys, 16) * of_keys + up(how->width, 16) * FLOAT_ROWS) * 4;
 }
 
 /* Which of 16 numbers there are where `left` are left. */
@@ -70,14 +75,17 @@ FOR_VNNI static void pack(const struct nc_float_attention *how, const float *k, 
             const __m256 low = _mm512_mask_i64gather_ps(zero, (__mmask8)lanes, each, from + t, 4);
             const __m256 high =
                 _mm512_mask_i64gather_ps(zero, (__mmask8)(lanes >> 8), each, from + t + 8 * step, 4);
-            _mm256_storeu_ps(to + t * 16, low);
-            _mm256_storeu_ps(to + t * 16 + 8, high);
+            const __m512d wide_low = _mm512_castps_pd(_mm512_castps256_ps512(low));
+            const __m512 both = _mm512_castpd_ps(
+                _mm512_insertf64x4(wide_low, _mm256_castps_pd(high), 1));
+            _mm512_storeu_ps(to + t * 16, how->bf16 ? near_bf16(both) : both);
         }
     }
     for (int64_t key = 0; key < how->keys; key++)
-        for (int64_t i = 0; i < wide; i += 16)
-            _mm512_storeu_ps(room->values + key * wide + i,
-                _mm512_maskz_loadu_ps(lanes_of(how->wide - i), v + key * how->v_strides[2] + i));
+        for (int64_t i = 0; i < wide; i += 16) {
+            const __m512 x = _mm512_maskz_loadu_ps(lanes_of(how->wide - i), v + key * how->v_strides[2] + i);
+            _mm512_storeu_ps(room->values + key * wide + i, how->bf16 ? near_bf16(x) : x);
+        }
 }
 
 /* y[r][column] = sum over n of x[r][n] * w[n][column], for some rows and panels of 16 columns: w is a panel
@@ -123,6 +131,8 @@ INLINE FOR_VNNI __m512 masked(const struct job *job, const char *mask, int64_t k
     const __mmask16 lanes = lanes_of(seen - key);
     const int64_t step = how->mask_strides[3];
     const __m512 unseen = _mm512_set1_ps(-INFINITY);
+    if (how->bf16)
+        x = near_bf16(x);
     x = _mm512_mul_ps(x, _mm512_set1_ps((float)how->factor));
     if (how->mask == MASK_FLOAT) {
         const float *added = (const float *)mask + key * step;
@@ -162,7 +172,14 @@ INLINE FOR_VNNI float exponentials(const struct job *job, const char *mask, int6
         sum = _mm512_add_ps(sum, some);
         _mm512_storeu_ps(scores + i, some);
     }
-    return 1 / _mm512_reduce_add_ps(sum);
+    const float inverse = 1 / _mm512_reduce_add_ps(sum);
+    if (!job->how->bf16)
+        return inverse;
+    for (int64_t i = 0; i < keys; i += 16) {
+        const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(inverse));
+        _mm512_storeu_ps(scores + i, near_bf16(x));
+    }
+    return 1;
 }
 
 /* Some rows of one head. */
@@ -178,6 +195,13 @@ INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct 
         q[r] = (const float *)job->tensors[1] + batch * how->q_strides[0] + head * how->q_strides[1]
             + (row + r) * how->q_strides[2];
         weights[r] = room->scores + r * held;
+        if (how->bf16) {
+            float *rounded = room->queries + r * up(how->width, 16);
+            for (int64_t i = 0; i < how->width; i += 16)
+                _mm512_storeu_ps(rounded + i,
+                    near_bf16(_mm512_maskz_loadu_ps(lanes_of(how->width - i), q[r] + i)));
+            q[r] = rounded;
+        }
     }
     multiply_all(rows, q, how->width, room->keys, keys / 16, how->width * 16, 16, room->scores, held);
     for (int r = 0; r < rows; r++) {
@@ -195,9 +219,12 @@ INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct 
             float *y = (float *)job->tensors[0] + batch * how->y_strides[0] + head * how->y_strides[1]
                 + (row + r) * how->y_strides[2] + column;
             const __m512 factor = _mm512_set1_ps(factors[r]);
-            for (int64_t i = 0; i < panels * 16; i += 16)
-                _mm512_mask_storeu_ps(y + i, lanes_of(how->wide - column - i),
-                    _mm512_mul_ps(_mm512_loadu_ps(sums[r] + i), factor));
+            for (int64_t i = 0; i < panels * 16; i += 16) {
+                __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums[r] + i), factor);
+                if (how->bf16)
+                    v = near_bf16(v);
+                _mm512_mask_storeu_ps(y + i, lanes_of(how->wide - column - i), v);
+            }
         }
     }
 }

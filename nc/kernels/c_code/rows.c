@@ -1,4 +1,5 @@
-/* Linears whose activations have a scale and a zero point for each row, found in each call.
+/* Linears of rows that are rounded in each call: to codes with a scale and a zero point for each row, or to
+ * bf16.
  *
  * `round_rows` measures rows of fp32 and rounds them to uint8, as nc.numerics.affine does. `row_product`
  * multiplies them with int8 weights, sums exactly in int32, and gives
@@ -8,6 +9,12 @@
  * Rounded rows lie in tile order: [rows / 16][K / 64][16 rows][64], and behind them a scale (fp32) and a zero
  * point (int32) for each row. Weights likewise: [outputs / 16][K / 64][16][16 outputs][4], so that 64 bytes
  * are what one instruction multiplies. K is filled up with zeros.
+ *
+ * `bf16_rows` rounds rows to bf16 instead, and `row_product` sums their products with weights of bf16 in fp32:
+ *
+ *     y = activation(bf16(sum + bias)) + added
+ *
+ * They lie likewise: [rows / 16][K / 32][16 rows][32], and [outputs / 16][K / 32][16][16 outputs][2].
  */
 #include <immintrin.h>
 #include <math.h>
@@ -23,6 +30,7 @@
 #define VNNI_INLINE static inline __attribute__((always_inline)) FOR_VNNI
 #define UNROLL _Pragma("GCC unroll 16")
 #include "exponential.h"
+#include "bf16.h"
 #include "gelu.h"
 #define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
 /* Distance of a quotient from half a code below which its rounding is not sure. */
@@ -32,12 +40,22 @@ enum { TILE = 16, DEPTH = 64, FEW = 4 };
 #if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAS_AMX 1
 #define FOR_AMX \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")))
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8,amx-bf16")))
 #else
 #define HAS_AMX 0
 #endif
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
+#define HAS_BF16 1
+#define FOR_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")))
+#else
+#define HAS_BF16 0
+#define FOR_BF16 FOR_VNNI
+#endif
 
-int64_t nc_isas(void) { return 1 << ISA_AVX512_VNNI | HAS_AMX << ISA_AMX; }
+int64_t nc_isas(void)
+{
+    return 1 << ISA_AVX512_VNNI | HAS_BF16 << ISA_AVX512_BF16 | HAS_AMX << ISA_AMX;
+}
 
 int nc_rows_amx(void) { return HAS_AMX && may_use_tiles(); }
 
@@ -133,6 +151,33 @@ int nc_round_rows(const struct nc_round_rows *how, void *unused, int count, char
     return OK;
 }
 
+FOR_VNNI static void bf16_some(void *data, int64_t part, int64_t parts)
+{
+    const struct rounding *r = data;
+    const int64_t depth = whole(2 * r->inputs, DEPTH);
+    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++) {
+        const float *x = r->x + row * r->stride;
+        uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
+        for (int64_t k = 0; k < depth / 2; k += 16) {
+            const int64_t left = r->inputs - k;
+            const __m512 v = left > 0 ? some(x + k, left) : _mm512_setzero_ps();
+            _mm256_storeu_si256((__m256i *)(to + 2 * k / DEPTH * TILE * DEPTH + 2 * k % DEPTH),
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(v), 16)));
+        }
+    }
+}
+
+int nc_bf16_rows(const struct nc_bf16_rows *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_bf16_rows);
+    EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
+    EXPECT(how->rows >= 0 && how->inputs > 0 && how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
+    struct rounding r = {.codes = (uint8_t *)tensors[0], .x = (const float *)tensors[1], .rows = how->rows,
+        .inputs = how->inputs, .stride = how->stride};
+    in_parts(bf16_some, &r, how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads, how->threads);
+    return OK;
+}
+
 /* ---- products ---- */
 
 struct job {
@@ -143,7 +188,7 @@ struct job {
     const int32_t *sums;
     const float *scale, *bias, *added;
     float *y;
-    int64_t rows, depth, outputs, activation, at_once, amx;
+    int64_t rows, depth, outputs, activation, at_once, amx, bf16; /* depth: bytes of a row */
     float alpha, beta;
 };
 
@@ -189,10 +234,16 @@ VNNI_INLINE void finish(const struct job *j, const int64_t op, __m512i sum, int6
 {
     const int64_t left = j->outputs - column, at = row * j->outputs + column;
     const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
-    sum = _mm512_sub_epi32(sum,
-        _mm512_mullo_epi32(_mm512_set1_epi32(j->zero_point[row]), _mm512_loadu_si512(j->sums + column)));
-    __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(j->row_scale[row]));
-    v = _mm512_fmadd_ps(v, _mm512_loadu_ps(j->scale + column), _mm512_loadu_ps(j->bias + column));
+    const __m512 bias = _mm512_loadu_ps(j->bias + column);
+    __m512 v;
+    if (j->bf16)
+        v = near_bf16(_mm512_add_ps(_mm512_castsi512_ps(sum), bias));
+    else {
+        sum = _mm512_sub_epi32(sum,
+            _mm512_mullo_epi32(_mm512_set1_epi32(j->zero_point[row]), _mm512_loadu_si512(j->sums + column)));
+        v = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(j->row_scale[row]));
+        v = _mm512_fmadd_ps(v, _mm512_loadu_ps(j->scale + column), bias);
+    }
     v = activation(op, v, j->alpha, j->beta);
     if (j->added)
         v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, j->added + at));
@@ -224,9 +275,22 @@ FOR_VNNI static void finish_block(const struct job *j, int32_t (*sums)[2 * TILE]
 #undef ALL
 }
 
+/* sums + products of 64 codes four by four, or of 32 numbers of bf16 two by two. As assembler, because this is
+ * part of functions whose compiler may not know the second one. */
+VNNI_INLINE __m512i add_products(__m512i sums, __m512i x, __m512i w, const int bf16)
+{
+#if HAS_BF16
+    if (bf16) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
+        return sums;
+    }
+#endif
+    return _mm512_dpbusd_epi32(sums, x, w);
+}
+
 /* Sums of R rows from `row` on and two panels. */
-VNNI_INLINE void multiply_vnni(const struct job *j, int64_t row, int64_t panel,
-    int32_t (*sums)[2 * TILE][TILE], int64_t first, const int R)
+VNNI_INLINE void multiply_rows(const struct job *j, int64_t row, int64_t panel,
+    int32_t (*sums)[2 * TILE][TILE], int64_t first, const int R, const int bf16)
 {
     const int64_t depth = j->depth;
     const int8_t *left = j->weights + panel * TILE * depth, *right = left + TILE * depth;
@@ -245,8 +309,8 @@ VNNI_INLINE void multiply_vnni(const struct job *j, int64_t row, int64_t panel,
             int32_t four;
             memcpy(&four, x[r] + at, 4);
             const __m512i codes = _mm512_set1_epi32(four);
-            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], codes, w0);
-            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], codes, w1);
+            sum[r][0] = add_products(sum[r][0], codes, w0, bf16);
+            sum[r][1] = add_products(sum[r][1], codes, w1, bf16);
         }
     }
     UNROLL for (int r = 0; r < R; r++)
@@ -256,17 +320,27 @@ VNNI_INLINE void multiply_vnni(const struct job *j, int64_t row, int64_t panel,
     }
 }
 
-FOR_VNNI static void block_vnni(const struct job *j, int64_t row, int64_t rows, int64_t panel)
+VNNI_INLINE void block(const struct job *j, int64_t row, int64_t rows, int64_t panel, const int bf16)
 {
     int32_t sums[2][2 * TILE][TILE];
     int64_t done = 0;
     for (; done + 6 <= rows; done += 6)
-        multiply_vnni(j, row + done, panel, sums, done, 6);
+        multiply_rows(j, row + done, panel, sums, done, 6, bf16);
     for (; done + 2 <= rows; done += 2)
-        multiply_vnni(j, row + done, panel, sums, done, 2);
+        multiply_rows(j, row + done, panel, sums, done, 2, bf16);
     for (; done < rows; done++)
-        multiply_vnni(j, row + done, panel, sums, done, 1);
+        multiply_rows(j, row + done, panel, sums, done, 1, bf16);
     finish_block(j, sums, row, rows, panel, 2);
+}
+
+FOR_VNNI static void block_vnni(const struct job *j, int64_t row, int64_t rows, int64_t panel)
+{
+    block(j, row, rows, panel, 0);
+}
+
+FOR_BF16 static void block_bf16(const struct job *j, int64_t row, int64_t rows, int64_t panel)
+{
+    block(j, row, rows, panel, 1);
 }
 
 #if HAS_AMX
@@ -281,10 +355,18 @@ FOR_AMX static void configure(void)
     _tile_loadconfig(&t);
 }
 
+#define MULTIPLY(to, x, w)           \
+    do {                             \
+        if (bf16)                    \
+            _tile_dpbf16ps(to, x, w);\
+        else                         \
+            _tile_dpbusd(to, x, w);  \
+    } while (0)
+
 /* Up to 32 rows and two panels: sums in four tiles. The weights of the next two panels are fetched a part at
  * each step, `step` of `steps`. */
-FOR_AMX static void block_amx(const struct job *j, int64_t row, int64_t rows, int64_t panel, int64_t step,
-    int64_t steps)
+static inline __attribute__((always_inline)) FOR_AMX void block_amx(const struct job *j, int64_t row,
+    int64_t rows, int64_t panel, int64_t step, int64_t steps, const int bf16)
 {
     _Alignas(64) int32_t sums[2][2 * TILE][TILE];
     const int64_t blocks = j->depth / DEPTH, whole_tile = TILE * DEPTH;
@@ -300,12 +382,12 @@ FOR_AMX static void block_amx(const struct job *j, int64_t row, int64_t rows, in
         for (int64_t i = 0; i < blocks; i++) {
             _tile_loadd(4, x + i * whole_tile, DEPTH);
             _tile_loadd(6, left + i * whole_tile, DEPTH);
-            _tile_dpbusd(0, 4, 6);
+            MULTIPLY(0, 4, 6);
             _tile_loadd(7, right + i * whole_tile, DEPTH);
-            _tile_dpbusd(1, 4, 7);
+            MULTIPLY(1, 4, 7);
             _tile_loadd(5, lower + i * whole_tile, DEPTH);
-            _tile_dpbusd(2, 5, 6);
-            _tile_dpbusd(3, 5, 7);
+            MULTIPLY(2, 5, 6);
+            MULTIPLY(3, 5, 7);
             for (int64_t q = from; q < to; q++) {
                 _mm_prefetch(next + i * whole_tile + q * 64, _MM_HINT_T1);
                 _mm_prefetch(next + (blocks + i) * whole_tile + q * 64, _MM_HINT_T1);
@@ -317,9 +399,9 @@ FOR_AMX static void block_amx(const struct job *j, int64_t row, int64_t rows, in
         for (int64_t i = 0; i < blocks; i++) {
             _tile_loadd(4, x + i * whole_tile, DEPTH);
             _tile_loadd(6, left + i * whole_tile, DEPTH);
-            _tile_dpbusd(0, 4, 6);
+            MULTIPLY(0, 4, 6);
             _tile_loadd(7, right + i * whole_tile, DEPTH);
-            _tile_dpbusd(1, 4, 7);
+            MULTIPLY(1, 4, 7);
         }
     }
     _tile_stored(0, sums[0][0], 64);
@@ -332,18 +414,28 @@ FOR_AMX static void pairs_amx(const struct job *j, int64_t first, int64_t last, 
     configure();
     for (int64_t pair = from; pair < to; pair++) {
         const int64_t steps = (last - first + 2 * TILE - 1) / (2 * TILE);
-        for (int64_t row = first, step = 0; row < last; row += 2 * TILE, step++)
-            block_amx(j, row, last - row < 2 * TILE ? last - row : 2 * TILE, 2 * pair, step, steps);
+        for (int64_t row = first, step = 0; row < last; row += 2 * TILE, step++) {
+            const int64_t rows = last - row < 2 * TILE ? last - row : 2 * TILE;
+            if (j->bf16)
+                block_amx(j, row, rows, 2 * pair, step, steps, 1);
+            else
+                block_amx(j, row, rows, 2 * pair, step, steps, 0);
+        }
     }
     _tile_release();
 }
 #endif
 
-static void pairs_vnni(const struct job *j, int64_t first, int64_t last, int64_t from, int64_t to)
+static void pairs_of_rows(const struct job *j, int64_t first, int64_t last, int64_t from, int64_t to)
 {
     for (int64_t pair = from; pair < to; pair++)
-        for (int64_t row = first; row < last; row += 2 * TILE)
-            block_vnni(j, row, last - row < 2 * TILE ? last - row : 2 * TILE, 2 * pair);
+        for (int64_t row = first; row < last; row += 2 * TILE) {
+            const int64_t rows = last - row < 2 * TILE ? last - row : 2 * TILE;
+            if (j->bf16)
+                block_bf16(j, row, rows, 2 * pair);
+            else
+                block_vnni(j, row, rows, 2 * pair);
+        }
 }
 
 /* Threads share pairs of panels, and pieces of rows where there are fewer pairs. */
@@ -362,7 +454,7 @@ static void multiply_some(void *data, int64_t part, int64_t parts)
             pairs_amx(j, first, last, from, to);
         else
 #endif
-            pairs_vnni(j, first, last, from, to);
+            pairs_of_rows(j, first, last, from, to);
         unit += to - from;
     }
 }
@@ -370,17 +462,18 @@ static void multiply_some(void *data, int64_t part, int64_t parts)
 int nc_row_product(const struct nc_row_product *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_row_product);
-    EXPECT(how->isa == ISA_AVX512_VNNI || how->isa == ISA_AMX, NOT_HERE);
+    EXPECT(how->isa == (how->bf16 ? ISA_AVX512_BF16 : ISA_AVX512_VNNI) || how->isa == ISA_AMX, NOT_HERE);
     EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->outputs > 0 && how->threads > 0, OTHER_SIZE);
     EXPECT(how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
     EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
+    const int64_t bytes = how->bf16 ? 2 : 1; /* of a number of a row */
     const struct rounding r = rounding_of(tensors[1], how->rows, how->inputs);
     struct job j = {.y = (float *)tensors[0], .x = r.codes, .row_scale = r.scale, .zero_point = r.zero_point,
         .weights = (const int8_t *)tensors[2], .sums = (const int32_t *)tensors[3],
         .scale = (const float *)tensors[4], .bias = (const float *)tensors[5],
         .added = count > 6 ? (const float *)tensors[6] : NULL, .rows = how->rows,
-        .depth = whole(how->inputs, DEPTH), .outputs = how->outputs, .activation = how->activation,
+        .depth = whole(bytes * how->inputs, DEPTH), .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
         .alpha = (float)how->alpha, .beta = (float)how->beta, .amx = how->isa == ISA_AMX};
     if (!j.rows)
         return OK;

@@ -21,6 +21,7 @@ from nc import (
 )
 from nc.backends import cpu, get_backend
 from nc.backends.native import OPS
+from nc.backends.native.operators import bf16_linear, float_attention
 from nc.capture.capture import capture
 from nc.planning.rules import fit, resolve
 
@@ -257,7 +258,12 @@ def test_native_computes_them_in_bf16(case):
     assert not compare(q, "reference").disagreements
 
 
+def conversions(profile):
+    return sorted(step.name for step in profile.steps if step.name in ("from_bf16", "to_bf16"))
+
+
 @native
+@pytest.mark.skipif(not float_attention.why_unavailable(), reason="attention is one function in C")
 def test_results_go_from_kernel_to_kernel_in_bf16():
     """No conversion between the projections and the first product, nor between two products."""
     x = torch.randn(2, 32, 128)  # smaller products are no work for oneDNN
@@ -269,15 +275,30 @@ def test_results_go_from_kernel_to_kernel_in_bf16():
         "-> bf16" in kernels[name] for name in ("query", "matmul", "matmul_1")
     )  # key and value are in query's
     # the softmax's input and result, and the last product's result on its way to codes
-    assert sorted(step.name for step in profile.steps if "bf16" in step.name) == [
-        "from_bf16",
-        "from_bf16",
-        "to_bf16",
-    ]
+    assert conversions(profile) == ["from_bf16", "from_bf16", "to_bf16"]
+
+
+@native
+@pytest.mark.skipif(bool(float_attention.why_unavailable()), reason="attention is no function in C")
+def test_an_attention_with_products_in_bf16_between_int8_linears_is_one_function():
+    x = torch.randn(2, 32, 128)
+    q = quantized(Attention(128, 4).eval(), x, PRODUCTS, "native")
+    profile = q.report(profile_inputs=x).profile
+    of_attention = next(step for step in profile.steps if "matmul" in step.operators)
+    assert {"matmul", "softmax", "matmul_1"} <= set(of_attention.operators)
+    assert str(of_attention.kernels[0]).startswith("function c:float_attention")
+    assert conversions(profile) == []
+    assert worst_db([q.reference(x)], [q(x)]) > 30
+    assert {op.ran for op in q.report().ops if op.kind == "matmul"} == {"bf16"}
+
+
+@native
+def test_a_chain_of_linears_converts_at_its_ends_alone():
     chain = Function(lambda self, x: self.b(self.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 16))
     x = torch.randn(4, 16)
     profile = quantized(chain.eval(), x, LOW, "native").report(profile_inputs=x).profile
-    assert [step.name for step in profile.steps if "bf16" in step.name] == ["to_bf16", "from_bf16"]
+    in_c = not bf16_linear.why_unavailable()
+    assert conversions(profile) == ([] if in_c else ["from_bf16", "to_bf16"])
 
 
 @native

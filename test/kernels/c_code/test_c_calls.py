@@ -148,6 +148,20 @@ WRONG = {
         ("mask", (), 3, "operation"),
         ("mask", (), -1, "operation"),
     ],
+    "bf16_rows": [
+        ("rows", (), -1, "size"),
+        ("inputs", (), 0, "size"),
+        ("stride", (), 0, "size"),
+        ("threads", (), 0, "size"),
+    ],
+    "bf16_product": [
+        ("isa", (), 0, "instruction set"),
+        ("rows", (), -1, "size"),
+        ("inputs", (), 0, "size"),
+        ("outputs", (), 0, "size"),
+        ("threads", (), 0, "size"),
+        ("activation", (), 8, "operation"),
+    ],
     "round_rows": [
         ("rows", (), -1, "size"),
         ("inputs", (), 0, "size"),

@@ -68,7 +68,7 @@ def restore_masks(module: fx.GraphModule) -> None:
     if works_in_place(module):
         return
     for node in list(module.graph.nodes):
-        reader = only_user(node) if node.target is _sdpa else None
+        reader = only_user(node) if is_attention(node) else None
         bias = schema_arguments(node)["attn_mask"] if reader is not None else None
         mask = _added(bias) if isinstance(bias, fx.Node) else None
         if reader is None or mask is None or _multiplied(reader, node) is not mask:
@@ -77,6 +77,11 @@ def restore_masks(module: fx.GraphModule) -> None:
         reader.replace_all_uses_with(node)
         give_values_of(node, reader)
         module.graph.erase_node(reader)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is an attention as one operator, of torch or with roundings to bf16."""
+    return getattr(node.target, "_opname", "") in ("scaled_dot_product_attention", "bf16_attention")
 
 
 def _added(bias: fx.Node) -> fx.Node | None:
@@ -109,7 +114,7 @@ def _calls(node: object, target: object) -> TypeGuard[fx.Node]:
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """`aten::scaled_dot_product_attention` in C."""
+    """`aten::scaled_dot_product_attention` in C, and `nc_native::bf16_attention`."""
     function, missing = _compiled(), why_unavailable()
     if isinstance(function, Unavailable) or missing:
         raise Refused(missing)
@@ -147,7 +152,8 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
         "keys": keys,
         "width": width,
         "wide": wide,
-        "causal": int(a["is_causal"]),
+        "causal": a["is_causal"],
+        "bf16": node.target is not _sdpa,
         "q_strides": query.stride()[:3],
         "k_strides": key.stride()[:3],
         "v_strides": value.stride()[:3],
@@ -173,9 +179,10 @@ def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str
 
 
 def _room(keys: int, width: int, wide: int) -> int:
-    """Bytes of memory for a thread: keys, values, and some rows of scores."""
-    columns = math.ceil(wide / 16) * 16
-    return aligned(math.ceil(keys / 16) * 16 * (width + columns + abi.CONSTANTS.float_rows) * 4)
+    """Bytes of memory for a thread: keys, values, and some rows of scores and queries."""
+    padded, depth, columns = (math.ceil(size / 16) * 16 for size in (keys, width, wide))
+    rows = abi.CONSTANTS.float_rows
+    return aligned((padded * (width + columns + rows) + depth * rows) * 4)
 
 
 OPERATORS = (PlannedOperator((_sdpa,), {"C": attention}),)

@@ -250,7 +250,7 @@ def _is_attention_in_c(node: fx.Node) -> bool:
     """
     if node.target is product():
         return not int8_attention.why_unavailable()
-    return node.target is _aten.scaled_dot_product_attention.default and not float_attention.why_unavailable()
+    return float_attention.is_attention(node) and not float_attention.why_unavailable()
 
 
 def _where_available(way: Way) -> Way:

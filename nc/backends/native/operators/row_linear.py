@@ -45,7 +45,9 @@ _TILE, _DEPTH, _PAIR = 16, 64, 32
 #: Bytes of the scale and the zero point of a row.
 _OF_ROW = 8
 #: Of packed weights: what is read from there limits the speed of few rows.
-_MEMORY = LargePages()
+MEMORY = LargePages()
+#: Instruction sets for it, the best one first.
+_ISAS = ("amx", "avx512_vnni")
 _ACTIVATIONS = frozenset({"relu", "leaky_relu", "hardtanh", "hardswish", "swish", "gelu"})
 
 
@@ -149,7 +151,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, rows: fx.Node, *, alone: boo
             torch.tensor([weight.scale], dtype=torch.float32, device="cpu"),
             f"{fqn_of(weight.codes)}.scale",
         )
-    region, activation, other = _behind(node, alone=alone)
+    region, activation, other = behind(node, alone=alone)
     with module.graph.inserting_before(region[-1]):
         packed = call_function(module.graph, prepack("linear"), (weight.codes, None))
         how = (activation.name, list(activation.arguments), activation.algorithm)
@@ -165,7 +167,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, rows: fx.Node, *, alone: boo
 
 def _may_merge(node: fx.Node) -> bool:
     """Whether a linear can be a part of a larger one: nothing else goes with its product."""
-    region, _, _ = _behind(node, alone=False)
+    region, _, _ = behind(node, alone=False)
     return len(region) == 1 and not is_returned(node)
 
 
@@ -201,7 +203,7 @@ def _bias_of(module: fx.GraphModule, node: fx.Node, outputs: int) -> torch.Tenso
     )
 
 
-def _behind(node: fx.Node, *, alone: bool) -> tuple[list[fx.Node], Activation, fx.Node | None]:
+def behind(node: fx.Node, *, alone: bool = False) -> tuple[list[fx.Node], Activation, fx.Node | None]:
     """Return what becomes one call, the activation in it, and what it adds."""
     region, activation, other = [node], Activation(), None
     user = only_user(node)
@@ -230,34 +232,36 @@ class _Code:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | Unavailable:
+def library() -> ctypes.CDLL | Unavailable:
     """Return the library on torch's threads, or why there is none."""
     return load_on_threads("rows")
 
 
 @functools.cache
-def _amx() -> bool:
+def tiles() -> bool:
     """Whether the operating system lets this process use AMX."""
-    library = _library()
-    return not isinstance(library, Unavailable) and bool(library.nc_rows_amx())
+    found = library()
+    return not isinstance(found, Unavailable) and bool(found.nc_rows_amx())
 
 
 def isas() -> tuple[str, ...]:
     """Instruction sets that this CPU has and the C code may use, the best one first."""
-    library = _library()
-    names = () if isinstance(library, Unavailable) else used(library)
-    return tuple(name for name in reversed(names) if not cpu.lacks(ISAS[name]) and (name != "amx" or _amx()))
+    found = library()
+    names = () if isinstance(found, Unavailable) else used(found)
+    return tuple(
+        name for name in _ISAS if name in names and not cpu.lacks(ISAS[name]) and (name != "amx" or tiles())
+    )
 
 
 def _code() -> _Code | Unavailable:
     """Return the code for this CPU, or why there is none."""
-    library = _library()
-    if isinstance(library, Unavailable):
-        return library
+    found = library()
+    if isinstance(found, Unavailable):
+        return found
     if not isas():
         lacking = ", ".join(cpu.lacks(ISAS["avx512_vnni"])) or "code for AVX512-VNNI"
         return Unavailable(f"linears with a range for each row by FBGEMM, as there is no {lacking}")
-    rounds, product = (function_of(library, name) for name in ("round_rows", "row_product"))
+    rounds, product = (function_of(found, name) for name in ("round_rows", "row_product"))
     return _Code(rounds, dataclasses.replace(product, name=f"row_product {isas()[0]}"), isas()[0])
 
 
@@ -307,26 +311,31 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
         more.append(in_rows(recorder, other, node))
     result = recorder.new(sizes, contiguous_strides(sizes), torch.float32)
     packed, sums = recorder.weights.formed(weight, "rows", lambda: packed_rows(recorder.in_memory(weight)))
-    after = after_of(post_ops_of(a, "activation"))
     fields: dict[str, abi.Value] = {
         "rows": math.prod(before),
         "inputs": inputs,
         "outputs": outputs,
         "threads": openmp.threads(),
         "isa": NUMBERS[code.isa],
-        "activation": abi.ACTIVATION.number(after.activation),
-        "alpha": after.alpha,
-        "beta": after.beta,
+        "bf16": False,
+        **after_fields(a),
     }
-    factors = [_for_outputs(values, outputs, sums.numel()) for values in (scale, bias)]
-    whole = PlanTensor(_from_begin(rows.tensor), rows.root)
-    recorder.call_function(code.product, fields, [result, whole, packed, sums, *factors, *more], node, 2)
+    factors = [for_outputs(values, outputs, sums.numel()) for values in (scale, bias)]
+    held_rows = PlanTensor(whole(rows.tensor), rows.root)
+    recorder.call_function(code.product, fields, [result, held_rows, packed, sums, *factors, *more], node, 2)
     return result
 
 
-def _from_begin(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the memory that a tensor begins."""
-    size = tensor.untyped_storage().nbytes() - tensor.storage_offset()
+def after_fields(a: Mapping[str, Any]) -> dict[str, abi.Value]:
+    """Fields of what follows a product, of the arguments `activation`, `scalars` and `algorithm`."""
+    after = after_of(post_ops_of(a, "activation"))
+    number = abi.ACTIVATION.number(after.activation)
+    return {"activation": number, "alpha": after.alpha, "beta": after.beta}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of the memory that a tensor begins."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return tensor.as_strided((size,), (1,))
 
 
@@ -344,7 +353,7 @@ def packed_rows(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.nn.functional.pad(codes, (0, -inputs % _DEPTH, 0, -outputs % _PAIR))
     panels, blocks = codes.shape[0] // _TILE, codes.shape[1] // _DEPTH
     packed = codes.view(panels, _TILE, blocks, _TILE, 4).permute(0, 2, 3, 1, 4)
-    return _MEMORY.copied(packed), codes.sum(1, dtype=torch.int32)
+    return MEMORY.copied(packed), codes.sum(1, dtype=torch.int32)
 
 
 def held(rows: int, inputs: int) -> int:
@@ -361,7 +370,7 @@ def unpacked(memory: torch.Tensor, rows: int, inputs: int) -> tuple[torch.Tensor
     return codes[:rows, :inputs], *numbers
 
 
-def _for_outputs(values: torch.Tensor | None, outputs: int, size: int) -> torch.Tensor:
+def for_outputs(values: torch.Tensor | None, outputs: int, size: int) -> torch.Tensor:
     """Return one fp32 number for each output, 0 for those that fill up the last panels."""
     result = torch.zeros(size, dtype=torch.float32, device="cpu")
     if values is not None:

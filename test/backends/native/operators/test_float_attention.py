@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def attended(q, k, v, mask=None, *, factor=0.3, causal=False, parts=1, threads=2):
+def attended(q, k, v, mask=None, *, factor=0.3, causal=False, bf16=False, parts=1, threads=2):
     """Result of the function in C."""
     (batch, heads, rows, width), (keys, wide) = q.shape, v.shape[2:]
     size, y = float_attention._room(keys, width, wide), torch.full((batch, heads, rows, wide), 7.0)
@@ -32,7 +32,7 @@ def attended(q, k, v, mask=None, *, factor=0.3, causal=False, parts=1, threads=2
     name = "none" if mask is None else float_attention._MASKS[mask.dtype]
     fields = {
         **{"batch": batch, "heads": heads, "group": heads // k.shape[1], "rows": rows, "keys": keys},
-        **{"width": width, "wide": wide, "mask": abi.MASK.number(name), "causal": causal},
+        **{"width": width, "wide": wide, "mask": abi.MASK.number(name), "causal": causal, "bf16": bf16},
         **{f"{n}_strides": t.stride()[:3] for n, t in zip("qkvy", (q, k, v, y), strict=True)},
         **{"mask_strides": spread, "factor": factor, "parts": parts, "bytes": size, "threads": threads},
     }

@@ -210,7 +210,7 @@ def test_all_codes_at_their_ends(isa):
     weight[1] = 127
     packed, sums = row_linear.packed_rows(weight)
     numbers = row_linear.abi.ACTIVATION.number("identity")
-    fields = {"rows": 1, "inputs": inputs, "outputs": 2, "threads": 1, "isa": row_linear.NUMBERS[isa],
+    fields = {"rows": 1, "inputs": inputs, "outputs": 2, "threads": 1, "isa": row_linear.NUMBERS[isa], "bf16": False,
               "activation": numbers, "alpha": 0.0, "beta": 0.0}  # fmt: skip
     call_once(code.product, fields, [y, memory, packed, sums, torch.ones(32), torch.zeros(32)])
     assert torch.allclose(y.double(), x.double() @ weight.double().T, rtol=1e-6)
