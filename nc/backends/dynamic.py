@@ -25,6 +25,8 @@ from nc.numerics.recurrent import has_projections
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 from nc.process.lock import LOCK
 
+#: Mark in `node.meta` of the kernels of dynamic operators, for reports: whoever puts in such a kernel sets it.
+DYNAMIC_KERNEL = "dynamic_kernel"
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
 _LEAST_SCALE = 2.0**-100
 _MIDDLE = 128
@@ -57,7 +59,11 @@ def replace_dynamic(module: fx.GraphModule) -> None:
                 if not _finds_range_itself(node):
                     rows[node] = _rows(functools.partial(call_function, module.graph), node)
                 continue
-            new = _recurrent(module, node) if _is_layer_of_torch(node) else _linear(module, node, rows)
+            if _is_layer_of_torch(node):
+                new = _recurrent(module, node)
+                new.meta[DYNAMIC_KERNEL] = True
+            else:
+                new = _linear(module, node, rows)
         take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
@@ -177,11 +183,10 @@ def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -
         return result
 
     def kernel(target: torch._ops.OpOverload, x: fx.Node, *args: Argument) -> fx.Node:
-        if node.meta["val"].dim() > 1:
-            return call(target, x, *args)
-        return call(
-            _aten.squeeze.dim, call(target, call(_aten.unsqueeze.default, x, 0), *args), 0
-        )  # kernels take matrices only
+        is_vector = node.meta["val"].dim() < 2  # kernels take matrices only
+        y = call(target, call(_aten.unsqueeze.default, x, 0) if is_vector else x, *args)
+        y.meta[DYNAMIC_KERNEL] = True
+        return call(_aten.squeeze.dim, y, 0) if is_vector else y
 
     if _finds_range_itself(ranges):
         constant = bias is None or bias.op == "get_attr"

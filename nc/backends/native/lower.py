@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
-from nc.backends.dynamic import packed_bytes
+from nc.backends.dynamic import DYNAMIC_KERNEL, packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
 from nc.backends.native.execute import PYTHON, Lowered, Running, called, executable
@@ -198,7 +198,7 @@ def executed(module: fx.GraphModule) -> dict[str, str]:
     for node in module.graph.nodes:
         if is_kernel(node):
             found |= dict.fromkeys(node.meta["operators"], "int8")
-        elif _is_dynamic_kernel(node):
+        elif node.meta.get(DYNAMIC_KERNEL):
             found |= dict.fromkeys(node.meta.get("operators") or [node.meta["operator"]], "int8")
         elif node.meta.get("bf16_operators"):
             found |= dict.fromkeys(node.meta["bf16_operators"], "bf16")
@@ -226,11 +226,3 @@ def beside(module: fx.GraphModule, asked: Container[str]) -> dict[str, str]:
         ):
             found[node.meta["operator"]] = "computed on codes"
     return {name: how for name, how in found.items() if name not in asked}
-
-
-def _is_dynamic_kernel(node: fx.Node) -> bool:
-    """Whether a node is what `replace_dynamic` or `replace_row_linears` makes of a dynamic operator."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.startswith(
-        ("quantized::linear", "aten::quantized_", "nc_recurrent::", "nc_native::row_linear")
-    )

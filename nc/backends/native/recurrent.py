@@ -15,6 +15,7 @@ from torch import fx
 from torch.nn.functional import pad
 
 from nc.backends import cpu
+from nc.backends.dynamic import DYNAMIC_KERNEL
 from nc.backends.native.fuse import weight_of
 from nc.graph.fx_utils import call_function, constant_of, free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
@@ -90,6 +91,7 @@ def replace_recurrent(module: fx.GraphModule) -> None:
                 (layer.input, hx, packed, f"{name}_relu" if layer.relu else name, *options),
             )
         take_over(new, node)
+        new.meta[DYNAMIC_KERNEL] = True
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
 

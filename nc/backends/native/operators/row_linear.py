@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
+from nc.backends.dynamic import DYNAMIC_KERNEL
 from nc.backends.low_bit.large_pages import LargePages
 from nc.backends.native.fuse import constant, weight_of
 from nc.backends.native.merge import is_returned, parts_of, put_in_place
@@ -160,6 +161,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, rows: fx.Node, *, alone: boo
         new = call_function(module.graph, row_linear(), arguments)
     take_over(new, region[-1])
     new.meta["operators"] = [n.meta["operator"] for n in region if "operator" in n.meta]
+    new.meta[DYNAMIC_KERNEL] = True
     region[-1].replace_all_uses_with(new)
     for old in reversed(region):
         module.graph.erase_node(old)
@@ -189,6 +191,7 @@ def _replace_by_one(module: fx.GraphModule, nodes: Sequence[fx.Node], rows: fx.N
         merged = call_function(graph, row_linear(), (rows, packed, scale, bias, None, sum(sizes), *how))
         slices = parts_of(graph, merged, sizes)
     merged.meta["operators"] = [node.meta["operator"] for node in nodes if "operator" in node.meta]
+    merged.meta[DYNAMIC_KERNEL] = True
     for node, part in zip(nodes, slices, strict=True):
         put_in_place(part, node, [node])
 
