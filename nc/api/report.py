@@ -42,7 +42,7 @@ class OpReport:
         share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of
             its own.
         mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
-        refused: (kernel, why it does not compute this low-bit linear) of the kernels that would be preferred.
+        refused: (kernel, why it does not compute this operator) of the kernels that would be preferred.
         weights: names and numbers of values of the weights that it reads.
         float_weights: names of those that stay fp32 though it runs in int8.
         multiply_adds: how many it does on the example inputs; None if that is not known.
@@ -282,7 +282,7 @@ def _op_report(decision: Decision, note: str, run: OpRun, kernel: str, share: fl
         kernel=kernel or run.primitive if run.kernels is None else str(run.kernels),
         share=share,
         mode=decision.spec.mode,
-        refused=() if run.kernels is None else run.kernels.refused,
+        refused=run.refused if run.kernels is None else (*run.refused, *run.kernels.refused),
         weights=tuple((name, math.prod(shape)) for name, shape in decision.weights),
         float_weights=decision.in_fp32 if ran == "int8" else (),
         multiply_adds=decision.multiply_adds,

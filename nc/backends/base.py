@@ -36,6 +36,7 @@ class OpRun:
         primitive: the oneDNN kernel that computes it, with its instruction set; "" where the engine does not
             know without running it.
         kernels: what computes a linear with low-bit weights; None for all others.
+        refused: (kernel, why it does not compute this operator) of the kernels that would be preferred.
     """
 
     operator: str
@@ -43,6 +44,7 @@ class OpRun:
     reason: str = ""
     primitive: str = ""
     kernels: KernelChoice | None = None
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

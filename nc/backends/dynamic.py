@@ -25,7 +25,7 @@ from nc.numerics.recurrent import has_projections
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 from nc.process.lock import LOCK
 
-#: Mark in `node.meta` of the kernels of dynamic operators, for reports: whoever puts in such a kernel sets it.
+#: Mark in `node.meta` of the kernels of dynamic operators, by which reports know them; who makes one sets it.
 DYNAMIC_KERNEL = "dynamic_kernel"
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
 _LEAST_SCALE = 2.0**-100

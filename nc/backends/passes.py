@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
+#: What passes give that is no kernel.
+_NO_KERNELS = ("int8", "bf16", "")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pass:
@@ -18,7 +21,8 @@ class Pass:
             rewritten, or None.
         why: asked of every operator behind the pass: why it leaves that node alone, "" where it does not, or
             where the node is none of its business.
-        gives: the precision that operators get by this pass, "int8" or "bf16"; "" where it gives none.
+        gives: what operators get by this pass: a precision, "int8" or "bf16", or a kernel of the name that
+            reports have for it, instead of other kernels; "" where it gives neither.
         avoids: the engine's fault that the pass is there to avoid; "" where it avoids none.
     """
 
@@ -52,11 +56,19 @@ class PassesResult:
 
     Attributes:
         rewrites: operators that were rewritten, in order.
-        refused: (operator, precision) → why the first pass that gives this precision left the operator alone.
+        refused: (operator, what a pass gives) → why the first pass that gives this left the operator alone.
     """
 
     rewrites: tuple[Rewrite, ...]
     refused: Mapping[tuple[str, str], str]
+
+    def passed_over(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """For each operator the kernels that it did not get, and why."""
+        found: dict[str, tuple[tuple[str, str], ...]] = {}
+        for (operator, gives), why in self.refused.items():
+            if gives not in _NO_KERNELS:
+                found[operator] = (*found.get(operator, ()), (gives, why))
+        return found
 
 
 def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> PassesResult:

@@ -104,7 +104,7 @@ def lower(
         outcome = dataclasses.replace(
             outcome, refused={(name, "int8"): why for name, why in wrong.items()} | dict(outcome.refused)
         )
-        low_bit = kernel_choices(module)
+        low_bit, passed_over = kernel_choices(module), outcome.passed_over()
         targets = [node.target for node in module.graph.nodes]
         joined = beside(module, {d.operator for d in graph.plan.quantized})
         for decision in graph.plan.decisions:
@@ -118,7 +118,11 @@ def lower(
         return EngineReport(
             backend="native",
             ops=tuple(
-                dataclasses.replace(ran(decision), kernels=low_bit.get(decision.operator))
+                dataclasses.replace(
+                    ran(decision),
+                    kernels=low_bit.get(decision.operator),
+                    refused=passed_over.get(decision.operator, ()),
+                )
                 for decision in graph.plan.decisions
             ),
             quantize_outside=targets.count(quantize) + targets.count(quantize_per_tensor),

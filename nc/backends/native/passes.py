@@ -15,13 +15,13 @@ from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.merge import merge
+from nc.backends.native.operators import row_linear
 from nc.backends.native.operators.bf16_attention import replace_bf16_attention
 from nc.backends.native.operators.bf16_linear import replace_bf16_linears
 from nc.backends.native.operators.float_attention import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.operators.norm import recompose_norms
 from nc.backends.native.operators.rotary import recompose_rotary
-from nc.backends.native.operators.row_linear import replace_row_linears
 from nc.backends.native.operators.transposed_convolution import fuse_transposed, why_not_transposed
 from nc.backends.native.qdq_rewrites import pool_codes, remaining
 from nc.backends.native.recurrent import replace_recurrent, why_not_recurrent
@@ -53,6 +53,8 @@ def kernels(
         if products
         else ()
     )
+    # asked why not in each graph: where none of its linears is taken, no plan may run it
+    replace_rows = row_linear.replace_row_linears if products else lambda _: None
     shapes, low_bit = (
         Pass("shapes", functools.partial(note_shapes, example=example)),
         Pass("low_bit_kernels", functools.partial(replace_low_bit, backend="native")),
@@ -60,7 +62,7 @@ def kernels(
     return (
         shapes if program else low_bit,
         Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),
-        *((Pass("row_linears", replace_row_linears),) if products else ()),
+        Pass("row_linears", replace_rows, row_linear.why_not_row_linear, row_linear.NAME),
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         *(
             (Pass("bf16_attention", replace_bf16_attention), Pass("bf16_linears", replace_bf16_linears))

@@ -25,7 +25,7 @@ from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import after_of, bias_of, codes_of, post_ops_of
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.ways import PlannedOperator, Refused, need
+from nc.backends.native.plans.ways import PlannedOperator, Refused, need, why_refused
 from nc.backends.native.regions import Activation, activation_of, is_sum, only_user
 from nc.backends.native.torch_library import define, prepack
 from nc.errors import BackendError
@@ -41,6 +41,8 @@ from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 from nc.process.unavailable import Unavailable
 
+#: In reports, of the linears that have another kernel.
+NAME = "c:row_product"
 #: Rows of a tile, inputs that one instruction multiplies, and what outputs are filled up to.
 _TILE, _DEPTH, _PAIR = 16, 64, 32
 #: Bytes of the scale and the zero point of a row.
@@ -91,12 +93,10 @@ def replace_row_linears(module: fx.GraphModule) -> None:
     An activation and a sum behind one go with it, unless operators work in place: there a value depends on
     when it is read.
     """
-    if why_unavailable():
-        return
     alone = any(works_in_place(node) for node in module.graph.nodes)
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
-        if kind_of_node(node) == "linear" and _is_by_row(module, Linear.of(node)):
+        if _is_dynamic(node) and not why_not_row_linear(node):
             readers.setdefault(Linear.of(node).input, []).append(node)
     for ranges, nodes in readers.items():
         rows = _rounded(module, ranges)
@@ -112,20 +112,38 @@ def replace_row_linears(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _is_by_row(module: fx.GraphModule, linear: Linear) -> bool:
-    """Whether a linear has ranges for each row, and constant weights and biases that the C code takes."""
-    ranges = linear.input
-    if not isinstance(ranges, fx.Node) or ranges.target is not quantize_dequantize_dynamic:
+def why_not_row_linear(node: fx.Node) -> str:
+    """Why `replace_row_linears` leaves a dynamic linear to FBGEMM; "" where it does not, or for others."""
+    return why_refused(_check, node) if _is_dynamic(node) else ""
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    """Whether a node is a linear whose input has ranges that are found in each call."""
+    if kind_of_node(node) != "linear":
         return False
-    if linear.weight.target not in (dequantize_per_channel, dequantize_per_tensor):
-        return False
-    view, weight = DynamicQDQ.of(ranges), Dequantize.of(linear.weight)
-    constant = weight.codes.op == "get_attr" and (
-        linear.bias is None or constant_value(module, linear.bias) is not None
+    ranges = Linear.of(node).input
+    return isinstance(ranges, fx.Node) and ranges.target is quantize_dequantize_dynamic
+
+
+def _check(node: fx.Node) -> None:
+    """Raise `Refused` for a dynamic linear that the functions in C do not compute."""
+    linear, module, missing = Linear.of(node), node.graph.owning_module, why_unavailable()
+    assert module is not None, "passes run on modules"
+    ranges = DynamicQDQ.of(linear.input)
+    need(ranges.per_token, "its input has one range for the whole tensor")
+    need(not missing, missing)
+    dtype = ranges.input.meta["val"].dtype
+    need(dtype is torch.float32, f"its input is {dtype}, not fp32")
+    need(
+        linear.weight.target in (dequantize_per_channel, dequantize_per_tensor), "its weight is not quantized"
     )
-    inputs = weight.codes.meta["val"].shape[-1]
-    fits = 0 < inputs <= abi.CONSTANTS.most_inputs and weight.axis in (None, 0)
-    return view.per_token and constant and fits and view.input.meta["val"].dtype is torch.float32
+    weight = Dequantize.of(linear.weight)
+    need(weight.codes.op == "get_attr", "its weight is not a constant")
+    need(weight.axis in (None, 0), "its weight has a scale for each input")
+    inputs, most = weight.codes.meta["val"].shape[-1], abi.CONSTANTS.most_inputs
+    need(0 < inputs <= most, f"it has {inputs} inputs, and its C code takes 1 to {most}")
+    bias = linear.bias
+    need(bias is None or constant_value(module, bias) is not None, "its bias is computed from the inputs")
 
 
 def _rounded(module: fx.GraphModule, ranges: fx.Node) -> fx.Node:
@@ -263,7 +281,7 @@ def _code() -> _Code | Unavailable:
         return found
     if not isas():
         lacking = ", ".join(cpu.lacks(ISAS["avx512_vnni"])) or "code for AVX512-VNNI"
-        return Unavailable(f"linears with a range for each row by FBGEMM, as there is no {lacking}")
+        return Unavailable(f"there is no {lacking}")
     rounds, product = (function_of(found, name) for name in ("round_rows", "row_product"))
     return _Code(rounds, dataclasses.replace(product, name=f"row_product {isas()[0]}"), isas()[0])
 

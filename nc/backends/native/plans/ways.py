@@ -22,6 +22,15 @@ def need(condition: object, why: str) -> None:
         raise Refused(why)
 
 
+def why_refused(check: Callable[..., object], *arguments: Any) -> str:
+    """Return why a check, or a way, raises `Refused`; "" where it does not."""
+    try:
+        check(*arguments)
+    except Refused as refused:
+        return str(refused)
+    return ""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputCodes:
     """What a result is quantized to where it is written.

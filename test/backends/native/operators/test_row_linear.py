@@ -1,5 +1,7 @@
 """Linears with a range for each row as functions in C: against float64, the reference, and what torch gives."""
 
+import dataclasses
+
 import pytest
 import torch
 from models import Function, quantized, worst_db
@@ -10,6 +12,9 @@ from nc import DynamicQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import row_linear
 from nc.errors import BackendError
+from nc.graph.catalogue import kind_of_node
+from nc.graph.fx_utils import copy_module
+from nc.graph.views import Linear, set_argument
 from nc.kernels.c_code.calls import call_once
 
 _WHY = available_backends()["native"] or row_linear.why_unavailable()
@@ -131,12 +136,74 @@ def test_biases_that_are_parts_of_a_constant():
     assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 100
 
 
+def refused(q):
+    """Why the first linear is computed by FBGEMM, as the report says it."""
+    op = next(op for op in q.report().ops if op.kind == "linear")
+    assert op.ran == "int8"
+    assert "row_product" not in op.kernel
+    ((kernel, why),) = op.refused
+    assert f"kernel {kernel} is not used for 1 layers: {why}" in q.report().summary()
+    assert kernel == "c:row_product"
+    return why
+
+
+def test_linears_that_have_the_function_have_no_reason():
+    assert dynamic(nn.Linear(40, 24), torch.randn(3, 40)).report().ops[0].refused == ()
+
+
 def test_a_bias_that_is_computed_is_left_to_fbgemm():
     x, y = torch.randn(5, 40), torch.randn(24)
     q = dynamic(Function(lambda m, x, y: F.linear(x, m.a.weight, y * 2), a=nn.Linear(40, 24)), (x, y))
     assert "row_product" not in called(q, x, y)
-    assert q.report().ops[0].ran == "int8"
+    assert refused(q) == "its bias is computed from the inputs"
     assert worst_db([q.reference(x, y)], [q(x, y)]) > 60
+
+
+def test_one_linear_of_a_plan_says_why_it_is_left_to_fbgemm():
+    def compute(m, x, y):
+        return F.linear(m.a(x), m.b.weight, y * 2)
+
+    x, y = torch.randn(5, 40), torch.randn(24)
+    q = dynamic(Function(compute, a=nn.Linear(40, 24), b=nn.Linear(24, 24)), (x, y))
+    assert called(q, x, y).count("row_product") == 1
+    assert [op.refused for op in q.report().ops if op.kind == "linear"] == [
+        (),
+        (("c:row_product", "its bias is computed from the inputs"),),
+    ]
+
+
+def test_one_range_for_the_whole_tensor_is_left_to_fbgemm():
+    q = dynamic(nn.Linear(40, 24), torch.randn(3, 40), act_granularity="per_tensor")
+    assert refused(q) == "its input has one range for the whole tensor"
+
+
+OTHER_GRAPHS = {
+    "its input is torch.bfloat16, not fp32": lambda x, linear, weight: x.meta.update(
+        val=torch.ones(3, 40, dtype=torch.bfloat16)
+    ),
+    "its weight is not quantized": lambda x, linear, weight: set_argument(linear, "weight", x),
+    "its weight is not a constant": lambda x, linear, weight: set_argument(weight, "codes", x),
+    "its weight has a scale for each input": lambda x, linear, weight: set_argument(weight, "axis", 1),
+}
+
+
+@pytest.mark.parametrize("why", OTHER_GRAPHS)
+def test_graphs_that_quantization_does_not_make_have_their_reason(why):
+    graph = quantized(nn.Linear(40, 24), torch.randn(3, 40), DynamicQuantConfig(), "reference").graph
+    module, _ = copy_module(graph.module)
+    (linear,) = (node for node in module.graph.nodes if kind_of_node(node) == "linear")
+    (x,) = (node for node in module.graph.nodes if node.op == "placeholder")
+    assert row_linear.why_not_row_linear(linear) == row_linear.why_not_row_linear(x) == ""
+    OTHER_GRAPHS[why](x, linear, Linear.of(linear).weight)
+    assert row_linear.why_not_row_linear(linear) == why
+
+
+def test_more_inputs_than_sums_hold_are_left_to_fbgemm(monkeypatch):
+    monkeypatch.setattr(
+        row_linear.abi, "CONSTANTS", dataclasses.replace(row_linear.abi.CONSTANTS, most_inputs=39)
+    )
+    q = dynamic(nn.Linear(40, 24), torch.randn(3, 40))
+    assert refused(q) == "it has 40 inputs, and its C code takes 1 to 39"
 
 
 def test_other_sums_stay():
@@ -182,8 +249,7 @@ def test_without_the_code_fbgemm_computes(monkeypatch):
     monkeypatch.setattr(row_linear, "isas", lambda: ())
     x = torch.randn(5, 40)
     q = dynamic(nn.Linear(40, 24), x)
-    assert "row_product" not in q.report().ops[0].kernel
-    assert q.report().ops[0].ran == "int8"
+    assert refused(q).startswith("there is no ")
     assert worst_db([q.reference(x)], [q(x)]) > 60
 
 
