@@ -640,8 +640,8 @@ MUTATIONS = (
         "attention-in-place",
         "attention is not computed later than something that changes what it reads",
         "backends/native/operators/int8_attention.py",
-        "if works_in_place(between):",
-        "if False:",
+        "need(not works_in_place(between), ",
+        "need(True, ",
         ("int8_attention",),
     ),
     Mutation(

@@ -69,6 +69,7 @@ class Running:
         details: what the report says of it, beside its name.
         refused: names of the operators that the graph computes in int8 and it in fp32, for the example, and
             why.
+        passed_over: names of operators with the kernels that other ones take the place of, and why.
         products: whether it runs the graph with kernels for products of two activations.
         multiplied: names of the products that such kernels compute.
         forget: gives back memory of weights that it needs for new sizes of inputs only, and gets what makes
@@ -86,6 +87,7 @@ class Running:
     kernels: Callable[[], Mapping[str, str]] = dict
     details: Callable[[], Mapping[str, str]] = dict
     refused: Callable[[], Mapping[str, str]] = dict
+    passed_over: Callable[[], Mapping[str, tuple[tuple[str, str], ...]]] = dict
     products: bool = False
     multiplied: Callable[[], Collection[str]] = tuple
     forget: Callable[[Callable[[], fx.GraphModule]], None] = lambda _: None
@@ -156,6 +158,7 @@ class PlanExecutor:
             profile=model.profile,
             steps=model.steps,
             kernels=model.kernels,
+            passed_over=model.passed_over,
             details=details,
             products=True,
             multiplied=model.multiplied,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ def lower(
         outcome = dataclasses.replace(
             outcome, refused={(name, "int8"): why for name, why in wrong.items()} | dict(outcome.refused)
         )
-        low_bit, passed_over = kernel_choices(module), outcome.passed_over()
+        low_bit = kernel_choices(module)
+        passed_over = outcome.passed_over(), running.passed_over()
         targets = [node.target for node in module.graph.nodes]
         joined = beside(module, {d.operator for d in graph.plan.quantized})
         for decision in graph.plan.decisions:
@@ -121,7 +122,7 @@ def lower(
                 dataclasses.replace(
                     ran(decision),
                     kernels=low_bit.get(decision.operator),
-                    refused=passed_over.get(decision.operator, ()),
+                    refused=_joined(decision.operator, passed_over),
                 )
                 for decision in graph.plan.decisions
             ),
@@ -194,6 +195,13 @@ def _op_run(
     why = outcome.refused.get((decision.operator, asked), "it became part of a fp32 call")
     how = "rounded to bf16 before and after" if asked == "bf16" else "between dequantize and quantize"
     return OpRun(operator=decision.operator, ran="fp32", reason=f"{why}; it runs in fp32, {how}")
+
+
+def _joined(
+    operator: str, found: Iterable[Mapping[str, tuple[tuple[str, str], ...]]]
+) -> tuple[tuple[str, str], ...]:
+    """Return what several mappings have for an operator."""
+    return tuple(each for kernels in found for each in kernels.get(operator, ()))
 
 
 def executed(module: fx.GraphModule) -> dict[str, str]:

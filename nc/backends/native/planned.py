@@ -242,8 +242,18 @@ class PlannedModel:
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
             for refusal in plan.refusals if isinstance(plan, ExecutionPlan) else ():
-                found.setdefault(refusal.why, {})[refusal.operator] = None
+                if not refusal.kernel:
+                    found.setdefault(refusal.why, {})[refusal.operator] = None
         return tuple(f"{', '.join(names)} ({why})" for why, names in found.items())
+
+    def passed_over(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """For each operator the kernels that others take the place of in the plans, and why."""
+        found: dict[str, dict[tuple[str, str], None]] = {}
+        for plan in list(self._plans.values()):
+            for refusal in plan.refusals if isinstance(plan, ExecutionPlan) else ():
+                if refusal.kernel:
+                    found.setdefault(refusal.operator, {})[refusal.kernel, refusal.why] = None
+        return {operator: tuple(kernels) for operator, kernels in found.items()}
 
     def unplanned(self) -> tuple[str, ...]:
         """Why sizes that were seen can't be planned, one text for each reason."""

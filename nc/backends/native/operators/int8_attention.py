@@ -21,7 +21,7 @@ from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.ways import PlannedOperator, Refused, need
+from nc.backends.native.plans.ways import PlannedOperator, Refused, need, why_refused
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
@@ -102,37 +102,58 @@ def is_scores(node: fx.Node) -> bool:
 
 
 def is_probabilities(node: fx.Node | None) -> bool:
-    """Whether a quantize node gives the probabilities of an attention.
+    """Whether a quantize node gives the probabilities of an attention that the function may compute."""
+    return node is not None and _scores_of(node) is not None and not why_in_parts(node)
 
-    It does not where something is changed in place before they are read.
+
+def why_in_parts(node: fx.Node) -> str:
+    """Why the attention is computed in parts whose probabilities a quantize node gives.
+
+    It is "" where the function may compute it, and for other nodes.
     """
-    if node is None or node.target is not quantize or why_unavailable():
-        return False
-    softmax, weigh = first_input(node), only_user(node)
+    scores = _scores_of(node)
+    return "" if scores is None else why_refused(_check, scores, node)
+
+
+def _scores_of(node: fx.Node) -> fx.Node | None:
+    """Return the product from whose softmax a quantize node makes codes for the left side of another one."""
+    softmax = first_input(node) if node.target is quantize else None
     scores = first_input(softmax) if softmax is not None and op_name(softmax) in _SOFTMAX else None
-    if (
-        softmax is None
-        or scores is None
-        or only_user(scores) is not softmax
-        or only_user(softmax) is not node
-    ):
-        return False
-    if (
-        weigh is None
-        or {scores.target, weigh.target} != {product()}
-        or schema_arguments(weigh)["left"] is not node
-    ):
-        return False
+    weigh = any(user.target is product() and schema_arguments(user)["left"] is node for user in node.users)
+    return scores if weigh and scores is not None and scores.target is product() else None
+
+
+def _check(scores: fx.Node, probabilities: fx.Node) -> None:
+    """Raise `Refused` for an attention that the function does not compute, as far as the graph tells that."""
+    missing = why_unavailable()
+    need(not missing, missing)
+    softmax = only_user(scores)
+    weigh = only_user(probabilities)
+    need(
+        weigh is not None and softmax is not None and only_user(softmax) is probabilities,
+        "its scores or probabilities are read elsewhere too",
+    )
     between = scores
     while between is not weigh:
-        if works_in_place(between):
-            return False
+        need(not works_in_place(between), "something is changed in place meanwhile")
         between = between.next
-    return True
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`nc_native::qmatmul` of probabilities and values, with all that gives the probabilities."""
+    probabilities = schema_arguments(node)["left"]
+    need(_scores_of(probabilities) is not None, _NO_ATTENTION)
+    try:
+        why = why_in_parts(probabilities)
+        need(not why, why)
+        return _at_once(recorder, node, a)
+    except Refused as refused:  # the next way computes it, so that nothing else would say this
+        recorder.pass_over(node, f"c:{NAME}", str(refused))
+        raise
+
+
+def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """Return the result of an attention; raises `Refused` for what the function can't."""
     chain, called = _chain(a["left"]), _function()
     if isinstance(called, Unavailable):
         raise Refused(called.reason)

@@ -128,15 +128,17 @@ Entry = PrimitiveCall | FunctionCall | AtenCall
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """An operator that torch computes in a plan, though it has ways of ours.
+    """An operator of a plan that a kernel of ours does not compute, though it is one for such operators.
 
     Attributes:
         operator: of the user's model.
-        why: what each way said.
+        why: what the kernel said, or each way where torch computes the operator.
+        kernel: its name where another kernel of ours computes the operator; "" where torch does.
     """
 
     operator: str
     why: str
+    kernel: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # no slots: contexts refer to plans weakly
@@ -152,7 +154,7 @@ class ExecutionPlan:
         offsets: where each block lies in the arena.
         scratchpad: bytes that every kernel may use, behind the blocks.
         wrong: for each operator, kernels that were passed over because their sums are wrong.
-        refusals: operators that torch computes though there are ways of ours.
+        refusals: operators that torch computes though there are ways of ours, or that have not our best one.
     """
 
     entries: Sequence[Entry]

@@ -371,6 +371,10 @@ class Recorder:
         step = dataclasses.replace(describe(node, CONVERTERS), operators=tuple(operators), kernels=(kernel,))
         self._entries.append(FunctionCall(function, packed, references, step))
 
+    def pass_over(self, node: fx.Node, kernel: str, why: str) -> None:
+        """Note for reports why a kernel does not compute a node that is for it, and another one does."""
+        self._refusals.append(Refusal(operator_name(node), why, kernel))
+
     def convolution(self, wanted: trials.Convolution, weights: Desc | Layout, node: fx.Node) -> Primitive:
         """Return a primitive whose sums are right; the plan names the kernels whose sums are not."""
         primitive, wrong = trials.convolution(self.maker, wanted, weights)

@@ -191,6 +191,35 @@ def test_probabilities_that_are_returned_are_computed():
         for step in q.engine.steps([x])
         if any(int8_attention.NAME in k.implementation for k in step.kernels)
     ]
+    scores, values = (op.refused for op in q.report().ops if op.kind == "matmul")
+    why = "its scores or probabilities are read elsewhere too"
+    assert (scores, values) == ((), (("c:int8_attention", why),))
+    assert f"kernel c:int8_attention is not used for 1 layers: {why}" in q.report().summary()
+    assert "computed by torch" not in q.report().details
+
+
+def refused(attention):
+    """Why a plan computes an attention in parts."""
+    call = attention.planned()
+    call(*attention.inputs)
+    call(*attention.inputs)
+    return [why for kernels in call.passed_over().values() for _, why in kernels]
+
+
+def test_attention_in_parts_has_its_reason(monkeypatch):
+    assert refused(case()) == []
+    assert refused(case(width=513, rows=3)) == ["a head is wider than 512"]
+    module = case().module
+    monkeypatch.setattr(int8_attention, "_function", lambda: Unavailable("there is no C compiler"))
+    assert refused(case()) == ["there is no C compiler"]
+    (softmax,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.softmax.int)
+    assert int8_attention.why_in_parts(softmax) == ""
+
+
+def test_products_that_are_no_attention_have_no_reason():
+    model = Function(lambda m, x: m.a(x) @ m.b(x).mT, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
+    q = quantized(model.eval(), torch.randn(2, 7, 16), None, "native")
+    assert [op.refused for op in q.report().ops] == [()] * 3
 
 
 @pytest.mark.parametrize("shape", [(1, 40, 32), (3, 7, 32)])
@@ -209,6 +238,7 @@ def test_the_report_says_which_function_computed_both_products(shape):
 def test_a_cpu_without_vnni_takes_the_parts(monkeypatch):
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f"))
     assert "avx512_vnni" in int8_attention.why_unavailable()
+    assert ["avx512_vnni" in why for why in refused(case())] == [True]
     case().check(whole=False)
 
 
@@ -222,10 +252,13 @@ def test_an_attention_that_changes_something_meanwhile_is_computed_in_parts():
     module = case(before=masks(2, 3, 9, 11)["of heads"]).module
     softmax = next(node for node in module.graph.nodes if node.target is torch.ops.aten.softmax.int)
     (scores,) = softmax.all_input_nodes
+    (probabilities,) = softmax.users
     assert int8_attention.is_scores(scores)
+    assert int8_attention.why_in_parts(probabilities) == ""
     with module.graph.inserting_before(softmax):
         call_function(module.graph, torch.ops.aten.add_.Tensor, (scores.all_input_nodes[2], 1.0))
     assert not int8_attention.is_scores(scores)
+    assert int8_attention.why_in_parts(probabilities) == "something is changed in place meanwhile"
 
 
 def test_threads_that_are_changed_between_calls():
