@@ -19,8 +19,8 @@ class Pass:
         name: for reports and messages.
         run: changes a graph in place; returns the names of the operators that a report should show as
             rewritten, or None.
-        why: asked of every operator behind the pass: why it leaves that node alone, "" where it does not, or
-            where the node is none of its business.
+        why: asked of every operator behind the pass, and of every node where the pass gives a kernel: why it
+            leaves that node alone, "" where it does not, or where the node is none of its business.
         gives: what operators get by this pass: a precision, "int8" or "bf16", or a kernel of the name that
             reports have for it, instead of other kernels; "" where it gives neither.
         avoids: the engine's fault that the pass is there to avoid; "" where it avoids none.
@@ -63,7 +63,7 @@ class PassesResult:
     refused: Mapping[tuple[str, str], str]
 
     def passed_over(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """For each operator the kernels that it did not get, and why."""
+        """For each operator, or node that is none, the kernels that it did not get, and why."""
         found: dict[str, tuple[tuple[str, str], ...]] = {}
         for (operator, gives), why in self.refused.items():
             if gives not in _NO_KERNELS:
@@ -80,9 +80,11 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> PassesResult:
         if each.why is None:
             continue
         for node in module.graph.nodes:
-            why = each.why(node) if "operator" in node.meta else ""
+            # sums, roots and the like are no operators of the plan, but kernels are for some of them together
+            operator = node.meta.get("operator", "" if each.gives in _NO_KERNELS else node.name)
+            why = each.why(node) if operator else ""
             if why:
-                refused.setdefault((node.meta["operator"], each.gives), why)
+                refused.setdefault((operator, each.gives), why)
     module.graph.lint()
     module.recompile()
     return PassesResult(tuple(rewrites), refused)

@@ -130,7 +130,10 @@ def lower(
             dequantize_outside=targets.count(dequantize),
             weight_bytes=dynamic + running.weight_bytes(),
             sqnr_db=sqnr,
-            details=({"run by": run_by} if run_by else {}) | dict(running.details()) | kernels_compared,
+            details=({"run by": run_by} if run_by else {})
+            | dict(running.details())
+            | _single(passed_over[0], graph.plan.decisions)
+            | kernels_compared,
         )
 
     # of compiled code nothing says which part of it computes which operator
@@ -202,6 +205,20 @@ def _joined(
 ) -> tuple[tuple[str, str], ...]:
     """Return what several mappings have for an operator."""
     return tuple(each for kernels in found for each in kernels.get(operator, ()))
+
+
+def _single(
+    passed_over: Mapping[str, tuple[tuple[str, str], ...]], decisions: Iterable[Decision]
+) -> dict[str, str]:
+    """Return what a report says of nodes that are no operators, and for which together there is a kernel."""
+    operators = {decision.operator for decision in decisions}
+    texts = [
+        f"{node} ({kernel}: {why})"
+        for node, kernels in passed_over.items()
+        if node not in operators
+        for kernel, why in kernels
+    ]
+    return {"not in one call": "; ".join(texts)} if texts else {}
 
 
 def executed(module: fx.GraphModule) -> dict[str, str]:

@@ -15,13 +15,11 @@ from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.merge import merge
-from nc.backends.native.operators import row_linear
+from nc.backends.native.operators import norm, rotary, row_linear
 from nc.backends.native.operators.bf16_attention import replace_bf16_attention
 from nc.backends.native.operators.bf16_linear import replace_bf16_linears
 from nc.backends.native.operators.float_attention import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
-from nc.backends.native.operators.norm import recompose_norms
-from nc.backends.native.operators.rotary import recompose_rotary
 from nc.backends.native.operators.transposed_convolution import fuse_transposed, why_not_transposed
 from nc.backends.native.qdq_rewrites import pool_codes, remaining
 from nc.backends.native.recurrent import replace_recurrent, why_not_recurrent
@@ -46,7 +44,7 @@ def kernels(
     right_sides = (Pass("signed_codes", signed, why_not_product, "int8"),) if products else ()
     own = (
         (
-            Pass("rotary", recompose_rotary),
+            Pass("rotary", rotary.recompose_rotary, rotary.why_not_rotary, rotary.NAME),
             Pass("products", fuse_products),
             Pass("transposed", fuse_transposed, why_not_transposed, "int8"),
         )
@@ -72,7 +70,7 @@ def kernels(
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),
         *((Pass("masks", restore_masks),) if products else ()),
-        Pass("norms", recompose_norms),
+        Pass("norms", norm.recompose_norms, norm.why_not_norm, norm.NAME),
         Pass("factors", fold_factors),
         Pass("sums_first", sum_first),
         Pass("unsigned_codes", unsigned),

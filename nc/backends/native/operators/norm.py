@@ -29,7 +29,7 @@ from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.products import with_qparams
 from nc.backends.native.plans.readers import only_quantized
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, need
+from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, Refused, need, why_refused
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.graph.fx_utils import call_function, constant_value, give_values_of, take_over
@@ -39,6 +39,10 @@ from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import DST, SCALE, SHIFT, SRC, Attributes, contiguous_strides
 
 _aten = torch.ops.aten
+#: In reports, of norms that stay in single operators.
+NAME = "norm"
+#: Roots of a variance, and how a norm takes them.
+_ROOTS = {"sqrt": "div", "rsqrt": "mul"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,13 +83,25 @@ class _Spread:
 
 def recompose_norms(module: fx.GraphModule) -> None:
     """Replace every norm in single operators by `layer_norm` or `rms_norm`."""
-    order = {node: place for place, node in enumerate(module.graph.nodes)}
-    changes = [place for node, place in order.items() if works_in_place(node)]
+    order = _order(module)
     for node in list(module.graph.nodes):
-        found = norm_of(module, node, order) if op_name(node) in ("sqrt", "rsqrt") else None
-        if found is None or any(order[found.nodes[0]] < place < order[found.nodes[-1]] for place in changes):
-            continue  # what is read later could have been changed by then
-        _replace(module, found)
+        try:
+            found = norm_of(module, node, order)
+        except Refused:  # `why_not_norm` tells
+            continue
+        if found is not None:
+            _replace(module, found)
+
+
+def why_not_norm(node: fx.Node) -> str:
+    """Why `recompose_norms` leaves the norm in single operators that has this root; "" for other nodes."""
+    module = node.graph.owning_module
+    assert module is not None, "passes run on modules"
+    return why_refused(norm_of, module, node, _order(module)) if op_name(node) in _ROOTS else ""
+
+
+def _order(module: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: place for place, node in enumerate(module.graph.nodes)}
 
 
 def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
@@ -97,22 +113,24 @@ def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) ->
         module: the graph, for constants.
         root: the node of the root.
         order: places of all nodes.
+
+    Raises:
+        Refused: it can't be one call.
     """
-    shifted, last = first_input(root), only_user(root)
-    if shifted is None or last is None or op_name(shifted) != "add" or Binary.of(shifted).alpha != 1:
+    shifted = first_input(root) if op_name(root) in _ROOTS else None
+    if shifted is None:
         return None
     variance, eps = _number_apart(shifted)
     spread = None if variance is None else _spread(variance)
-    top = _divided(root, last)
-    if variance is None or spread is None or top is None or not eps >= 0:
+    last = next((user for user in root.users if _divided(root, user) is not None), None)
+    top = None if last is None else _divided(root, last)
+    if variance is None or spread is None or last is None or top is None or not eps >= 0:
         return None
     x, dim = spread.input, spread.dim
-    if (
-        (_without_mean(top, dim) if spread.centred else top) is not x
-        or not is_fp32(x)
-        or not isinstance(x.meta["val"].shape[dim], int)
-    ):
+    if (_without_mean(top, dim) if spread.centred else top) is not x:
         return None
+    need(is_fp32(x), "its input is not fp32")
+    need(isinstance(x.meta["val"].shape[dim], int), "the size of its dimension is free")
     inner = {*spread.nodes, *(_difference(top) if spread.centred else ()), variance, shifted, root, last}
     last, weight = _constant_behind(module, last, x, dim, "mul")
     inner.add(last)
@@ -120,9 +138,13 @@ def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) ->
     if spread.centred:
         last, bias = _constant_behind(module, last, x, dim, "add")
         inner.add(last)
-    if any(user not in inner for node in inner if node is not last for user in node.users):
-        return None
-    return Norm(x, dim, eps, spread.centred, weight, bias, tuple(sorted(inner, key=order.__getitem__)))
+    readers = {user for node in inner if node is not last for user in node.users}
+    need(readers <= inner, "its parts are read elsewhere too")
+    nodes = tuple(sorted(inner, key=order.__getitem__))
+    # what is read later could have been changed by then
+    meanwhile = list(order)[order[nodes[0]] : order[nodes[-1]]]
+    need(not any(map(works_in_place, meanwhile)), "something is changed in place between its parts")
+    return Norm(x, dim, eps, spread.centred, weight, bias, nodes)
 
 
 def _spread(node: fx.Node) -> _Spread | None:
@@ -133,22 +155,21 @@ def _spread(node: fx.Node) -> _Spread | None:
     dim, source = _kept_dim(node), first_input(node)
     if dim is None or source is None:
         return None
-    a = schema_arguments(node)
     if op_name(node) == "var":
-        return (
-            _Spread(source, dim, True, frozenset())
-            if a.get("correction") == 0 or a.get("unbiased") is False
-            else None
-        )
-    if op_name(node) != "mean" or not _is_square(source):
-        return None
-    squared = first_input(source)
+        return _Spread(source, dim, True, frozenset()) if _divides_by_all(node) else None
+    squared = first_input(source) if op_name(node) == "mean" and _is_square(source) else None
     if squared is None:
         return None
     x = _without_mean(squared, dim)
     if x is None:
         return _Spread(squared, dim, False, frozenset({source}))
     return _Spread(x, dim, True, frozenset({source, *_difference(squared)}))
+
+
+def _divides_by_all(variance: fx.Node) -> bool:
+    """Whether a variance divides by the number of values, not by one less."""
+    a = schema_arguments(variance)
+    return a.get("correction") == 0 or a.get("unbiased") is False
 
 
 def _is_square(node: fx.Node) -> bool:
@@ -162,9 +183,16 @@ def _without_mean(node: fx.Node, dim: int) -> fx.Node | None:
     if op_name(node) != "sub" or Binary.of(node).alpha != 1:
         return None
     left, mean = Binary.of(node).sides
-    if not isinstance(left, fx.Node) or not isinstance(mean, fx.Node) or op_name(mean) != "mean":
-        return None
-    return left if _kept_dim(mean) == dim and first_input(mean) is left else None
+    return left if isinstance(left, fx.Node) and _is_mean(mean, left, dim) else None
+
+
+def _is_mean(node: object, of: fx.Node, dim: int) -> bool:
+    return (
+        isinstance(node, fx.Node)
+        and op_name(node) == "mean"
+        and _kept_dim(node) == dim
+        and first_input(node) is of
+    )
 
 
 def _difference(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -174,12 +202,8 @@ def _difference(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _divided(root: fx.Node, last: fx.Node) -> fx.Node | None:
     """Return what is divided by a square root, or multiplied by the reciprocal of one."""
-    if (
-        op_name(last) != ("div" if op_name(root) == "sqrt" else "mul")
-        or Binary.of(last).rounding_mode is not None
-    ):
-        return None
-    left, right = Binary.of(last).sides
+    takes_root = op_name(last) == _ROOTS[op_name(root)] and Binary.of(last).rounding_mode is None
+    left, right = Binary.of(last).sides if takes_root else (None, None)
     top = left if right is root else right if op_name(last) == "mul" else None
     return top if isinstance(top, fx.Node) and top is not root else None
 
@@ -251,16 +275,17 @@ def _replace(module: fx.GraphModule, norm: Norm) -> None:
 def _kept_dim(node: fx.Node) -> int | None:
     """Return the one dimension along which a node reduces, and which it keeps, counted from 0."""
     a, x = schema_arguments(node) if node.op == "call_function" else {}, first_input(node)
-    dims = a.get("dim")
-    if x is None or dims is None or not a.get("keepdim") or a.get("dtype") not in (None, torch.float32):
-        return None
-    dims = [dims] if isinstance(dims, int) else dims
-    return dims[0] % x.meta["val"].dim() if len(dims) == 1 and x.meta["val"].dim() else None
+    keeps = x is not None and a.get("keepdim") and a.get("dtype") in (None, torch.float32)
+    given, rank = a.get("dim"), x.meta["val"].dim() if x is not None and keeps else 0
+    dims = [given] if isinstance(given, int) else given or []
+    return dims[0] % rank if len(dims) == 1 and rank else None
 
 
 def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
-    """Return a sum's tensor and its number; None and 0 where it has none."""
-    left, right = Binary.of(add).sides
+    """Return a sum's tensor and its number; None and 0 where it has none, or is no plain sum."""
+    left, right = (
+        Binary.of(add).sides if op_name(add) == "add" and Binary.of(add).alpha == 1 else (None, None)
+    )
     if isinstance(right, fx.Node):
         left, right = right, left
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -22,15 +22,16 @@ from nc.backends.native.plans.layouts import dense_strides
 from nc.backends.native.plans.operands import Later, PlanTensor
 from nc.backends.native.plans.readers import only_quantized
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, need
-from nc.backends.native.regions import only_user
+from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, Refused, need, why_refused
 from nc.backends.native.torch_library import define
-from nc.graph.catalogue import op_name, schema_arguments, works_in_place
+from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.graph.fx_utils import call_function, take_over
-from nc.graph.tensor_meta import same_shape
+from nc.graph.tensor_meta import TENSORS, same_shape
 from nc.graph.views import Binary
 from nc.kernels.c_code import abi, openmp
 
+#: In reports, of rotary embeddings that stay in single operators.
+NAME = "c:rotary"
 #: As in the C code: the longest row.
 _ROW = abi.CONSTANTS.row
 
@@ -60,7 +61,10 @@ def recompose_rotary(module: fx.GraphModule) -> None:
     if any(works_in_place(node) for node in module.graph.nodes):
         return
     for node in list(module.graph.nodes):
-        found = rotary_of(node)
+        try:
+            found = rotary_of(node)
+        except Refused:  # `why_not_rotary` tells
+            continue
         if found is None:
             continue
         (x, cosine, sine), inner = found
@@ -73,53 +77,67 @@ def recompose_rotary(module: fx.GraphModule) -> None:
             module.graph.erase_node(old)
 
 
+def why_not_rotary(node: fx.Node) -> str:
+    """Why `recompose_rotary` leaves the rotary embedding whose sum a node is; "" for other nodes."""
+    return why_refused(rotary_of, node)
+
+
 def rotary_of(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node], tuple[fx.Node, ...]] | None:
     """x, cos and sin of the rotary embedding whose sum a node is, and the other nodes of it, last first.
 
     None is returned where it is none.
+
+    Raises:
+        Refused: it can't be one call.
     """
-    if op_name(node) != "add" or Binary.of(node).alpha != 1:
-        return None
-    for straight, turned in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
-        if not _is_product(straight, node) or not _is_product(turned, node):
+    sides = Binary.of(node).sides if op_name(node) == "add" and Binary.of(node).alpha == 1 else (None, None)
+    for straight, turned in (sides, sides[::-1]):
+        if not _is_product(straight) or not _is_product(turned):
             continue
         for joined, sine in (Binary.of(turned).sides, Binary.of(turned).sides[::-1]):
-            found = _turned(joined, turned)
+            found = _turned(joined)
             if found is None or not isinstance(sine, fx.Node):
                 continue
-            x, inner = found
+            x, parts = found
             left, right = Binary.of(straight).sides
             cosine = right if left is x else left if right is x else None
-            if not isinstance(cosine, fx.Node) or {cosine, sine} & {straight, turned, *inner}:
+            inner = straight, turned, *parts
+            if not isinstance(cosine, fx.Node) or {cosine, sine} & {*inner}:
                 continue  # it would be computed from what is replaced
-            if all(map(is_fp32, (x, cosine, sine))) and same_shape(
-                node.meta["val"].shape, x.meta["val"].shape
-            ):
-                return (x, cosine, sine), (straight, turned, *inner)
+            need(all(map(is_fp32, (x, cosine, sine))), "one of its tensors is not fp32")
+            larger = not same_shape(node.meta["val"].shape, x.meta["val"].shape)
+            need(not larger, "its result is larger than its input")
+            readers = {user for each in inner for user in each.users}
+            need(readers <= {node, *inner}, "its parts are read elsewhere too")
+            return (x, cosine, sine), inner
     return None
 
 
-def _is_product(node: object, reader: fx.Node) -> bool:
-    return isinstance(node, fx.Node) and op_name(node) == "mul" and only_user(node) is reader
+def _is_product(node: object) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and op_name(node) == "mul"
 
 
-def _turned(node: object, reader: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+def _turned(node: object) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """Return the x of `cat((-x[..., n:], x[..., :n]), -1)`, and the nodes that compute this, last first."""
-    if not isinstance(node, fx.Node) or op_name(node) != "cat" or only_user(node) is not reader:
+    if not isinstance(node, fx.Node) or not _joins_two(node):
         return None
-    a, dims = schema_arguments(node), node.meta["val"].dim()
-    if len(a["tensors"]) != 2 or a["dim"] % dims != dims - 1:
-        return None
-    negative, first = a["tensors"]
-    if op_name(negative) != "neg" or len(negative.users) > 1 or len(first.users) > 1:
-        return None
-    (second,) = negative.all_input_nodes
+    negative, first = schema_arguments(node)["tensors"]
+    second = first_input(negative) if op_name(negative) == "neg" else None
     x = _half(first, 0)
-    return (
-        (x, (node, negative, second, first))
-        if x is not None and len(second.users) == 1 and _half(second, 1) is x
-        else None
-    )
+    if x is None or second is None or _half(second, 1) is not x:
+        return None
+    return x, (node, negative, second, first)
+
+
+def _joins_two(node: fx.Node) -> bool:
+    """Whether a node joins two tensors along the last dimension."""
+    a = schema_arguments(node) if op_name(node) == "cat" else {}
+    return len(a.get("tensors", ())) == 2 and _is_last(a["dim"], node)
+
+
+def _is_last(dim: int, tensor: fx.Node) -> bool:
+    dims = tensor.meta["val"].dim()
+    return bool(dim % dims == dims - 1)
 
 
 def _half(node: fx.Node, which: int) -> fx.Node | None:
@@ -128,11 +146,16 @@ def _half(node: fx.Node, which: int) -> fx.Node | None:
         return None
     a = schema_arguments(node)
     source: fx.Node = a["self"]
-    *before, width = source.meta["val"].shape
-    start, end = a["start"] or 0, a["end"]
-    along_last = a["dim"] % (len(before) + 1) == len(before) and a["step"] == 1
-    known = isinstance(width, int) and isinstance(start, int) and isinstance(end, (int, type(None)))
-    if not along_last or not known or width % 2:
+    value, start, end = source.meta.get("val"), a["start"] or 0, a["end"]
+    width = value.shape[-1] if isinstance(value, TENSORS) else None  # of merged linears nothing is noted
+    known = isinstance(start, int) and isinstance(end, (int, type(None)))
+    if (
+        not isinstance(width, int)
+        or not known
+        or width % 2
+        or a["step"] != 1
+        or not _is_last(a["dim"], source)
+    ):
         return None
     begin, stop, _ = slice(start, end).indices(width)
     return source if (begin, stop) == (which * width // 2, (which + 1) * width // 2) else None

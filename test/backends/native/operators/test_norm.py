@@ -1,5 +1,7 @@
 """Norms in single operators become one call with the same numbers; what only looks like one stays."""
 
+import re
+
 import pytest
 import torch
 from models import Function, quantized
@@ -121,6 +123,7 @@ def test_one_call(name):
     model, x, target = FOUND[name]
     q = quantized(model.eval(), x, None, "native")
     found = targets(q)
+    assert refused(q) == []
     assert found.count(target) == 1
     assert not {"aten.mean.dim", "aten.rsqrt.default", "aten.sqrt.default", "aten.var.correction"} & set(
         found
@@ -152,10 +155,28 @@ KEPT = {
 }
 
 
+def refused(q):
+    """Why norms stay in single operators, as the report says it."""
+    text = q.report().details.get("not in one call", "")
+    assert not text or f"not in one call: {text}" in q.report().summary()
+    return re.findall(r"sqrt \(norm: (.*?)\)", text)
+
+
+def test_a_norm_in_fp64_stays_and_says_so():
+    def forward(x, w, b):
+        y = x.double()
+        return (y * torch.rsqrt(mean(y.pow(2)) + 1e-5)).float()
+
+    q = quantized(Normed(forward).eval(), X, None, "native")
+    assert RMS not in targets(q)
+    assert refused(q) == ["its input is not fp32"]
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_what_only_looks_like_a_norm_stays(name):
     q = quantized(Normed(lambda x, w, b: KEPT[name](x)).eval(), X, None, "native")
     assert not {LAYER, RMS} & set(targets(q))
+    assert refused(q) == (["its parts are read elsewhere too"] if "read twice" in name else [])
     assert worst_sqnr_db([q.reference(X)], [q(X)]) > EXACT
 
 
@@ -185,6 +206,7 @@ def test_not_across_a_change_in_place():
         return top * WEIGHT, y
 
     q = quantized(Function(forward, linear=nn.Linear(16, SIZE)).eval(), X, None, "native")
+    assert refused(q) == ["something is changed in place between its parts"]
     for expected, got in zip(q.reference(X), q(X), strict=True):
         assert worst_sqnr_db([expected], [got]) > EXACT
 
@@ -203,5 +225,6 @@ def test_a_free_size_is_not_normalised():
     )
     q = quantized(model.eval(), X, None, "native")
     assert LAYER not in targets(q)
+    assert refused(q) == ["the size of its dimension is free"]
     for given in (X, torch.randn(2, 9, 16, generator=G)):
         assert worst_sqnr_db([q.reference(given)], [q(given)]) > EXACT

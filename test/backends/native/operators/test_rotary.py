@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nc.backends import available_backends
 from nc.backends.native import planned as planning
-from nc.backends.native.operators.rotary import recompose_rotary, rotation
+from nc.backends.native.operators.rotary import recompose_rotary, rotation, why_not_rotary
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.execution_plan import AtenCall, FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
@@ -264,6 +264,45 @@ def test_what_only_looks_like_it(name):
     module = traced(lambda *x: (OTHERS[name](*x),), *given_)
     recompose_rotary(module)
     assert rotation() not in [n.target for n in module.graph.nodes]
+    larger = ["its result is larger than its input"]  # also an embedding of the other tensor
+    assert refused(module) == (larger if name == "of another tensor" else [])
+
+
+def refused(module):
+    """Why sums of a graph, which are those of rotary embeddings, are none in one call."""
+    return [why for why in map(why_not_rotary, module.graph.nodes) if why]
+
+
+def test_other_dtypes_stay():
+    module = traced(lambda *x: (ROTARY["as in Llama"](*x),), *(x.double() for x in inputs()))
+    recompose_rotary(module)
+    assert rotation() not in [n.target for n in module.graph.nodes]
+    assert refused(module) == ["one of its tensors is not fp32"]
+
+
+def test_the_report_says_why_a_rotary_embedding_stays():
+    def forward(self, x, cosine, sine):
+        y = self.a(x)
+        other = torch.cat([-y[..., 4:], y[..., :4]], -1)
+        return self.b(y * cosine + other * sine), other
+
+    given_ = torch.randn(2, 5, 8), torch.randn(5, 8), torch.randn(5, 8)
+    layers = {name: torch.nn.Linear(8, 8) for name in "ab"}
+    report = quantized(Function(forward, **layers).eval(), given_, None, "native").report()
+    why = "its parts are read elsewhere too"
+    assert {op.operator: op.refused for op in report.ops}["add"] == (("c:rotary", why),)
+    assert f"kernel c:rotary is not used for 1 layers: {why}" in report.summary()
+
+
+def test_parts_of_linears_that_became_one():
+    """Their halves are slices, too."""
+    model = Function(
+        lambda m, x, c, s: m.d(torch.cat([-m.a(x), m.b(x)], -1) * s + m.c(x) * c),
+        a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 16), d=nn.Linear(16, 4),
+    )  # fmt: skip
+    given_ = torch.randn(2, 5, 8), torch.randn(5, 16), torch.randn(5, 16)
+    q = quantized(model.eval(), given_, None, "native")
+    assert worst_sqnr_db([q.reference(*given_)], [q(*given_)]) > 60
 
 
 def test_parts_that_are_read_elsewhere_stay():
@@ -274,6 +313,7 @@ def test_parts_that_are_read_elsewhere_stay():
     module = traced(function, *inputs())
     recompose_rotary(module)
     assert rotation() not in [n.target for n in module.graph.nodes]
+    assert refused(module) == ["its parts are read elsewhere too"]
 
 
 def test_a_result_larger_than_x_stays():
@@ -281,6 +321,7 @@ def test_a_result_larger_than_x_stays():
     module = traced(lambda *x: (ROTARY["as in Llama"](*x),), x, c, s)
     recompose_rotary(module)
     assert rotation() not in [n.target for n in module.graph.nodes]
+    assert refused(module) == ["its result is larger than its input"]
 
 
 def test_nothing_changes_where_something_is_changed_in_place():
