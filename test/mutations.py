@@ -608,7 +608,7 @@ MUTATIONS = (
         "avx2-in-place-twice",
         "channels that are computed twice are added once",
         "backends/native/operators/avx2.py",
-        " or (in_place and outputs % _PANEL)",
+        " and not (in_place and outputs % _PANEL)",
         "",
         ("avx2",),
     ),

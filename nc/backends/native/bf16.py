@@ -46,6 +46,8 @@ def drop_round_trips(module: fx.GraphModule) -> None:
 
 
 def _is_rounded(node: fx.Node) -> bool:
-    if kind_of_node(node) not in PRODUCTS or [user.target for user in node.users] != [to_bf16]:
-        return False
-    return all(source.target is from_bf16 for source in node.all_input_nodes if is_float_tensor(source))
+    return (
+        kind_of_node(node) in PRODUCTS
+        and [user.target for user in node.users] == [to_bf16]
+        and all(source.target is from_bf16 for source in node.all_input_nodes if is_float_tensor(source))
+    )

@@ -8,6 +8,8 @@ linear(x))`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -81,13 +83,7 @@ def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Te
 
     None is returned where it is no such factor.
     """
-    if op_name(user) not in ("mul", "div"):
-        return None
-    view = Binary.of(user)
-    left, right = view.sides
-    if left is right or view.rounding_mode is not None or (op_name(user) == "div" and left is not node):
-        return None
-    other = right if left is node else left
+    other = _factor_side(node, user)
     if isinstance(other, int | float):
         value: torch.Tensor | None = torch.tensor(other, dtype=torch.float64, device="cpu")
     else:
@@ -99,19 +95,26 @@ def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Te
     return 1 / value if op_name(user) == "div" else value
 
 
+def _factor_side(node: fx.Node, user: fx.Node) -> Any:
+    """Return the other side of a product with, or a quotient of, a node; None of others."""
+    if op_name(user) not in ("mul", "div") or Binary.of(user).rounding_mode is not None:
+        return None
+    left, right = Binary.of(user).sides
+    if left is node:
+        return None if right is node else right
+    return left if op_name(user) == "mul" else None
+
+
 def _fits_channels(value: torch.Tensor, node: fx.Node, result: object, channels: int) -> bool:
     """Tell whether a factor has one number, or one for each channel of the product.
 
     It must leave the product's shape and fp32.
     """
-    if not isinstance(result, TENSORS) or result.dtype is not torch.float32:
-        return False
-    behind, dims = _BEHIND[str(kind_of_node(node))], result.dim()
-    if node.meta["val"].dim() != dims or value.dim() > dims or (behind and dims != behind + 2):
-        return False
-    return value.numel() == 1 or (
-        value.numel() == channels and value.dim() > behind and value.shape[-1 - behind] == channels
-    )
+    behind, dims = _BEHIND[str(kind_of_node(node))], node.meta["val"].dim()
+    of_channels = value.numel() == channels and value.dim() > behind and value.shape[-1 - behind] == channels
+    same = isinstance(result, TENSORS) and result.dtype is torch.float32 and result.dim() == dims
+    has_batch = not behind or dims == behind + 2
+    return same and has_batch and value.dim() <= dims and (value.numel() == 1 or of_channels)
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, factor: torch.Tensor) -> bool:
@@ -121,11 +124,9 @@ def _fold(module: fx.GraphModule, node: fx.Node, factor: torch.Tensor) -> bool:
     """
     view = Weighted.of(node)
     bias = None if view.bias is None else constant_value(module, view.bias)
-    if view.bias is not None and bias is None:
-        return False
     scales = _fp32(weight_of(module, view.weight)[1], factor)
     biases = None if bias is None else _fp32(bias, factor)
-    if scales is None or (bias is not None and biases is None):
+    if scales is None or (view.bias is not None and biases is None):
         return False
     with module.graph.inserting_before(node):
         codes = Dequantize.of(view.weight).codes

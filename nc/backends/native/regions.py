@@ -134,15 +134,21 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 def is_sum(node: fx.Node, side: fx.Node) -> bool:
     """Whether a node adds another tensor of the same shape."""
-    if node.target is not torch.ops.aten.add.Tensor or Binary.of(node).alpha != 1:
+    if node.target is not torch.ops.aten.add.Tensor:
         return False
-    a, b = Binary.of(node).sides
-    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-        return False
-    x, y = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(x, TENSORS) or not isinstance(y, TENSORS):
-        return False
-    return x.dtype is y.dtype is torch.float32 and same_shape(x.shape, y.shape)
+    (a, b), alpha = Binary.of(node).sides, Binary.of(node).alpha
+    x, y = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (a, b))
+    return alpha == 1 and a is not b and _are_alike(x, y)
+
+
+def _are_alike(x: object, y: object) -> bool:
+    """Whether two values are fp32 tensors of the same shape."""
+    return (
+        isinstance(x, TENSORS)
+        and isinstance(y, TENSORS)
+        and x.dtype is y.dtype is torch.float32
+        and same_shape(x.shape, y.shape)
+    )
 
 
 def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:

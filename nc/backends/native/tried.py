@@ -244,10 +244,9 @@ def _is_right(asked: _Asked, sizes: Sequence[int]) -> bool:
 
 
 def _adds_up(asked: _Asked, wanted: trials.Convolution) -> bool:
-    if "amx_int8" in cpu.features() and trials.overruns_with_amx(wanted):
-        return False
+    overruns = "amx_int8" in cpu.features() and trials.overruns_with_amx(wanted)
     is_usual = not wanted.source.sizes[0] or not trials.fills_tiles_in_part(wanted)
-    return is_usual or trials.adds_up(wanted, functools.partial(_try, asked))
+    return not overruns and (is_usual or trials.adds_up(wanted, functools.partial(_try, asked)))
 
 
 @functools.lru_cache(4096)

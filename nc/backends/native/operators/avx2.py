@@ -165,9 +165,8 @@ def _function(name: str) -> Function:
 def _is_pointwise(product: Product) -> bool:
     """Whether each row of the result reads one row of codes."""
     g, (_, inputs, *window) = product.geometry, product.weight.tensor.shape
-    if product.groups > 1 or inputs % 4:
-        return False
-    return g is None or (math.prod(window) == 1 and set(g.strides) == {1} and not any((*g.before, *g.after)))
+    stays = g is None or (math.prod(window) == 1 and set(g.strides) == {1} and not any((*g.before, *g.after)))
+    return product.groups == 1 and inputs % 4 == 0 and stays
 
 
 def _is_depthwise(product: Product, *, in_place: bool) -> bool:
@@ -176,9 +175,9 @@ def _is_depthwise(product: Product, *, in_place: bool) -> bool:
     The code computes 16 channels at once, the last ones perhaps twice.
     """
     outputs, inputs, *window = product.weight.tensor.shape
-    if inputs != 1 or outputs != product.groups or outputs < _PANEL or (in_place and outputs % _PANEL):
-        return False
-    return len(window) in (1, 2) and math.prod(window) <= _TAPS
+    alone = inputs == 1 and outputs == product.groups
+    in_panels = outputs >= _PANEL and not (in_place and outputs % _PANEL)
+    return alone and in_panels and len(window) in (1, 2) and math.prod(window) <= _TAPS
 
 
 def _window(product: Product) -> dict[str, abi.Value]:

@@ -86,11 +86,9 @@ def is_attention(node: fx.Node) -> bool:
 
 def _added(bias: fx.Node) -> fx.Node | None:
     """Return the mask of booleans that gives a term: 0 where it is true, else the lowest number."""
-    if bias.target is not _aten.masked_fill.Scalar:
-        return None
-    filled = schema_arguments(bias)
-    zeros, hidden = filled["self"], filled["mask"]
-    if zeros.target is not _aten.zeros_like.default or hidden.target is not _aten.logical_not.default:
+    filled = schema_arguments(bias) if bias.target is _aten.masked_fill.Scalar else {}
+    zeros, hidden = filled.get("self"), filled.get("mask")
+    if not _calls(zeros, _aten.zeros_like.default) or not _calls(hidden, _aten.logical_not.default):
         return None
     mask = first_input(hidden)
     same = first_input(zeros) is mask and filled["value"] == torch.finfo(torch.float32).min
@@ -99,11 +97,10 @@ def _added(bias: fx.Node) -> fx.Node | None:
 
 def _multiplied(reader: fx.Node, attention: fx.Node) -> fx.Node | None:
     """Return the mask of which a product with the result takes whether a query sees any key."""
-    if reader.target is not _aten.mul.Tensor or Binary.of(reader).sides[0] is not attention:
-        return None
-    converted = Binary.of(reader).sides[1]
+    is_product = reader.target is _aten.mul.Tensor and Binary.of(reader).sides[0] is attention
+    converted = Binary.of(reader).sides[1] if is_product else None
     seen = first_input(converted) if _calls(converted, _aten.to.dtype) else None
-    if seen is None or not _calls(seen, _aten.any.dim):
+    if not _calls(seen, _aten.any.dim):
         return None
     how = schema_arguments(seen)
     return how["self"] if how["keepdim"] and how["dim"] in (-1, how["self"].meta["val"].dim() - 1) else None

@@ -232,13 +232,17 @@ def _region_of(node: fx.Node) -> ProductRegion:
 
 def _fits(product_: fx.Node, other: object) -> bool:
     """Whether the result of an operation with another tensor has the shape of a product."""
-    if (
-        not isinstance(other, fx.Node)
-        or not is_float_tensor(other)
-        or other.meta["val"].dtype is not torch.float32
-    ):
-        return False
-    whole, part = product_.meta["val"].shape, other.meta["val"].shape
+    whole = product_.meta["val"].shape
+    return (
+        isinstance(other, fx.Node)
+        and is_float_tensor(other)
+        and other.meta["val"].dtype is torch.float32
+        and _is_repeated(other.meta["val"].shape, whole)
+    )
+
+
+def _is_repeated(part: Sequence[Any], whole: Sequence[Any]) -> bool:
+    """Whether a tensor of one shape can be repeated to another one."""
     return len(part) <= len(whole) and all(
         same_shape([b], [1]) or same_shape([b], [a])
         for a, b in zip(reversed(whole), reversed(part), strict=False)

@@ -92,9 +92,8 @@ def is_repeated(node: fx.Node) -> bool:
     It waits, because a kernel can read the same head twice.
     """
     source, readers = first_input(node), list(node.users)
-    if source is None or op_name(source) != "expand" or not readers:
-        return False
-    return all(reader.target is _aten.scaled_dot_product_attention.default for reader in readers)
+    only_attention = all(reader.target is _aten.scaled_dot_product_attention.default for reader in readers)
+    return source is not None and op_name(source) == "expand" and bool(readers) and only_attention
 
 
 def _shared(recorder: Recorder, value: Any) -> PlanTensor:

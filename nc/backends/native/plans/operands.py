@@ -190,9 +190,9 @@ def is_gather(target: Any, args: tuple[Any, ...]) -> bool:
 
     By a mask, the number of results depends on its values.
     """
-    if target is not torch.ops.aten.index.Tensor:
-        return False
-    return all(value is None or value.tensor.dtype in (torch.int32, torch.int64) for value in args[1])
+    return target is torch.ops.aten.index.Tensor and all(
+        value is None or value.tensor.dtype in (torch.int32, torch.int64) for value in args[1]
+    )
 
 
 def is_about_sizes(target: Any) -> bool:
