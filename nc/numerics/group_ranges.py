@@ -67,6 +67,7 @@ def choose(
 
     Raises:
         ConfigError: weights are so large that their scales do not fit the storage format.
+        ValueError: there is no such rule.
     """
     group = form.group(weight.shape[1])
     shaped = weight.reshape(weight.shape[0], -1, group)
@@ -100,11 +101,12 @@ def _chosen(
     start = covering(weight, form, 1.0, outer)
     if rule == "minmax":
         return start
-    return (
-        _least_norm(weight, form, start, outer)
-        if rule == "mse"
-        else fit(weight, form, start, h, positive=positive or outer is not None)
-    )
+    if rule == "mse":
+        return _least_norm(weight, form, start, outer)
+    if rule == "wls":
+        return fit(weight, form, start, h, positive=positive or outer is not None)
+    msg = f"no rule for the ranges of groups is called {rule!r}"
+    raise ValueError(msg)
 
 
 def covering(

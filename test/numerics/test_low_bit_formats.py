@@ -420,3 +420,8 @@ def test_signs_of_scales():
     for form in FORMS.values():
         if form.two_levels or form.powers or form.dtype.kind == "float":
             assert (choose(weight, form).scale > 0).all()
+
+
+def test_a_rule_that_does_not_exist_is_no_other_one():
+    with pytest.raises(ValueError, match="no rule for the ranges of groups is called 'tight'"):
+        choose(torch.randn(4, 32), WeightFormat(dtype="int4", group_size=32), "tight")
