@@ -121,7 +121,7 @@ class Decision:
         values["why"] = None if data["why"] is None else Reason.from_dict(data["why"])
         values["fields"] = tuple(map(tuple, data["fields"]))
         values["weights"] = tuple((name, tuple(shape)) for name, shape in data["weights"])
-        values["float_weights"] = tuple(data["float_weights"])
+        values["float_weights"] = tuple(data.get("float_weights", ()))
         return cls(**values)
 
 
