@@ -228,12 +228,17 @@ def executed(module: fx.GraphModule) -> dict[str, str]:
         if is_kernel(node):
             found |= dict.fromkeys(node.meta["operators"], "int8")
         elif node.meta.get(DYNAMIC_KERNEL):
-            found |= dict.fromkeys(node.meta.get("operators") or [node.meta["operator"]], "int8")
+            found |= dict.fromkeys(_operators_of(node), "int8")
         elif node.meta.get("bf16_operators"):
             found |= dict.fromkeys(node.meta["bf16_operators"], "bf16")
         elif node.meta.get("bf16"):
-            found[node.meta["operator"]] = "bf16"
+            found |= dict.fromkeys(_operators_of(node), "bf16")
     return found
+
+
+def _operators_of(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the operators that a node computes; a changed artefact may give it none."""
+    return tuple(node.meta.get("operators") or filter(None, [node.meta.get("operator")]))
 
 
 def beside(module: fx.GraphModule, asked: Container[str]) -> dict[str, str]:

@@ -59,7 +59,8 @@ def _merge(
         bias = constant(module, f"{first.name}_merged_bias", biases)
         dequantized = call_operator(graph, dequantize_per_channel, *weight, None, 0, torch.int8)
         value = call_function(graph, _aten.linear.default, (Linear.of(first).input, dequantized, bias))
-        value.meta.update(kind="linear", operators=[node.meta["operator"] for node, _ in members])
+        named = [node.meta["operator"] for node, _ in members if "operator" in node.meta]
+        value.meta.update(kind="linear", operators=named)
         if dtype is torch.bfloat16:
             value = call_operator(graph, to_bf16, value)
         elif dtype is not torch.float32:

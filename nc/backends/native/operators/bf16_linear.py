@@ -174,7 +174,9 @@ def _replace(module: fx.GraphModule, members: Sequence[_Rounded], rows: fx.Node)
         how = (activation.name, list(activation.arguments), activation.algorithm)
         new = call_function(graph, bf16_linear(), (rows, packed, bias, other, sum(sizes), *how))
         parts = parts_of(graph, new, sizes) if len(members) > 1 else []
-    new.meta["bf16_operators"] = [each.linear.meta["operator"] for each in members]
+    new.meta["bf16_operators"] = [
+        each.linear.meta["operator"] for each in members if "operator" in each.linear.meta
+    ]
     for each, part in zip(members, parts, strict=False):
         put_in_place(part, each.result, [each.result])
     if region:
