@@ -465,7 +465,7 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
     EXPECT(how->isa == (how->bf16 ? ISA_AVX512_BF16 : ISA_AVX512_VNNI) || how->isa == ISA_AMX, NOT_HERE);
     EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->outputs > 0 && how->threads > 0, OTHER_SIZE);
-    EXPECT(how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
+    EXPECT(how->bf16 || how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
     EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
     const int64_t bytes = how->bf16 ? 2 : 1; /* of a number of a row */
     const struct rounding r = rounding_of(tensors[1], how->rows, how->inputs);

@@ -146,6 +146,8 @@ def _rounded(module: fx.GraphModule, node: fx.Node) -> _Rounded | None:
     bias = None if linear.bias is None else constant_value(module, linear.bias)
     if source.target is not to_bf16 or weight.op != "get_attr" or (bias is None) != (linear.bias is None):
         return None
+    if not constant_of(module, weight).numel():
+        return None
     return _Rounded(node, constant_of(module, weight), bias, result)
 
 

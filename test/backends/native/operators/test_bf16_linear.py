@@ -60,6 +60,21 @@ def test_the_numbers_are_those_of_float64(sizes, bias):
     assert q.report().ops[0].kernel.startswith("function c:row_product")
 
 
+def test_any_number_of_inputs():
+    """More than int32 could sum codes of, and none."""
+    layer, x = nn.Linear(70_000, 5), torch.randn(3, 70_000)
+    q = in_bf16(layer, x)
+    assert "c:row_product" in names(q, x)
+    agree(q(x), low(x).double() @ low(layer.weight).double().T + low(layer.bias).double())
+    with pytest.warns(UserWarning, match="zero-element"):
+        empty = nn.Linear(0, 4)
+    model = Function(lambda m, x: m.a(x[:, :0]) + m.b(x), a=empty, b=nn.Linear(6, 4))
+    x = torch.randn(3, 6)
+    q = in_bf16(model, x)
+    assert names(q, x).count("c:row_product") == 1
+    assert worst_db([q.reference(x)], [q(x)]) > 45
+
+
 @pytest.mark.parametrize("isa", bf16_linear._ISAS)
 def test_each_instruction_set(isa, monkeypatch):
     if not bf16_linear._has(isa):
