@@ -38,8 +38,9 @@ from suites.recurrent import float64_layers
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, bf16_linear, float_attention, int8_attention, row_linear
+from nc.backends.native.operators import avx2, float_attention, int8_attention
 from nc.backends.native.plans import c_functions
+from nc.backends.native.plans import rows as row_format
 from nc.kernels.c_code import abi, build, openmp
 from nc.kernels.c_code.calls import Function, call_once
 from nc.kernels.c_code.isas import ISAS, NUMBERS
@@ -467,7 +468,7 @@ def case_float_attention() -> str:
     }
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
     others = [] if name == "none" else [mask]
-    call(float_attention._compiled(), fields, [y, q, k, v, room, *others], writes=(0, 4))
+    call(float_attention._function(), fields, [y, q, k, v, room, *others], writes=(0, 4))
 
     def low(x: torch.Tensor) -> torch.Tensor:
         return x.float().to(torch.bfloat16).double() if bf16 else x.double()
@@ -755,8 +756,20 @@ def random_rows() -> tuple[torch.Tensor, torch.Tensor, bool]:
     for special in (0.0, 1e-40, 7.0, -7.0):
         if rows and random.random() < 0.3:
             x[random.randrange(rows)] = special
-    memory = torch.empty(row_linear.held(rows, inputs), dtype=torch.uint8)
+    memory = torch.empty(row_format.CODES.held(rows, inputs), dtype=torch.uint8)
     return x, memory, random.random() < 0.5
+
+
+def unpacked_rows(memory: torch.Tensor, rows: int, inputs: int) -> tuple[torch.Tensor, ...]:
+    """Codes [rows, inputs], scales and zero points [rows, 1] of rounded rows."""
+    many, depth = -(-rows // 16) * 16, -(-inputs // 64) * 64
+    tiles, scale, zero_point = torch.split(memory, [many * depth, many * 4, many * 4])
+    codes = tiles.view(many // 16, depth // 64, 16, 64).transpose(1, 2).reshape(many, depth)
+    return (
+        codes[:rows, :inputs],
+        scale.view(torch.float32)[:rows, None],
+        zero_point.view(torch.int32)[:rows, None],
+    )
 
 
 def case_round_rows() -> str:
@@ -769,8 +782,8 @@ def case_round_rows() -> str:
         "symmetric": symmetric,
         "threads": threads(),
     }
-    call(row_linear._code().round_rows, fields, [memory, x])
-    codes, scale, zero_point = row_linear.unpacked(memory, rows, inputs)
+    call(row_format.code(row_format.CODES).rounds, fields, [memory, x])
+    codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
     if rows:
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
         wanted = affine.choose_qparams(low, high, quant_min=0, quant_max=255, symmetric=symmetric)
@@ -785,7 +798,7 @@ def case_row_product() -> str:
     x, memory, symmetric = random_rows()
     rows, inputs = x.shape
     outputs, count = random.choice(SIZES), threads()
-    code = row_linear._code()
+    code = row_format.code(row_format.CODES)
     fields = {
         "rows": rows,
         "inputs": inputs,
@@ -793,15 +806,15 @@ def case_row_product() -> str:
         "symmetric": symmetric,
         "threads": count,
     }
-    call_once(code.round_rows, fields, [memory, x])
-    codes, scale, zero_point = row_linear.unpacked(memory, rows, inputs)
+    call_once(code.rounds, fields, [memory, x])
+    codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
     weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-    packed, sums = row_linear.packed_rows(weight)
+    packed, sums = row_format.pack(row_format.CODES, weight)
     of_weight, bias = torch.rand(len(sums)) * 0.01, torch.randn(len(sums))
     name = random.choice(tuple(ROW_ACTIVATIONS))
     other = [torch.randn(rows, outputs)] if random.random() < 0.5 else []
     y = torch.zeros(rows, outputs)
-    isas = [name for name in ("amx", "avx512_vnni") if name in row_linear.isas()]
+    isas = row_format.isas(row_format.CODES)
     fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[random.choice(isas)], "bf16": False,
               "activation": abi.ACTIVATION.number(name), "alpha": 0.125, "beta": 2.0}  # fmt: skip
     call(code.product, fields, [y, memory, packed, sums, of_weight, bias, *other])
@@ -815,9 +828,9 @@ def case_row_product() -> str:
 def case_bf16_rows() -> str:
     rows, inputs, count = random.choice(SIZES), random.choice(SIZES), threads()
     x = torch.randn(rows, inputs) * 2.0 ** random.randint(-40, 40)
-    memory = torch.zeros(bf16_linear.held(rows, inputs), dtype=torch.bfloat16)
+    memory = torch.zeros(row_format.BF16.held(rows, inputs), dtype=torch.bfloat16)
     fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": count}
-    call(bf16_linear._code().rows, fields, [memory, x])
+    call(row_format.code(row_format.BF16).rounds, fields, [memory, x])
     blocks = memory.view(-(-rows // 16), -(-inputs // 32), 16, 32).transpose(1, 2).flatten(2).flatten(0, 1)
     assert torch.equal(blocks[:rows, :inputs], x.to(torch.bfloat16))
     return f"{rows} x {inputs}"
@@ -826,13 +839,16 @@ def case_bf16_rows() -> str:
 def case_bf16_product() -> str:
     rows, inputs, outputs, count = *(random.choice(SIZES) for _ in range(3)), threads()
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs).to(torch.bfloat16)
-    code, memory = bf16_linear._code(), torch.zeros(bf16_linear.held(rows, inputs), dtype=torch.bfloat16)
-    call_once(code.rows, {"rows": rows, "inputs": inputs, "stride": inputs, "threads": count}, [memory, x])
-    packed, nothing = bf16_linear.packed_bf16(weight), torch.zeros(1, dtype=torch.int32)
+    code, memory = (
+        row_format.code(row_format.BF16),
+        torch.zeros(row_format.BF16.held(rows, inputs), dtype=torch.bfloat16),
+    )
+    call_once(code.rounds, {"rows": rows, "inputs": inputs, "stride": inputs, "threads": count}, [memory, x])
+    packed, nothing = row_format.pack(row_format.BF16, weight)
     bias = torch.randn(packed.shape[0] * 16)
     name = random.choice(tuple(ROW_ACTIVATIONS))
     other, y = [torch.randn(rows, outputs)] if random.random() < 0.5 else [], torch.zeros(rows, outputs)
-    isa = random.choice([isa for isa in bf16_linear._ISAS if bf16_linear._has(isa)])
+    isa = random.choice(row_format.isas(row_format.BF16))
     fields = {
         **{"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[isa]},
         **{"bf16": True, "activation": abi.ACTIVATION.number(name), "alpha": 0.125, "beta": 2.0},
@@ -859,10 +875,10 @@ def possible() -> dict[str, str]:
         "low_bit": compiled.why_unavailable(),
         "low_bit_blocks": compiled_blocks.why_unavailable(),
         "recurrent": recurrent.why_unavailable(),
-        "round_rows": row_linear.why_unavailable(),
-        "bf16_rows": bf16_linear.why_unavailable(),
-        "bf16_product": bf16_linear.why_unavailable(),
-        "row_product": row_linear.why_unavailable(),
+        "round_rows": row_format.why_unavailable(row_format.CODES),
+        "bf16_rows": row_format.why_unavailable(row_format.BF16),
+        "bf16_product": row_format.why_unavailable(row_format.BF16),
+        "row_product": row_format.why_unavailable(row_format.CODES),
         "product": products,
         "depthwise": products,
     }

@@ -279,7 +279,7 @@ MUTATIONS = (
     Mutation(
         "masks-of-others",
         "what multiplies by whether a row is seen stays where that is another mask's",
-        "backends/native/operators/float_attention.py",
+        "backends/native/operators/mask.py",
         "or _multiplied(reader, node) is not mask:",
         "or _multiplied(reader, node) is None:",
         ("float_attention",),

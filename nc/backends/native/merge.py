@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from nc.backends.native.fuse import constant, reads_codes, weight_of
-from nc.backends.native.regions import Region, region_of
+from nc.backends.native.regions import Region, behind, region_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
 from nc.graph.fx_utils import call_function, call_operator, constant_of, give_values_of, retarget
 from nc.graph.placement import works_in_place
@@ -17,6 +18,7 @@ from nc.graph.views import Dequantize, Linear
 from nc.ops import dequantize_per_channel, quantize_per_tensor, to_bf16
 
 _aten = torch.ops.aten
+_Member = TypeVar("_Member")
 
 
 def merge(module: fx.GraphModule) -> None:
@@ -72,6 +74,17 @@ def _merge(
         put_in_place(part, node, replaced)
         if dtype is not torch.float32:
             graph.erase_node(node)
+
+
+def merged_groups(members: Sequence[_Member], result: Callable[[_Member], fx.Node]) -> list[list[_Member]]:
+    """Return linears of the same rows in groups that become one product each.
+
+    Those with which nothing goes, and whose result is not returned, are one; each of the others is alone.
+    """
+    lone = [one for one in members if len(behind(result(one))[0]) == 1 and not is_returned(result(one))]
+    if len(lone) < 2:
+        return [[one] for one in members]
+    return [lone, *([one] for one in members if one not in lone)]
 
 
 def parts_of(graph: fx.Graph, value: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:

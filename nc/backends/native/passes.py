@@ -18,7 +18,7 @@ from nc.backends.native.merge import merge
 from nc.backends.native.operators import norm, rotary, row_linear
 from nc.backends.native.operators.bf16_attention import replace_bf16_attention
 from nc.backends.native.operators.bf16_linear import replace_bf16_linears
-from nc.backends.native.operators.float_attention import restore_masks
+from nc.backends.native.operators.mask import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.operators.transposed_convolution import fuse_transposed, why_not_transposed
 from nc.backends.native.qdq_rewrites import pool_codes, remaining

@@ -27,6 +27,10 @@ ACTIVATIONS = {
 }
 
 
+#: Those that a product of rounded rows computes (`rows.c`).
+_BEHIND_ROWS = frozenset({"relu", "leaky_relu", "hardtanh", "hardswish", "swish", "gelu"})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activation:
     """A unary post-operation as oneDNN's operators name it."""
@@ -169,3 +173,24 @@ def _quantized_behind(node: fx.Node) -> Quantize | None:
     """How all users quantize the result of a node; None when some read fp32, or other codes."""
     found = {options(user) if user.target is quantize_per_tensor else None for user in node.users}
     return None if len(found) != 1 or None in found else Quantize.of(next(iter(node.users)))
+
+
+def behind(node: fx.Node, *, alone: bool = False) -> tuple[list[fx.Node], Activation, fx.Node | None]:
+    """Return what becomes one call of a product of rounded rows, the activation in it, and what it adds.
+
+    Args:
+        node: the product's result.
+        alone: nothing goes with it.
+    """
+    region, activation, other = [node], Activation(), None
+    user = only_user(node)
+    found = activation_of(user) if user is not None and not alone else None
+    if user is not None and found is not None and found.name in _BEHIND_ROWS:
+        activation = found
+        region.append(user)
+    user = only_user(region[-1])
+    if user is not None and not alone and is_sum(user, region[-1]):
+        left, right = Binary.of(user).sides
+        other = right if left is region[-1] else left
+        region.append(user)
+    return region, activation, other

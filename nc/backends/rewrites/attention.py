@@ -38,6 +38,15 @@ class Attention:
     biases: tuple[fx.Node, ...]
     inner: tuple[fx.Node, ...]
 
+    def call(self, graph: fx.Graph, operator: torch._ops.OpOverload) -> fx.Node:
+        """Return a call with the arguments of torch's attention, inserted where the graph inserts."""
+        bias: fx.Node | None = None
+        for term in self.biases:
+            bias = term if bias is None else call_function(graph, _aten.add.Tensor, (bias, term))
+        return call_function(
+            graph, operator, (self.query, self.key, self.value, bias), {"scale": self.factor}
+        )
+
 
 def recompose(module: fx.GraphModule) -> None:
     """Replace every attention of four dimensions by one call.
@@ -51,13 +60,7 @@ def recompose(module: fx.GraphModule) -> None:
         if found is None:
             continue
         with module.graph.inserting_before(node):
-            bias: fx.Node | None = None
-            for term in found.biases:
-                bias = term if bias is None else call_function(module.graph, _aten.add.Tensor, (bias, term))
-            arguments = (found.query, found.key, found.value, bias)
-            call = call_function(
-                module.graph, _aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor}
-            )
+            call = found.call(module.graph, _aten.scaled_dot_product_attention.default)
         take_over(call, node)
         call.meta["operators"] = [n.meta["operator"] for n in (node, *found.inner) if "operator" in n.meta]
         node.replace_all_uses_with(call)

@@ -12,6 +12,7 @@
 #include "openmp.h"
 
 #define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")))
+#define FOR_AVX512 FOR_VNNI
 #include "exponential.h"
 #define INLINE static inline __attribute__((always_inline))
 

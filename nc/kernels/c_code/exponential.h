@@ -1,9 +1,9 @@
-/* e^x with AVX-512; FOR_VNNI is defined where this is included. */
+/* e^x with AVX-512; FOR_AVX512 is defined where this is included. */
 
 #include <immintrin.h>
 
 /* e^x for x <= 0, a polynomial as in steps.c; what is no number stays so. */
-static inline __attribute__((always_inline)) FOR_VNNI __m512 exponential_of_16(__m512 x)
+static inline __attribute__((always_inline)) FOR_AVX512 __m512 exponential_of_16(__m512 x)
 {
     const __m512 limited = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
     const __m512 n =

@@ -12,7 +12,7 @@
 #include "calls.h"
 #include "openmp.h"
 
-#define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
 #include "bf16.h"
 #include "exponential.h"
 #define INLINE static inline __attribute__((always_inline))
@@ -56,12 +56,12 @@ static int64_t bytes_of_room(const struct nc_float_attention *how)
 }
 
 /* Which of 16 numbers there are where `left` are left. */
-INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
+INLINE FOR_AVX512 __mmask16 lanes_of(int64_t left)
 {
     return (__mmask16)(left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0);
 }
 
-FOR_VNNI static void pack(const struct nc_float_attention *how, const float *k, const float *v,
+FOR_AVX512 static void pack(const struct nc_float_attention *how, const float *k, const float *v,
     const struct room *room)
 {
     const int64_t wide = up(how->wide, 16), step = how->k_strides[2];
@@ -90,7 +90,7 @@ FOR_VNNI static void pack(const struct nc_float_attention *how, const float *k, 
 
 /* y[r][column] = sum over n of x[r][n] * w[n][column], for some rows and panels of 16 columns: w is a panel
  * behind the other, `panel` apart, with `line` numbers from one n to the next. */
-INLINE FOR_VNNI void multiply(const int rows, const int panels, const float *const *x, int64_t n,
+INLINE FOR_AVX512 void multiply(const int rows, const int panels, const float *const *x, int64_t n,
     const float *w, int64_t panel, int64_t line, float *y, int64_t y_row)
 {
     __m512 sums[FLOAT_ROWS][PANELS_AT_ONCE];
@@ -114,7 +114,7 @@ INLINE FOR_VNNI void multiply(const int rows, const int panels, const float *con
 }
 
 /* All panels of some rows. */
-INLINE FOR_VNNI void multiply_all(const int rows, const float *const *x, int64_t n, const float *w,
+INLINE FOR_AVX512 void multiply_all(const int rows, const float *const *x, int64_t n, const float *w,
     int64_t panels, int64_t panel, int64_t line, float *y, int64_t y_row)
 {
     int64_t done = 0;
@@ -125,7 +125,7 @@ INLINE FOR_VNNI void multiply_all(const int rows, const float *const *x, int64_t
 }
 
 /* 16 scores of a row: products * factor + mask; -INFINITY where a key is not seen. */
-INLINE FOR_VNNI __m512 masked(const struct job *job, const char *mask, int64_t key, int64_t seen, __m512 x)
+INLINE FOR_AVX512 __m512 masked(const struct job *job, const char *mask, int64_t key, int64_t seen, __m512 x)
 {
     const struct nc_float_attention *how = job->how;
     const __mmask16 lanes = lanes_of(seen - key);
@@ -147,7 +147,7 @@ INLINE FOR_VNNI __m512 masked(const struct job *job, const char *mask, int64_t k
 
 /* e^(scores - the largest one) of one row, and 1 / their sum. A row that sees no key gets zeros, as from
  * torch. */
-INLINE FOR_VNNI float exponentials(const struct job *job, const char *mask, int64_t seen, int64_t keys,
+INLINE FOR_AVX512 float exponentials(const struct job *job, const char *mask, int64_t seen, int64_t keys,
     float *scores)
 {
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
@@ -183,7 +183,7 @@ INLINE FOR_VNNI float exponentials(const struct job *job, const char *mask, int6
 }
 
 /* Some rows of one head. */
-INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct room *room, int64_t batch,
+INLINE FOR_AVX512 void attend(const int rows, const struct job *job, const struct room *room, int64_t batch,
     int64_t head, int64_t row)
 {
     const struct nc_float_attention *how = job->how;
@@ -229,7 +229,7 @@ INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct 
     }
 }
 
-FOR_VNNI static void attend_some(int64_t rows, const struct job *job, const struct room *room, int64_t batch,
+FOR_AVX512 static void attend_some(int64_t rows, const struct job *job, const struct room *room, int64_t batch,
     int64_t head, int64_t row)
 {
     switch (rows) {
@@ -242,7 +242,7 @@ FOR_VNNI static void attend_some(int64_t rows, const struct job *job, const stru
     }
 }
 
-FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
+FOR_AVX512 static void work(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
     const struct nc_float_attention *how = job->how;

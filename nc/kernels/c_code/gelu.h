@@ -1,10 +1,10 @@
-/* GELU with AVX-512; FOR_VNNI is defined where this is included. */
+/* GELU with AVX-512; FOR_AVX512 is defined where this is included. */
 
 #include <immintrin.h>
 
 /* max(x, 0) - |x| * tail(|x|). The tail is a polynomial around the nearest of 16 even points, whose
  * coefficients are read from registers (gelu.py): it is right within 2e-8 * |x|. */
-static inline __attribute__((always_inline)) FOR_VNNI __m512 gelu_of_16(
+static inline __attribute__((always_inline)) FOR_AVX512 __m512 gelu_of_16(
     __m512 x, const float (*table)[GELU_PIECES])
 {
     /* the last piece holds from here on */

@@ -29,6 +29,7 @@
 #define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
 #define VNNI_INLINE static inline __attribute__((always_inline)) FOR_VNNI
 #define UNROLL _Pragma("GCC unroll 16")
+#define FOR_AVX512 FOR_VNNI
 #include "exponential.h"
 #include "bf16.h"
 #include "gelu.h"

@@ -21,7 +21,8 @@ from nc import (
 )
 from nc.backends import cpu, get_backend
 from nc.backends.native import OPS
-from nc.backends.native.operators import bf16_linear, float_attention
+from nc.backends.native.operators import float_attention
+from nc.backends.native.plans import rows as row_format
 from nc.capture.capture import capture
 from nc.planning.rules import fit, resolve
 
@@ -297,7 +298,7 @@ def test_a_chain_of_linears_converts_at_its_ends_alone():
     chain = Function(lambda self, x: self.b(self.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 16))
     x = torch.randn(4, 16)
     profile = quantized(chain.eval(), x, LOW, "native").report(profile_inputs=x).profile
-    in_c = not bf16_linear.why_unavailable()
+    in_c = not row_format.why_unavailable(row_format.BF16)
     assert conversions(profile) == ([] if in_c else ["from_bf16", "to_bf16"])
 
 

@@ -19,8 +19,8 @@ import nc
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, int8_attention
-from nc.backends.native.plans import c_functions
+from nc.backends.native.operators import avx2, float_attention, int8_attention
+from nc.backends.native.plans import c_functions, rows
 from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import build, flags, isas
 from nc.kernels.onednn.runner import PythonRunner, runner
@@ -35,6 +35,9 @@ REMEMBERED = (
     (compiled_blocks, "_code"),
     (c_functions, "_functions"),
     (int8_attention, "_function"),
+    (float_attention, "_function"),
+    (rows, "_library"),
+    (rows, "_tiles"),
     (recurrent, "_code"),
 )
 

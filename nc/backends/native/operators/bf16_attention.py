@@ -16,7 +16,7 @@ from nc.backends.native.plans.ways import PlannedOperator
 from nc.backends.native.regions import only_user
 from nc.backends.native.torch_library import define
 from nc.backends.rewrites.attention import attention_of
-from nc.graph.fx_utils import call_function, give_values_of, take_over
+from nc.graph.fx_utils import give_values_of, take_over
 from nc.graph.placement import works_in_place
 from nc.ops import from_bf16, to_bf16
 
@@ -72,11 +72,7 @@ def replace_bf16_attention(module: fx.GraphModule) -> None:
         if found is None or low is None or result is None or result.target is not from_bf16:
             continue
         with module.graph.inserting_before(result):
-            bias: fx.Node | None = None
-            for term in found.biases:
-                bias = term if bias is None else call_function(module.graph, _aten.add.Tensor, (bias, term))
-            sides = (found.query, found.key, found.value, bias)
-            call = call_function(module.graph, bf16_attention(), sides, {"scale": found.factor})
+            call = found.call(module.graph, bf16_attention())
         take_over(call, result)
         give_values_of(call, result)
         named = [n for n in (node, *found.inner) if "operator" in n.meta]

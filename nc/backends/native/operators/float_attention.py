@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,20 +17,15 @@ from torch import fx
 from nc.backends import cpu
 from nc.backends.native.operators.int8_attention import parts_of_rows
 from nc.backends.native.operators.matmul import strides_of
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
-from nc.backends.native.regions import only_user
-from nc.graph.catalogue import first_input, schema_arguments
-from nc.graph.fx_utils import give_values_of
-from nc.graph.placement import works_in_place
-from nc.graph.views import Binary, set_argument
 from nc.kernels import caches
 from nc.kernels.c_code import abi, openmp
-from nc.kernels.c_code.build import load_on_threads
-from nc.kernels.c_code.calls import Function, function_of
-from nc.kernels.c_code.isas import ISAS, compiled
+from nc.kernels.c_code.calls import Function
+from nc.kernels.c_code.isas import ISAS
 from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.process.unavailable import Unavailable
 
@@ -41,78 +36,22 @@ _MASKS = {torch.bool: "bool", torch.float32: "float"}
 
 
 @functools.cache
-def _compiled() -> Function | Unavailable:
+def _function() -> Function | Unavailable:
     """Return the function in C, or why there is none."""
-    library = load_on_threads("float_attention")
-    if isinstance(library, Unavailable):
-        return library
-    if _ISA not in compiled(library):
-        return Unavailable(f"its C code was compiled without {_ISA}")
-    return function_of(library, "float_attention")
+    return c_functions.with_isa("float_attention", "float_attention", _ISA)
 
 
 def why_unavailable() -> str:
     """Why there is no such function here; "" when there is one."""
     if missing := cpu.lacks(ISAS[_ISA]):
         return f"the CPU has no {', '.join(missing)}"
-    found = _compiled()
+    found = _function()
     return found.reason if isinstance(found, Unavailable) else ""
-
-
-def restore_masks(module: fx.GraphModule) -> None:
-    """Let attention read a mask of booleans where the graph adds a term and multiplies the result for it.
-
-    `nc/capture/decompose.py` writes a mask so. Attention as one operator gives zeros to a query that sees no
-    key by itself. Not where operators work in place: there a value depends on when it is read.
-    """
-    if works_in_place(module):
-        return
-    for node in list(module.graph.nodes):
-        reader = only_user(node) if is_attention(node) else None
-        bias = schema_arguments(node)["attn_mask"] if reader is not None else None
-        mask = _added(bias) if isinstance(bias, fx.Node) else None
-        if reader is None or mask is None or _multiplied(reader, node) is not mask:
-            continue
-        set_argument(node, "attn_mask", mask)
-        reader.replace_all_uses_with(node)
-        give_values_of(node, reader)
-        module.graph.erase_node(reader)
-
-
-def is_attention(node: fx.Node) -> bool:
-    """Whether a node is an attention as one operator, of torch or with roundings to bf16."""
-    return getattr(node.target, "_opname", "") in ("scaled_dot_product_attention", "bf16_attention")
-
-
-def _added(bias: fx.Node) -> fx.Node | None:
-    """Return the mask of booleans that gives a term: 0 where it is true, else the lowest number."""
-    filled = schema_arguments(bias) if bias.target is _aten.masked_fill.Scalar else {}
-    zeros, hidden = filled.get("self"), filled.get("mask")
-    if not _calls(zeros, _aten.zeros_like.default) or not _calls(hidden, _aten.logical_not.default):
-        return None
-    mask = first_input(hidden)
-    same = first_input(zeros) is mask and filled["value"] == torch.finfo(torch.float32).min
-    return mask if same and mask is not None and mask.meta["val"].dtype is torch.bool else None
-
-
-def _multiplied(reader: fx.Node, attention: fx.Node) -> fx.Node | None:
-    """Return the mask of which a product with the result takes whether a query sees any key."""
-    is_product = reader.target is _aten.mul.Tensor and Binary.of(reader).sides[0] is attention
-    converted = Binary.of(reader).sides[1] if is_product else None
-    seen = first_input(converted) if _calls(converted, _aten.to.dtype) else None
-    if not _calls(seen, _aten.any.dim):
-        return None
-    how = schema_arguments(seen)
-    return how["self"] if how["keepdim"] and how["dim"] in (-1, how["self"].meta["val"].dim() - 1) else None
-
-
-def _calls(node: object, target: object) -> TypeGuard[fx.Node]:
-    return isinstance(node, fx.Node) and node.target is target
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`aten::scaled_dot_product_attention` in C, and `nc_native::bf16_attention`."""
-    function, missing = _compiled(), why_unavailable()
+    function, missing = _function(), why_unavailable()
     if isinstance(function, Unavailable) or missing:
         raise Refused(missing)
     need(not a["dropout_p"], "it drops values")

@@ -27,9 +27,8 @@ from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.kernels import caches, tuning
 from nc.kernels.c_code import abi, openmp
-from nc.kernels.c_code.build import load_on_threads
-from nc.kernels.c_code.calls import Function, function_of
-from nc.kernels.c_code.isas import ISAS, compiled
+from nc.kernels.c_code.calls import Function
+from nc.kernels.c_code.isas import ISAS
 from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.process.unavailable import Unavailable
 
@@ -77,12 +76,7 @@ class _Attention:
 @functools.cache
 def _function() -> Function | Unavailable:
     """Return the function in C, or why there is none."""
-    library = load_on_threads("attention")
-    if isinstance(library, Unavailable):
-        return library
-    if _ISA not in compiled(library):
-        return Unavailable(f"its C code was compiled without {_ISA}")
-    return function_of(library, NAME)
+    return c_functions.with_isa("attention", NAME, _ISA)
 
 
 def why_unavailable() -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
 from nc.backends.native.operators import float_attention, int8_attention
+from nc.backends.native.operators.bf16_attention import bf16_attention
 from nc.backends.native.operators.matmul import product
 from nc.backends.native.plans.c_functions import (
     DTYPES,
@@ -30,6 +31,11 @@ from nc.backends.native.plans.c_functions import (
 from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Way, need
+from nc.backends.native.regions import only_user
+from nc.graph.catalogue import first_input, schema_arguments
+from nc.graph.fx_utils import give_values_of
+from nc.graph.placement import works_in_place
+from nc.graph.views import Binary, set_argument
 
 _aten = torch.ops.aten
 _READ_BY_OTHERS = "what reads it needs it written out"
@@ -43,6 +49,57 @@ _VIEWS = {
     _aten.permute.default,
     _aten.transpose.int,
 }
+
+
+def restore_masks(module: fx.GraphModule) -> None:
+    """Let attention read a mask of booleans where the graph adds a term and multiplies the result for it.
+
+    `nc/capture/decompose.py` writes a mask so. Attention as one operator gives zeros to a query that sees no
+    key by itself. Not where operators work in place: there a value depends on when it is read.
+    """
+    if works_in_place(module):
+        return
+    for node in list(module.graph.nodes):
+        reader = only_user(node) if _is_attention(node) else None
+        bias = schema_arguments(node)["attn_mask"] if reader is not None else None
+        mask = _added(bias) if isinstance(bias, fx.Node) else None
+        if reader is None or mask is None or _multiplied(reader, node) is not mask:
+            continue
+        set_argument(node, "attn_mask", mask)
+        reader.replace_all_uses_with(node)
+        give_values_of(node, reader)
+        module.graph.erase_node(reader)
+
+
+def _is_attention(node: fx.Node) -> bool:
+    """Whether a node is an attention as one operator, of torch or with roundings to bf16."""
+    return node.target in (_aten.scaled_dot_product_attention.default, bf16_attention())
+
+
+def _added(bias: fx.Node) -> fx.Node | None:
+    """Return the mask of booleans that gives a term: 0 where it is true, else the lowest number."""
+    filled = schema_arguments(bias) if bias.target is _aten.masked_fill.Scalar else {}
+    zeros, hidden = filled.get("self"), filled.get("mask")
+    if not _calls(zeros, _aten.zeros_like.default) or not _calls(hidden, _aten.logical_not.default):
+        return None
+    mask = first_input(hidden)
+    same = first_input(zeros) is mask and filled["value"] == torch.finfo(torch.float32).min
+    return mask if same and mask is not None and mask.meta["val"].dtype is torch.bool else None
+
+
+def _multiplied(reader: fx.Node, attention: fx.Node) -> fx.Node | None:
+    """Return the mask of which a product with the result takes whether a query sees any key."""
+    is_product = reader.target is _aten.mul.Tensor and Binary.of(reader).sides[0] is attention
+    converted = Binary.of(reader).sides[1] if is_product else None
+    seen = first_input(converted) if _calls(converted, _aten.to.dtype) else None
+    if not _calls(seen, _aten.any.dim):
+        return None
+    how = schema_arguments(seen)
+    return how["self"] if how["keepdim"] and how["dim"] in (-1, how["self"].meta["val"].dim() - 1) else None
+
+
+def _calls(node: object, target: object) -> TypeGuard[fx.Node]:
+    return isinstance(node, fx.Node) and node.target is target
 
 
 def convert(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
@@ -250,7 +307,7 @@ def _is_attention_in_c(node: fx.Node) -> bool:
     """
     if node.target is product():
         return not int8_attention.why_unavailable()
-    return float_attention.is_attention(node) and not float_attention.why_unavailable()
+    return _is_attention(node) and not float_attention.why_unavailable()
 
 
 def _where_available(way: Way) -> Way:

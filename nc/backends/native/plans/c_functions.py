@@ -18,6 +18,7 @@ from nc.kernels import tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.build import load_on_threads, loaded
 from nc.kernels.c_code.calls import Function, function_of
+from nc.kernels.c_code.isas import compiled
 from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.process.unavailable import Unavailable
 
@@ -44,6 +45,16 @@ def why_unavailable() -> str:
     """Why there are no such functions here; "" when there are."""
     found = _functions()
     return found.reason if isinstance(found, Unavailable) else ""
+
+
+def with_isa(source: str, name: str, isa: str) -> Function | Unavailable:
+    """Return a function of a source that has code for one instruction set alone, or why there is none."""
+    library = load_on_threads(source)
+    if isinstance(library, Unavailable):
+        return library
+    if isa not in compiled(library):
+        return Unavailable(f"its C code was compiled without {isa}")
+    return function_of(library, name)
 
 
 def available() -> None:

@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 from nc import StaticQuantConfig
 from nc.backends import available_backends
-from nc.backends.native.operators import bf16_attention, bf16_linear, float_attention
+from nc.backends.native.operators import bf16_attention, float_attention
+from nc.backends.native.plans import rows as row_format
 from nc.kernels import caches
 
-_WHY = available_backends()["native"] or bf16_linear.why_unavailable()
+_WHY = available_backends()["native"] or row_format.why_unavailable(row_format.BF16)
 pytestmark = [
     pytest.mark.isas,
     pytest.mark.needs_plans,
@@ -75,11 +76,11 @@ def test_any_number_of_inputs():
     assert worst_db([q.reference(x)], [q(x)]) > 45
 
 
-@pytest.mark.parametrize("isa", bf16_linear._ISAS)
+@pytest.mark.parametrize("isa", row_format.BF16.isas)
 def test_each_instruction_set(isa, monkeypatch):
-    if not bf16_linear._has(isa):
+    if isa not in row_format.isas(row_format.BF16):
         pytest.skip(f"the CPU has no {isa}")
-    monkeypatch.setattr(bf16_linear, "_ISAS", (isa,))
+    monkeypatch.setattr(row_format, "isas", lambda form: (isa,))
     layer, x = nn.Linear(200, 70), torch.randn(50, 200)
     q = in_bf16(layer, x)
     assert isa in str(q.engine.steps([x])[-1].kernels[0].implementation)

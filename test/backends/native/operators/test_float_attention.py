@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from nc import DynamicQuantConfig
 from nc.backends import available_backends
-from nc.backends.native.operators import float_attention, row_linear
+from nc.backends.native.operators import float_attention
 from nc.backends.native.operators.int8_attention import parts_of_rows
+from nc.backends.native.plans import rows as row_format
 from nc.kernels import caches
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once
@@ -37,7 +38,7 @@ def attended(q, k, v, mask=None, *, factor=0.3, causal=False, bf16=False, parts=
         **{"mask_strides": spread, "factor": factor, "parts": parts, "bytes": size, "threads": threads},
     }
     room = torch.zeros(threads, size, dtype=torch.uint8)
-    call_once(float_attention._compiled(), fields, [y, q, k, v, room, *([] if mask is None else [mask])])
+    call_once(float_attention._function(), fields, [y, q, k, v, room, *([] if mask is None else [mask])])
     return y
 
 
@@ -153,7 +154,9 @@ def names(q, *inputs):
     return [k.implementation.split()[0] for step in q.engine.steps(list(inputs)) for k in step.kernels]
 
 
-@pytest.mark.skipif(bool(row_linear.why_unavailable()), reason="its linears are not functions in C")
+@pytest.mark.skipif(
+    bool(row_format.why_unavailable(row_format.CODES)), reason="its linears are not functions in C"
+)
 def test_attention_with_dynamic_linears_is_five_functions():
     x = torch.randn(2, 30, 48)
     q = quantized(Attention().eval(), x, DynamicQuantConfig(), "native")

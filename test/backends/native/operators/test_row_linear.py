@@ -11,13 +11,16 @@ from torch.nn import functional as F
 from nc import DynamicQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import row_linear
+from nc.backends.native.plans import rows as row_format
 from nc.errors import BackendError
 from nc.graph.catalogue import kind_of_node
 from nc.graph.fx_utils import copy_module
 from nc.graph.views import Linear, set_argument
+from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once
+from nc.kernels.c_code.isas import NUMBERS
 
-_WHY = available_backends()["native"] or row_linear.why_unavailable()
+_WHY = available_backends()["native"] or row_format.why_unavailable(row_format.CODES)
 pytestmark = [
     pytest.mark.isas,
     pytest.mark.needs_plans,
@@ -199,9 +202,7 @@ def test_graphs_that_quantization_does_not_make_have_their_reason(why):
 
 
 def test_more_inputs_than_sums_hold_are_left_to_fbgemm(monkeypatch):
-    monkeypatch.setattr(
-        row_linear.abi, "CONSTANTS", dataclasses.replace(row_linear.abi.CONSTANTS, most_inputs=39)
-    )
+    monkeypatch.setattr(abi, "CONSTANTS", dataclasses.replace(abi.CONSTANTS, most_inputs=39))
     q = dynamic(nn.Linear(40, 24), torch.randn(3, 40))
     assert refused(q) == "it has 40 inputs, and its C code takes 1 to 39"
 
@@ -246,7 +247,7 @@ def test_each_number_of_threads_gives_the_same():
 
 
 def test_without_the_code_fbgemm_computes(monkeypatch):
-    monkeypatch.setattr(row_linear, "isas", lambda: ())
+    monkeypatch.setattr(row_format, "isas", lambda form: ())
     x = torch.randn(5, 40)
     q = dynamic(nn.Linear(40, 24), x)
     assert refused(q).startswith("there is no ")
@@ -264,19 +265,19 @@ def test_torch_computes_none():
         row_linear.rounded_rows()(torch.ones(2, 3), False)
 
 
-@pytest.mark.parametrize("isa", row_linear.isas())
+@pytest.mark.parametrize("isa", row_format.isas(row_format.CODES))
 def test_all_codes_at_their_ends(isa):
     """The largest sums that int32 holds."""
     inputs = 65536
-    code, x = row_linear._code(), torch.ones(1, inputs)
-    memory, y = torch.empty(row_linear.held(1, inputs), dtype=torch.uint8), torch.zeros(1, 2)
+    code, x = row_format.code(row_format.CODES), torch.ones(1, inputs)
+    memory, y = torch.empty(row_format.CODES.held(1, inputs), dtype=torch.uint8), torch.zeros(1, 2)
     fields = {"rows": 1, "inputs": inputs, "stride": inputs, "symmetric": False, "threads": 1}
-    call_once(code.round_rows, fields, [memory, x])
+    call_once(code.rounds, fields, [memory, x])
     weight = torch.full((2, inputs), -128, dtype=torch.int8)
     weight[1] = 127
-    packed, sums = row_linear.packed_rows(weight)
-    numbers = row_linear.abi.ACTIVATION.number("identity")
-    fields = {"rows": 1, "inputs": inputs, "outputs": 2, "threads": 1, "isa": row_linear.NUMBERS[isa], "bf16": False,
+    packed, sums = row_format.pack(row_format.CODES, weight)
+    numbers = abi.ACTIVATION.number("identity")
+    fields = {"rows": 1, "inputs": inputs, "outputs": 2, "threads": 1, "isa": NUMBERS[isa], "bf16": False,
               "activation": numbers, "alpha": 0.0, "beta": 0.0}  # fmt: skip
     call_once(code.product, fields, [y, memory, packed, sums, torch.ones(32), torch.zeros(32)])
     assert torch.allclose(y.double(), x.double() @ weight.double().T, rtol=1e-6)

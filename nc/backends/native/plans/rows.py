@@ -1,0 +1,224 @@
+"""How plans compute linears of rounded rows (`rows.c`), for each format that rows can have."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends import cpu
+from nc.backends.low_bit.large_pages import LargePages
+from nc.backends.native.plans.layouts import in_rows
+from nc.backends.native.plans.operands import PlanTensor, check_sizes
+from nc.backends.native.plans.products import after_of, bias_of, codes_of, post_ops_of
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.ways import Refused, need
+from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.calls import Function, function_of
+from nc.kernels.c_code.isas import ISAS, NUMBERS
+from nc.kernels.c_code.limit import used
+from nc.kernels.onednn.descriptions import contiguous_strides
+from nc.process.unavailable import Unavailable
+
+#: Rows and outputs of a tile, and what outputs are filled up to.
+TILE, PAIR = 16, 32
+#: Bytes of a row in a tile.
+_BYTES = 64
+#: Of packed weights: what is read from there limits the speed of few rows.
+_MEMORY = LargePages()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What rows are rounded to, and their weights.
+
+    Attributes:
+        name: in profiles, behind the instruction set; "" for codes.
+        dtype: of a number of a rounded row.
+        function: in C, which rounds rows.
+        isas: instruction sets with a product of such rows, the best one first.
+        behind: bytes that each row has behind all tiles.
+        sums: int8 weight [outputs, inputs] → what zero points are multiplied by, int32 [outputs].
+    """
+
+    name: str
+    dtype: torch.dtype
+    function: str
+    isas: tuple[str, ...]
+    behind: int
+    sums: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def depth(self) -> int:
+        """Inputs that one instruction multiplies."""
+        return _BYTES // self.dtype.itemsize
+
+    @property
+    def bf16(self) -> bool:
+        """Whether rows and weights are bf16."""
+        return self.dtype is torch.bfloat16
+
+    def held(self, rows: int, inputs: int) -> int:
+        """Return the elements of rounded rows in memory."""
+        in_tiles = -(-inputs // self.depth) * self.depth
+        return -(-rows // TILE) * TILE * (in_tiles + self.behind // self.dtype.itemsize)
+
+
+#: Codes from 0 to 255, and a scale and a zero point for each row.
+CODES = RowFormat(
+    "", torch.uint8, "round_rows", ("amx", "avx512_vnni"), 8, lambda codes: codes.sum(1, dtype=torch.int32)
+)
+BF16 = RowFormat(
+    "bf16",
+    torch.bfloat16,
+    "bf16_rows",
+    ("amx", "avx512_bf16"),
+    0,
+    lambda _: torch.zeros(1, dtype=torch.int32, device="cpu"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Code:
+    """The functions in C for a format, and the best instruction set for them."""
+
+    rounds: Function
+    product: Function
+    isa: str
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | Unavailable:
+    """Return the library on torch's threads, or why there is none."""
+    return load_on_threads("rows")
+
+
+@functools.cache
+def _tiles() -> bool:
+    """Whether the operating system lets this process use AMX."""
+    library = _library()
+    return not isinstance(library, Unavailable) and bool(library.nc_rows_amx())
+
+
+def isas(form: RowFormat) -> tuple[str, ...]:
+    """Instruction sets that this CPU has and the C code may use, the best one first."""
+    library = _library()
+    names = () if isinstance(library, Unavailable) else used(library)
+    return tuple(
+        name
+        for name in form.isas
+        if name in names and not cpu.lacks(ISAS[name]) and (name != "amx" or _tiles())
+    )
+
+
+def code(form: RowFormat) -> _Code | Unavailable:
+    """Return the code for this CPU, or why there is none."""
+    library, found = _library(), isas(form)
+    if isinstance(library, Unavailable):
+        return library
+    if not found:
+        least = form.isas[-1]
+        return Unavailable(f"there is no {', '.join(cpu.lacks(ISAS[least])) or f'code for {least}'}")
+    rounds, product = (function_of(library, name) for name in (form.function, "row_product"))
+    named = f"row_product {found[0]} {form.name}".rstrip()
+    return _Code(rounds, dataclasses.replace(product, name=named), found[0])
+
+
+def why_unavailable(form: RowFormat) -> str:
+    """Why there are no such functions here; "" when there are."""
+    found = code(form)
+    return found.reason if isinstance(found, Unavailable) else ""
+
+
+def _available(form: RowFormat) -> _Code:
+    found = code(form)
+    if isinstance(found, Unavailable):
+        raise Refused(found.reason)
+    return found
+
+
+def round_rows(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """Round the rows of `x` in C: numbers in tile order, with the shape of the input."""
+    found, x = _available(form), in_rows(recorder, recorder.read(a["x"]), node)
+    need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}")
+    *before, inputs = x.tensor.shape
+    rows = math.prod(before)
+    memory = recorder.new((form.held(rows, inputs),), (1,), form.dtype)
+    fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": openmp.threads()}
+    how = {} if form.bf16 else {"symmetric": a["symmetric"]}
+    recorder.call_function(found.rounds, fields | how, [memory, x], node)
+    return PlanTensor(memory.tensor[: rows * inputs].view(x.tensor.shape), memory.root)
+
+
+def multiply(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """Multiply rounded rows with a weight in C; what follows the product goes with it."""
+    found, rows = _available(form), recorder.read(a["rows"])
+    weight, bias = codes_of(recorder, a["weight"]), bias_of(recorder, a["bias"])
+    scale, other = recorder.optional_constant(a.get("scale")), recorder.optional(a["other"])
+    need(rows.tensor.dtype is form.dtype, "its input is not rounded")
+    (outputs, inputs), *before = weight.tensor.shape, *rows.tensor.shape[:-1]
+    sizes = (*before, outputs)
+    check_sizes(rows.tensor.shape[-1] == inputs, node, rows.tensor.shape, weight.tensor.shape)
+    more = []
+    if other is not None:
+        check_sizes(tuple(other.tensor.shape) == sizes, node, other.tensor.shape, sizes)
+        more.append(in_rows(recorder, other, node))
+    result = recorder.new(sizes, contiguous_strides(sizes), torch.float32)
+    packed, sums = recorder.weights.formed(
+        weight, f"rows {form.name}", lambda: pack(form, recorder.in_memory(weight))
+    )
+    after = after_of(post_ops_of(a, "activation"))
+    fields: dict[str, abi.Value] = {
+        "rows": math.prod(before),
+        "inputs": inputs,
+        "outputs": outputs,
+        "threads": openmp.threads(),
+        "isa": NUMBERS[found.isa],
+        "bf16": form.bf16,
+        "activation": abi.ACTIVATION.number(after.activation),
+        "alpha": after.alpha,
+        "beta": after.beta,
+    }
+    factors = [_for_outputs(values, outputs, packed.shape[0] * TILE) for values in (scale, bias)]
+    held = PlanTensor(_from_begin(rows.tensor), rows.root)
+    recorder.call_function(found.product, fields, [result, held, packed, sums, *factors, *more], node, 2)
+    return result
+
+
+def pack(form: RowFormat, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight as `row_product` reads it.
+
+    Args:
+        form: of the rows that it is multiplied with.
+        weight: int8 or bf16, shape [outputs, inputs].
+
+    Returns:
+        The weight, shape [outputs / 16, inputs / depth, 16, 16, depth / 16], filled up with zeros: outputs to
+        a multiple of 32, inputs to one of the format's depth; and its `sums`.
+    """
+    outputs, inputs = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, -inputs % form.depth, 0, -outputs % PAIR))
+    panels, blocks = filled.shape[0] // TILE, filled.shape[1] // form.depth
+    packed = filled.view(panels, TILE, blocks, TILE, form.depth // TILE).permute(0, 2, 3, 1, 4)
+    return _MEMORY.copied(packed), form.sums(filled)
+
+
+def _from_begin(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of the memory that a tensor begins."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return tensor.as_strided((size,), (1,))
+
+
+def _for_outputs(values: torch.Tensor | None, outputs: int, size: int) -> torch.Tensor:
+    """Return one fp32 number for each output, 0 for those that fill up the last panels."""
+    result = torch.zeros(size, dtype=torch.float32, device="cpu")
+    if values is not None:
+        result[:outputs] = values.detach().float().expand(outputs)
+    return result
