@@ -117,12 +117,12 @@ def _is_dynamic(node: fx.Node) -> bool:
 def _is_layer_of_torch(node: fx.Node) -> bool:
     """Whether torch has a dynamic kernel for a recurrent layer.
 
-    It has them for LSTMs without projections and GRUs with one range per tensor.
+    It has them for LSTMs without projections and GRUs with one range per tensor and int8 matrices alone.
     """
     if node.target not in (RECURRENT["lstm"], RECURRENT["gru"]):
         return False
     layer = Recurrent.of(node)
-    return not layer.per_token and not has_projections(
+    return not (layer.per_token or layer.float_input) and not has_projections(
         layer.params, layer.has_biases, layer.num_layers * (1 + layer.bidirectional)
     )
 

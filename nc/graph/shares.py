@@ -30,9 +30,13 @@ class Part:
             [(name, size) for name, size in self.weights if (name in names) is among]
             for among in (False, True)
         )
-        counts = [sum(size for _, size in weights) for weights in (floats, self.weights)]
-        adds = None if self.multiply_adds is None else self.multiply_adds * counts[0] // counts[1]
-        rest = None if self.multiply_adds is None or adds is None else self.multiply_adds - adds
+        if not floats:
+            return (self,)
+        part, whole = (sum(size for _, size in weights) for weights in (floats, self.weights))
+        adds = rest = None
+        if self.multiply_adds is not None:
+            adds = self.multiply_adds * part // max(whole, 1)
+            rest = self.multiply_adds - adds
         return (
             dataclasses.replace(self, weights=kept, multiply_adds=rest),
             dataclasses.replace(self, form="fp32", weights=floats, multiply_adds=adds),

@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends, convert, load, prepare
-from nc.backends import cpu
+from nc.backends import cpu, dynamic
 from nc.backends.native import recurrent
 from nc.errors import CaptureError, InputError, NCWarning, UnsupportedError
 from nc.formats.reasons import Cause
+from nc.graph.views import set_argument
 from nc.numerics.metrics import sqnr_db
 from nc.ops import RECURRENT
 from nc.planning.rules import fit
@@ -679,3 +680,12 @@ def test_a_plan_runs_a_layer_whose_last_state_alone_is_read():
     q = converted(model, (x,), DynamicQuantConfig(keep_inaccurate=True))
     assert 30 < q.report().sqnr_db < 60
     assert "something else" not in q.report().details.get("run by", "")
+
+
+def test_torch_has_no_kernel_for_a_layer_with_a_matrix_in_fp32():
+    config = DynamicQuantConfig(act_granularity="per_tensor")
+    q = converted(Layer(nn.LSTM), (torch.randn(5, 9, 8),), config, backend="reference")
+    (node,) = (n for n in q.graph.module.graph.nodes if n.target in RECURRENT.values())
+    assert dynamic._is_layer_of_torch(node)
+    set_argument(node, "float_input", True)
+    assert not dynamic._is_layer_of_torch(node)

@@ -1,5 +1,7 @@
 """Every operator that reads a weight is in plan and report, and the shares of weights and multiply-adds are right."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +218,21 @@ def test_shares_add_up_to_what_is_counted(static):
     assert report.to_dict()["weight_shares"] == report.weight_shares
     assert "weights: 59.0% fp32, 41.0% int8 of 5.0 k" in report.summary()
     assert "multiply-adds on the example: 52.9% fp32, 47.1% int8" in report.summary()
+
+
+def test_weights_that_stay_fp32_are_a_part_of_their_own():
+    part = Part(operator="rnn", form="int8", weights=(("w", 30), ("u", 90)), multiply_adds=240)
+    kept, floats = part.without(["w"])
+    assert (kept.form, list(kept.weights), kept.multiply_adds) == ("int8", [("u", 90)], 180)
+    assert (floats.form, list(floats.weights), floats.multiply_adds) == ("fp32", [("w", 30)], 60)
+    assert shares_of(part.without(["w"])).weights == {"int8": 90, "fp32": 30}
+    assert [each.multiply_adds for each in dataclasses.replace(part, multiply_adds=None).without(["w"])] == [
+        None
+    ] * 2
+    assert part.without([]) == part.without(["another"]) == (part,)
+    assert dataclasses.replace(part, form="fp32").without(["w"])[0].form == "fp32"
+    nothing = dataclasses.replace(part, weights=(("w", 0),))
+    assert shares_of(nothing.without(["w"])).multiply_adds == {"int8": 240}
 
 
 def test_shares_of_weights_that_two_operators_read():
