@@ -80,6 +80,12 @@ def take_over(new: fx.Node, old: fx.Node) -> None:
     new.meta.update({key: value for key, value in old.meta.items() if key not in OF_OPERATOR})
 
 
+def note_value_of(new: fx.Node, old: fx.Node) -> None:
+    """Note on a node that its value has the shape and dtype of another one's, where these are known."""
+    if "val" in old.meta:
+        new.meta["val"] = old.meta["val"]
+
+
 #: Names of the nodes of a QDQ graph whose values a node of the lowered graph gives; where several say so of
 #: one name, the last one does.
 GIVES = "gives"

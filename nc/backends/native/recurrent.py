@@ -82,8 +82,8 @@ def replace_recurrent(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             packed = list(layouts.of(layer, layers))
             hx = [layer.hx] if isinstance(layer.hx, fx.Node) else list(layer.hx)
-            features = layer.params[0].meta["val"].shape[1]
-            hidden = layer.params[1].meta["val"].shape[0] // _GATES[name]
+            features = _shape(module, layer.params[0])[1]
+            hidden = _shape(module, layer.params[1])[0] // _GATES[name]
             options = (layer.num_layers, layer.bidirectional, layer.batch_first, features, hidden)
             new = call_function(
                 module.graph,
@@ -94,6 +94,12 @@ def replace_recurrent(module: fx.GraphModule) -> None:
         new.meta[DYNAMIC_KERNEL] = True
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
+
+
+def _shape(module: fx.GraphModule, weight: fx.Node) -> tuple[int, ...]:
+    """Shape of a matrix, of its constant: what nodes note comes from a file that may be changed."""
+    constant = weight if weight.op == "get_attr" else Dequantize.of(weight).codes
+    return tuple(constant_of(module, constant).shape)
 
 
 def why_not_recurrent(node: fx.Node) -> str:

@@ -22,7 +22,14 @@ from nc.backends.native.regions import Activation, behind, only_user
 from nc.backends.native.torch_library import define, prepack
 from nc.errors import BackendError
 from nc.graph.catalogue import input_node, kind_of_node
-from nc.graph.fx_utils import call_function, constant_of, constant_value, give_values_of, take_over
+from nc.graph.fx_utils import (
+    call_function,
+    constant_of,
+    constant_value,
+    give_values_of,
+    note_value_of,
+    take_over,
+)
 from nc.graph.placement import works_in_place
 from nc.graph.views import Linear
 from nc.ops import from_bf16, to_bf16
@@ -96,7 +103,7 @@ def replace_bf16_linears(module: fx.GraphModule) -> None:
         source = _source(members[0].linear)  # the one of the key may have become part of a linear
         with module.graph.inserting_before(members[0].linear):
             rounded = call_function(module.graph, bf16_rows(), (source,))
-        rounded.meta["val"] = source.meta["val"]
+        note_value_of(rounded, source)
         for group in merged_groups(members, lambda each: each.result):
             _replace(module, group, rounded)
     for node in reversed(module.graph.nodes):
@@ -118,7 +125,7 @@ def _rounded(module: fx.GraphModule, node: fx.Node) -> _Rounded | None:
     bias = None if linear.bias is None else constant_value(module, linear.bias)
     if source.target is not to_bf16 or weight.op != "get_attr" or (bias is None) != (linear.bias is None):
         return None
-    outputs, inputs = weight.meta["val"].shape
+    outputs, inputs = constant_of(module, weight).shape
     return _Rounded(node, weight, outputs, bias, result) if outputs and inputs else None
 
 

@@ -22,7 +22,15 @@ from nc.backends.native.regions import Activation, behind
 from nc.backends.native.torch_library import define, prepack
 from nc.errors import BackendError
 from nc.graph.catalogue import kind_of_node, works_in_place
-from nc.graph.fx_utils import add_constant, call_function, constant_value, fqn_of, take_over
+from nc.graph.fx_utils import (
+    add_constant,
+    call_function,
+    constant_of,
+    constant_value,
+    fqn_of,
+    note_value_of,
+    take_over,
+)
 from nc.graph.views import Dequantize, DynamicQDQ, Linear
 from nc.kernels.c_code import abi
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
@@ -108,7 +116,7 @@ def _check(node: fx.Node) -> None:
     ranges = DynamicQDQ.of(linear.input)
     need(ranges.per_token, "its input has one range for the whole tensor")
     need(not missing, missing)
-    dtype = ranges.input.meta["val"].dtype
+    dtype = getattr(ranges.input.meta.get("val"), "dtype", None)
     need(dtype is torch.float32, f"its input is {dtype}, not fp32")
     need(
         linear.weight.target in (dequantize_per_channel, dequantize_per_tensor), "its weight is not quantized"
@@ -116,7 +124,7 @@ def _check(node: fx.Node) -> None:
     weight = Dequantize.of(linear.weight)
     need(weight.codes.op == "get_attr", "its weight is not a constant")
     need(weight.axis in (None, 0), "its weight has a scale for each input")
-    inputs, most = weight.codes.meta["val"].shape[-1], abi.CONSTANTS.most_inputs
+    inputs, most = constant_of(module, weight.codes).shape[-1], abi.CONSTANTS.most_inputs
     need(0 < inputs <= most, f"it has {inputs} inputs, and its C code takes 1 to {most}")
     bias = linear.bias
     need(bias is None or constant_value(module, bias) is not None, "its bias is computed from the inputs")
@@ -127,7 +135,7 @@ def _rounded(module: fx.GraphModule, ranges: fx.Node) -> fx.Node:
     view = DynamicQDQ.of(ranges)
     with module.graph.inserting_before(ranges):
         codes = call_function(module.graph, rounded_rows(), (view.input, view.symmetric))
-    codes.meta["val"] = view.input.meta["val"]
+    note_value_of(codes, view.input)
     return codes
 
 
@@ -150,7 +158,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, codes: fx.Node, *, alone: bo
     with module.graph.inserting_before(region[-1]):
         packed = call_function(module.graph, prepack("linear"), (weight.codes, None))
         how = (activation.name, list(activation.arguments), activation.algorithm)
-        outputs = weight.codes.meta["val"].shape[0]
+        outputs = constant_of(module, weight.codes).shape[0]
         arguments = (codes, packed, scale, linear.bias, other, outputs, *how)
         new = call_function(module.graph, row_linear(), arguments)
     take_over(new, region[-1])
