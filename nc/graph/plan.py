@@ -122,6 +122,11 @@ class Decision:
         values["fields"] = tuple(map(tuple, data["fields"]))
         values["weights"] = tuple((name, tuple(shape)) for name, shape in data["weights"])
         values["float_weights"] = tuple(data.get("float_weights", ()))
+        names = *(name for name, _ in values["weights"]), *values["float_weights"]
+        sizes = [size for _, shape in values["weights"] for size in shape]
+        if not all(isinstance(name, str) for name in names) or not all(type(size) is int for size in sizes):
+            msg = f"expected names and sizes of weights, but got {data['weights']!r}"
+            raise TypeError(msg)
         return cls(**values)
 
 

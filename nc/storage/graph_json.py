@@ -311,9 +311,11 @@ def _decode_value(data: Any, sizes: Mapping[str, Size]) -> Any:
         return None
     if isinstance(data, list):
         return [_decode_value(v, sizes) for v in data]
-    return Traced(
-        json_values.DTYPES[data["dtype"]], tuple(sizes[s] if isinstance(s, str) else s for s in data["shape"])
-    )
+    shape = tuple(sizes[s] if isinstance(s, str) else s for s in data["shape"])
+    if not all(isinstance(size, Size) or type(size) is int for size in shape):
+        msg = f"expected the sizes of a tensor, but got {data['shape']!r}"
+        raise TypeError(msg)
+    return Traced(json_values.DTYPES[data["dtype"]], shape)
 
 
 # --- nodes ---

@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 import torch
-from models import TEST
+from models import TEST, Attention, quantized
 from safetensors.torch import load_file
 
 import nc
@@ -259,6 +259,23 @@ def test_a_changed_artefact_is_refused_or_runs(name, backend, tmp_path):
     if backend == "native" and (why := lacks(name)):
         pytest.skip(why)
     load(KEPT / name, backend="reference").save(tmp_path / "saved")
+    try_changes(name, backend, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows", "rows in bf16"])
+def test_a_changed_artefact_with_linears_of_rows_is_refused_or_runs(name, tmp_path):
+    if why := get_backend("native").why_unavailable() or (lacks("static") if "bf16" in name else ""):
+        pytest.skip(why)
+    config = (
+        nc.StaticQuantConfig(w_dtype="bf16", act_dtype="bf16") if "bf16" in name else nc.DynamicQuantConfig()
+    )
+    q = quantized(Attention(32, 4).eval(), torch.randn(2, 9, 32), config, "reference")
+    q.save(tmp_path / "saved")
+    try_changes(name, "native", tmp_path)
+
+
+def try_changes(name, backend, tmp_path):
+    """Change the artefact `saved` in many ways; each is refused, or runs."""
     original = json.loads((tmp_path / "saved" / "model.json").read_text())
     folder = shutil.copytree(tmp_path / "saved", tmp_path / "changed")
     failures, refused = [], 0

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nc
 from nc.capture.capture import capture
+from nc.graph.plan import Decision
 from nc.graph.shares import Part, shares_of
 
 ROWS, STEPS = torch.randn(6, 32), torch.randn(6, 5, 32)
@@ -317,3 +318,20 @@ def test_weight_only_lists_weights_that_are_in_no_layer():
     timed = nc.report(q, profile_inputs=STEPS)
     assert timed.multiply_add_shares == {"int4": 1.0}
     assert "multiply-adds of attend.in_proj_weight" in timed.summary()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weights": [["w", [3, {"float": "nan"}]]]},
+        {"weights": [["w", [3, True]]]},
+        {"weights": [[7, [3]]]},
+        {"float_weights": [7]},
+    ],
+)
+def test_names_and_sizes_of_stored_weights_are_checked(wrong):
+    decision = Decision(operator="a", kind="linear", module_type="Linear", weights=(("w", (3, 4)),))
+    data = decision.to_dict()
+    assert Decision.from_dict(data) == decision
+    with pytest.raises(TypeError, match="names and sizes of weights"):
+        Decision.from_dict({**data, **wrong})
