@@ -135,6 +135,37 @@ def nc_dynamic(model: torch.nn.Module, inputs: dict[str, Any], granularity: str 
     return lambda: quantized(**inputs)
 
 
+def nc_bf16(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """Everything that `native` computes in bf16."""
+    import nc
+
+    quantized = _converted(model, inputs, nc.StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"), "native")
+    return lambda: quantized(**inputs)
+
+
+def nc_mixed(model: torch.nn.Module, inputs: dict[str, Any], algorithm: str = "percentile") -> Run:
+    """Linears with ranges of this project that are found in each call, all else with static ones."""
+    import nc
+
+    config = nc.StaticQuantConfig(act_algo=algorithm) + nc.DynamicQuantConfig()
+    quantized = _converted(model, inputs, config, "native")
+    return lambda: quantized(**inputs)
+
+
+def inductor_bf16(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """`torch.compile` of the model under autocast to bf16, with constants frozen."""
+    import torch._inductor.config
+
+    torch._inductor.config.freezing = True
+    compiled = torch.compile(model)
+
+    def run() -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return compiled(**inputs)
+
+    return run
+
+
 def torch_dynamic(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
     """`torch.ao.quantization.quantize_dynamic`, linears in int8."""
     from torch.ao.quantization import quantize_dynamic
@@ -181,7 +212,10 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "inductor-int8": inductor_int8,
     "openvino-int8": functools.partial(peer, name="NNCF"),
     "onnxruntime-int8": functools.partial(peer, name="ONNX"),
+    "nc-bf16": nc_bf16,
+    "inductor-bf16": inductor_bf16,
     "nc-dynamic": nc_dynamic,
+    "nc-percentile-dynamic": nc_mixed,
     "nc-dynamic-tensor": functools.partial(nc_dynamic, granularity="per_tensor"),
     "torch-dynamic": torch_dynamic,
     "nc-prepared": nc_prepared,

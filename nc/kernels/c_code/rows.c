@@ -36,7 +36,8 @@
 #define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
 /* Distance of a quotient from half a code below which its rounding is not sure. */
 #define SURE 0.4999f
-enum { TILE = 16, DEPTH = 64, FEW = 4 };
+/* Rows that are multiplied at once, with two panels in registers, and rows of a piece (benchmarks/rows.py). */
+enum { TILE = 16, DEPTH = 64, AT_ONCE = 8, PIECE = 64 };
 
 #if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAS_AMX 1
@@ -295,8 +296,8 @@ VNNI_INLINE void multiply_rows(const struct job *j, int64_t row, int64_t panel,
 {
     const int64_t depth = j->depth;
     const int8_t *left = j->weights + panel * TILE * depth, *right = left + TILE * depth;
-    const uint8_t *x[6];
-    __m512i sum[6][2];
+    const uint8_t *x[AT_ONCE];
+    __m512i sum[AT_ONCE][2];
     UNROLL for (int r = 0; r < R; r++)
     {
         x[r] = j->x + (row + r) / TILE * TILE * depth + (row + r) % TILE * DEPTH;
@@ -325,8 +326,8 @@ VNNI_INLINE void block(const struct job *j, int64_t row, int64_t rows, int64_t p
 {
     int32_t sums[2][2 * TILE][TILE];
     int64_t done = 0;
-    for (; done + 6 <= rows; done += 6)
-        multiply_rows(j, row + done, panel, sums, done, 6, bf16);
+    for (; done + AT_ONCE <= rows; done += AT_ONCE)
+        multiply_rows(j, row + done, panel, sums, done, AT_ONCE, bf16);
     for (; done + 2 <= rows; done += 2)
         multiply_rows(j, row + done, panel, sums, done, 2, bf16);
     for (; done < rows; done++)
@@ -439,17 +440,24 @@ static void pairs_of_rows(const struct job *j, int64_t first, int64_t last, int6
         }
 }
 
+/* Rows that fill less than half a piece go with the one in front of them: each piece reads all weights. */
+static int64_t pieces_of(const struct job *j)
+{
+    const int64_t pieces = (j->rows + j->at_once / 2) / j->at_once;
+    return pieces ? pieces : 1;
+}
+
 /* Threads share pairs of panels, and pieces of rows where there are fewer pairs. */
 static void multiply_some(void *data, int64_t part, int64_t parts)
 {
     const struct job *j = data;
     const int64_t pairs = whole(j->outputs, 2 * TILE) / (2 * TILE);
-    const int64_t pieces = (j->rows + j->at_once - 1) / j->at_once, units = pieces * pairs;
+    const int64_t pieces = pieces_of(j), units = pieces * pairs;
     for (int64_t unit = units * part / parts, end = units * (part + 1) / parts; unit < end;) {
         const int64_t piece = unit / pairs, from = unit % pairs;
         const int64_t to = end - unit < pairs - from ? from + end - unit : pairs;
         const int64_t first = piece * j->at_once;
-        const int64_t last = first + j->at_once < j->rows ? first + j->at_once : j->rows;
+        const int64_t last = piece + 1 < pieces ? first + j->at_once : j->rows;
 #if HAS_AMX
         if (j->amx)
             pairs_amx(j, first, last, from, to);
@@ -479,14 +487,18 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
     if (!j.rows)
         return OK;
     const int64_t pairs = whole(j.outputs, 2 * TILE) / (2 * TILE);
-    /* rounded rows stay in the second cache, beside the weights of four panels */
-    const int64_t fit = second_cache() / 4 / j.depth / (2 * TILE) * (2 * TILE);
+    /* a piece of rows stays in the second cache, beside its weights and results; AMX needs more rows for the
+     * time that its weights take */
+    const int64_t fit = second_cache() / 2 / j.depth, wanted = j.amx ? 8 * PIECE : PIECE;
+    const int64_t most = whole(j.rows <= 4 * PIECE || fit < wanted ? fit : wanted, 2 * TILE);
+    j.at_once = most;
+    const int64_t even = pieces_of(&j);
+    j.at_once = whole((j.rows + even - 1) / even, 2 * TILE);
     const int64_t shared = whole((j.rows * pairs + 2 * how->threads - 1) / (2 * how->threads), 2 * TILE);
-    j.at_once = fit < 2 * TILE ? 2 * TILE : fit;
     if (pairs < 2 * how->threads && shared < j.at_once)
         j.at_once = shared;
     const int64_t worth = 1 + j.depth * whole(j.outputs, 2 * TILE) / WORK_PER_THREAD * j.rows,
-                  units = pairs * ((j.rows + j.at_once - 1) / j.at_once);
+                  units = pairs * pieces_of(&j);
     const int64_t use = worth < how->threads ? worth : how->threads;
     in_parts(multiply_some, &j, units < use ? units : use, how->threads);
     return OK;

@@ -170,18 +170,9 @@ def test_a_conversion_keeps_the_order_of_dimensions():
 
 def test_fill(strides):
     x, y = mask(2, 1, 1, 9), torch.randn(2, 1, 4, 1)
-    zeros, ones = (
-        (["aten::zeros_like"], ["aten::ones_like"]) if int8_attention.why_unavailable() else ([], [])
-    )  # of constants
+    check(lambda x: (aten.masked_fill.Scalar(aten.zeros_like.default(x, dtype=torch.float32), x, LOWEST),), x)
     check(
-        lambda x: (aten.masked_fill.Scalar(aten.zeros_like.default(x, dtype=torch.float32), x, LOWEST),),
-        x,
-        torch_calls=zeros,
-    )
-    check(
-        lambda x: (aten.masked_fill.Scalar(aten.ones_like.default(x, dtype=torch.float32), x, -torch.inf),),
-        x,
-        torch_calls=ones,
+        lambda x: (aten.masked_fill.Scalar(aten.ones_like.default(x, dtype=torch.float32), x, -torch.inf),), x
     )
     check(lambda x, y: (aten.masked_fill.Scalar(y, x, 3),), x, y)
     check(
