@@ -17,6 +17,7 @@
 #include "exponential.h"
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 6")
+#define UNROLL_16 _Pragma("GCC unroll 16")
 
 /* Panels of 16 columns whose sums are in registers, of FLOAT_ROWS rows. */
 enum { PANELS_AT_ONCE = 4 };
@@ -61,26 +62,55 @@ INLINE FOR_AVX512 __mmask16 lanes_of(int64_t left)
     return (__mmask16)(left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0);
 }
 
+/* 16 x 16 numbers, rows of which become columns. */
+INLINE FOR_AVX512 void transpose(__m512 x[16])
+{
+    __m512 y[16];
+    UNROLL_16 for (int i = 0; i < 16; i += 2)
+    {
+        y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    UNROLL_16 for (int i = 0; i < 16; i += 4)
+    {
+        for (int j = 0; j < 2; j++) {
+            const __m512d up = _mm512_castps_pd(y[i + j]), down = _mm512_castps_pd(y[i + j + 2]);
+            x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(up, down));
+            x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(up, down));
+        }
+    }
+    /* x[4 i + j] has the columns j, 4 + j, 8 + j and 12 + j of rows 4 i to 4 i + 3 */
+    UNROLL_16 for (int j = 0; j < 4; j++)
+    {
+        const __m512 first = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x88),
+                     odd = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xdd);
+        const __m512 last = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x88),
+                     last_odd = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xdd);
+        y[j] = _mm512_shuffle_f32x4(first, last, 0x88);
+        y[8 + j] = _mm512_shuffle_f32x4(first, last, 0xdd);
+        y[4 + j] = _mm512_shuffle_f32x4(odd, last_odd, 0x88);
+        y[12 + j] = _mm512_shuffle_f32x4(odd, last_odd, 0xdd);
+    }
+    UNROLL_16 for (int i = 0; i < 16; i++)
+        x[i] = y[i];
+}
+
 FOR_AVX512 static void pack(const struct nc_float_attention *how, const float *k, const float *v,
     const struct room *room)
 {
     const int64_t wide = up(how->wide, 16), step = how->k_strides[2];
-    const __m512i each = _mm512_setr_epi64(0, step, 2 * step, 3 * step, 4 * step, 5 * step, 6 * step, 7 * step);
-    for (int64_t key = 0; key < how->keys; key += 16) {
-        const __mmask16 lanes = lanes_of(how->keys - key);
-        float *to = room->keys + key * how->width;
-        const float *from = k + key * step;
-        for (int64_t t = 0; t < how->width; t++) {
-            const __m256 zero = _mm256_setzero_ps();
-            const __m256 low = _mm512_mask_i64gather_ps(zero, (__mmask8)lanes, each, from + t, 4);
-            const __m256 high =
-                _mm512_mask_i64gather_ps(zero, (__mmask8)(lanes >> 8), each, from + t + 8 * step, 4);
-            const __m512d wide_low = _mm512_castps_pd(_mm512_castps256_ps512(low));
-            const __m512 both = _mm512_castpd_ps(
-                _mm512_insertf64x4(wide_low, _mm256_castps_pd(high), 1));
-            _mm512_storeu_ps(to + t * 16, how->bf16 ? near_bf16(both) : both);
+    for (int64_t key = 0; key < how->keys; key += 16)
+        for (int64_t t = 0; t < how->width; t += 16) {
+            __m512 x[16];
+            for (int i = 0; i < 16; i++)
+                x[i] = key + i < how->keys
+                    ? _mm512_maskz_loadu_ps(lanes_of(how->width - t), k + (key + i) * step + t)
+                    : _mm512_setzero_ps();
+            transpose(x);
+            for (int64_t i = 0; i < 16 && t + i < how->width; i++)
+                _mm512_storeu_ps(room->keys + key * how->width + (t + i) * 16,
+                    how->bf16 ? near_bf16(x[i]) : x[i]);
         }
-    }
     for (int64_t key = 0; key < how->keys; key++)
         for (int64_t i = 0; i < wide; i += 16) {
             const __m512 x = _mm512_maskz_loadu_ps(lanes_of(how->wide - i), v + key * how->v_strides[2] + i);
