@@ -15,8 +15,9 @@
 #include "calls.h"
 #include "openmp.h"
 
-#define AVX2 __attribute__((target("avx2,fma")))
-#define INLINE static inline __attribute__((always_inline)) AVX2
+#define FOR_AVX2 __attribute__((target("avx2,fma")))
+#define INLINE static inline __attribute__((always_inline)) FOR_AVX2
+#include "exponential_256.h"
 
 /* A tile of ROWS rows and VECTORS x WIDTH outputs: its sums, one vector of codes and one of ones fit 16
  * registers. */
@@ -59,33 +60,6 @@ static int check(const struct job *job, int64_t threads)
     return OK;
 }
 
-/* e^x, for x that is limited to +-87: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes,
- * S. Moshier). */
-INLINE __m256 exponential(__m256 x)
-{
-    x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(87.0f)), _mm256_set1_ps(-87.0f));
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)),
-        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x), p = _mm256_set1_ps(1.9875691500e-4f);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
-    p = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(p, r), r, r), _mm256_set1_ps(1.0f));
-    const __m256i power =
-        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-}
-
-/* x / (1 + e^-z) */
-INLINE __m256 gated(__m256 x, __m256 z)
-{
-    const __m256 one = _mm256_set1_ps(1.0f);
-    return _mm256_div_ps(x, _mm256_add_ps(one, exponential(_mm256_sub_ps(_mm256_setzero_ps(), z))));
-}
-
 /* The error function within 1.5e-7 (Abramowitz and Stegun, 7.1.26). */
 INLINE __m256 error_function(__m256 x)
 {
@@ -96,7 +70,8 @@ INLINE __m256 error_function(__m256 x)
     p = _mm256_fmadd_ps(p, t, _mm256_set1_ps(1.421413741f));
     p = _mm256_fmadd_ps(p, t, _mm256_set1_ps(-0.284496736f));
     p = _mm256_mul_ps(_mm256_fmadd_ps(p, t, _mm256_set1_ps(0.254829592f)), t);
-    p = _mm256_fnmadd_ps(p, exponential(_mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(size, size))), one);
+    const __m256 power = exponential_of_8(_mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(size, size)));
+    p = _mm256_fnmadd_ps(p, power, one);
     return _mm256_or_ps(p, _mm256_and_ps(sign, x));
 }
 
@@ -111,11 +86,11 @@ INLINE __m256 activation(const int64_t op, __m256 v, float alpha, float beta)
     case ACTIVATION_CLIP: return _mm256_min_ps(_mm256_max_ps(v, a), b);
     case ACTIVATION_HARDSWISH:
         return _mm256_mul_ps(v, _mm256_min_ps(_mm256_max_ps(_mm256_fmadd_ps(v, a, b), zero), one));
-    case ACTIVATION_SWISH: return gated(v, _mm256_mul_ps(v, a));
+    case ACTIVATION_SWISH: return gated_8(v, _mm256_mul_ps(v, a));
     case ACTIVATION_GELU_TANH: {
         const __m256 cubic =
             _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(0.044715f), _mm256_mul_ps(v, v)), v, v);
-        return gated(v, _mm256_mul_ps(_mm256_set1_ps(1.5957691216057308f), cubic));
+        return gated_8(v, _mm256_mul_ps(_mm256_set1_ps(1.5957691216057308f), cubic));
     }
     case ACTIVATION_GELU_ERF: {
         const __m256 half = _mm256_mul_ps(_mm256_set1_ps(0.5f), v);
@@ -229,7 +204,7 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
 }
 
 /* The same, with one loop for each operation. */
-AVX2 static void finish(const struct job *job, int32_t (*sums)[PANEL], int64_t rows, int64_t row,
+FOR_AVX2 static void finish(const struct job *job, int32_t (*sums)[PANEL], int64_t rows, int64_t row,
     int64_t column, int64_t n)
 {
     switch (job->activation) {
@@ -287,7 +262,8 @@ INLINE void multiply_rows(int64_t rows, const int vectors, const uint8_t *x, int
 }
 
 /* Rows `first` to `last` with panels `from` to `to`. */
-AVX2 static void multiply_some(const struct job *job, int64_t first, int64_t last, int64_t from, int64_t to)
+FOR_AVX2 static void multiply_some(const struct job *job, int64_t first, int64_t last, int64_t from,
+    int64_t to)
 {
     const int64_t k = job->product->inputs, stride = job->product->stride, outputs = job->outputs;
     /* rows that are multiplied with one panel after the other stay in the second cache */
@@ -351,7 +327,7 @@ struct packing {
 };
 
 /* Panels `from` to `to` of a weight. */
-AVX2 static void pack_panels(const struct packing *job, int64_t from, int64_t to)
+FOR_AVX2 static void pack_panels(const struct packing *job, int64_t from, int64_t to)
 {
     const int64_t outputs = job->how->outputs, k = job->how->inputs;
     for (int64_t column = from * PANEL; column < to * PANEL && column < outputs; column += PANEL) {
@@ -467,7 +443,7 @@ static void border(const struct job *job, const struct position *p, uintptr_t *t
 }
 
 /* Pixels `first` to `last` of the result. */
-AVX2 static void depthwise(const struct job *job, int64_t first, int64_t last)
+FOR_AVX2 static void depthwise(const struct job *job, int64_t first, int64_t last)
 {
     const struct nc_depthwise *h = job->depthwise;
     const int64_t channels = h->outputs, count = h->window[0] * h->window[1], pairs = (count + 1) / 2;
