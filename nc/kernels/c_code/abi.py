@@ -562,6 +562,7 @@ _ROWS = (
             (
                 *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
                 *(Field("symmetric", "whether the zero point is 128"), Field("threads")),
+                Field("isa", "ISA_... of the product; the CPU has it"),
             ),
         ),
         least=2,
@@ -587,7 +588,11 @@ _ROWS = (
             "A linear of rounded rows, see rows.c.",
             (
                 *(Field("rows"), Field("inputs"), Field("outputs"), Field("threads")),
-                Field("isa", "ISA_AMX, or ISA_AVX512_VNNI and for bf16 ISA_AVX512_BF16; the CPU has it"),
+                Field(
+                    "isa",
+                    "ISA_AMX or, for bf16, ISA_AVX512_BF16, else ISA_AVX512_VNNI, ISA_AVX_VNNI or "
+                    "ISA_AVX2, which takes weights of int16_pairs.py alone; the CPU has it",
+                ),
                 Field("bf16", "whether rows and weights are bf16"),
                 Field("activation", "ACTIVATION_..."),
                 Field("alpha", "of the activation", kind="double"),

@@ -31,7 +31,7 @@ OF_SOURCES = {
     "low_bit_blocks": ("avx2", "avx512", "amx"),
     "products": ("avx2",),
     "recurrent": ("avx2", "avx512_vnni"),
-    "rows": ("avx512_vnni", "avx512_bf16", "amx"),
+    "rows": ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx"),
     "runner": (),
     "steps": ("avx2", "avx512"),
 }

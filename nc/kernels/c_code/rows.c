@@ -33,6 +33,7 @@
 #include "exponential.h"
 #include "bf16.h"
 #include "gelu.h"
+#define FOR_AVX2 __attribute__((target("avx2,fma")))
 #define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
 /* Distance of a quotient from half a code below which its rounding is not sure. */
 #define SURE 0.4999f
@@ -54,9 +55,16 @@ enum { TILE = 16, DEPTH = 64, AT_ONCE = 8, PIECE = 64 };
 #define FOR_BF16 FOR_VNNI
 #endif
 
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define HAS_AVX_VNNI 1
+#else
+#define HAS_AVX_VNNI 0
+#endif
+
 int64_t nc_isas(void)
 {
-    return 1 << ISA_AVX512_VNNI | HAS_BF16 << ISA_AVX512_BF16 | HAS_AMX << ISA_AMX;
+    const int of_256 = 1 << ISA_AVX2 | HAS_AVX_VNNI << ISA_AVX_VNNI;
+    return of_256 | 1 << ISA_AVX512_VNNI | HAS_BF16 << ISA_AVX512_BF16 | HAS_AMX << ISA_AMX;
 }
 
 int nc_rows_amx(void) { return HAS_AMX && may_use_tiles(); }
@@ -70,8 +78,24 @@ struct rounding {
     uint8_t *codes;
     float *scale;
     int32_t *zero_point;
-    int64_t rows, inputs, stride, symmetric;
+    int64_t rows, inputs, stride, symmetric, wide; /* wide: with 512-bit registers */
 };
+
+/* Notes scale and zero point of a row with numbers from `least` to `most`, which include 0, and returns the
+ * scale. A row with an infinite number, or with what is none, gives no number. */
+static inline __attribute__((always_inline)) float note_range(const struct rounding *r, int64_t row,
+    double least, double most, int no_numbers)
+{
+    const double amax = -least > most ? -least : most;
+    double step = r->symmetric ? amax / 127 : (most - least) / 255, zero = r->symmetric ? 128 : 0;
+    if (amax < TINY_AMAX)
+        step = 1;
+    else if (!r->symmetric)
+        zero = fmin(fmax(-rint(least / step), 0), 255);
+    r->scale[row] = no_numbers || !isfinite(amax) ? NAN : (float)step;
+    r->zero_point[row] = (int32_t)zero;
+    return r->scale[row];
+}
 
 /* The codes of 16 numbers: round(x / scale) + zero point. x * inverse is x / scale but for some units of the
  * last place, which matter only near half a code: there it is divided. */
@@ -103,19 +127,10 @@ FOR_VNNI static void round_row(const struct rounding *r, int64_t row)
         low = _mm512_min_ps(low, v);
         high = _mm512_max_ps(high, v);
     }
-    const double least = _mm512_reduce_min_ps(low), most = _mm512_reduce_max_ps(high);
-    const double amax = -least > most ? -least : most;
-    double step = r->symmetric ? amax / 127 : (most - least) / 255, zero = r->symmetric ? 128 : 0;
-    if (amax < TINY_AMAX)
-        step = 1;
-    else if (!r->symmetric)
-        zero = fmin(fmax(-rint(least / step), 0), 255);
-    /* a row with an infinite number, or with what is none, gives no number */
-    const float scale = no_numbers || !isfinite(amax) ? NAN : (float)step;
-    r->scale[row] = scale;
-    r->zero_point[row] = (int32_t)zero;
+    const float scale =
+        note_range(r, row, _mm512_reduce_min_ps(low), _mm512_reduce_max_ps(high), no_numbers);
     const __m512 by = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1 / scale),
-                 middle = _mm512_set1_ps((float)zero);
+                 middle = _mm512_set1_ps((float)r->zero_point[row]);
     int64_t k = 0;
     for (; k < r->inputs; k += 16) {
         const __m512i codes = codes_of(some(x + k, r->inputs - k), by, inverse, middle);
@@ -126,11 +141,16 @@ FOR_VNNI static void round_row(const struct rounding *r, int64_t row)
         _mm_storeu_si128((__m128i *)(to + k / DEPTH * TILE * DEPTH + k % DEPTH), _mm_setzero_si128());
 }
 
+FOR_AVX2 static void round_row_256(const struct rounding *r, int64_t row);
+
 static void round_some(void *data, int64_t part, int64_t parts)
 {
     const struct rounding *r = data;
     for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
-        round_row(r, row);
+        if (r->wide)
+            round_row(r, row);
+        else
+            round_row_256(r, row);
 }
 
 static struct rounding rounding_of(char *codes, int64_t rows, int64_t inputs)
@@ -143,12 +163,13 @@ static struct rounding rounding_of(char *codes, int64_t rows, int64_t inputs)
 int nc_round_rows(const struct nc_round_rows *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_round_rows);
-    EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
+    EXPECT(how->isa >= 0 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
     struct rounding r = rounding_of(tensors[0], how->rows, how->inputs);
     r.x = (const float *)tensors[1];
     r.stride = how->stride;
     r.symmetric = how->symmetric;
+    r.wide = how->isa >= ISA_AVX512_VNNI;
     in_parts(round_some, &r, how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads, how->threads);
     return OK;
 }
@@ -190,7 +211,7 @@ struct job {
     const int32_t *sums;
     const float *scale, *bias, *added;
     float *y;
-    int64_t rows, depth, outputs, activation, at_once, amx, bf16; /* depth: bytes of a row */
+    int64_t rows, depth, outputs, activation, at_once, isa, bf16; /* depth: bytes of a row */
     float alpha, beta;
 };
 
@@ -428,8 +449,14 @@ FOR_AMX static void pairs_amx(const struct job *j, int64_t first, int64_t last, 
 }
 #endif
 
+#include "rows_256.h"
+
 static void pairs_of_rows(const struct job *j, int64_t first, int64_t last, int64_t from, int64_t to)
 {
+    if (j->isa < ISA_AVX512_VNNI) {
+        pairs_of_rows_256(j, first, last, from, to);
+        return;
+    }
     for (int64_t pair = from; pair < to; pair++)
         for (int64_t row = first; row < last; row += 2 * TILE) {
             const int64_t rows = last - row < 2 * TILE ? last - row : 2 * TILE;
@@ -459,7 +486,7 @@ static void multiply_some(void *data, int64_t part, int64_t parts)
         const int64_t first = piece * j->at_once;
         const int64_t last = piece + 1 < pieces ? first + j->at_once : j->rows;
 #if HAS_AMX
-        if (j->amx)
+        if (j->isa == ISA_AMX)
             pairs_amx(j, first, last, from, to);
         else
 #endif
@@ -471,7 +498,8 @@ static void multiply_some(void *data, int64_t part, int64_t parts)
 int nc_row_product(const struct nc_row_product *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_row_product);
-    EXPECT(how->isa == (how->bf16 ? ISA_AVX512_BF16 : ISA_AVX512_VNNI) || how->isa == ISA_AMX, NOT_HERE);
+    EXPECT(how->isa == ISA_AMX || (how->bf16 ? how->isa == ISA_AVX512_BF16
+        : how->isa == ISA_AVX2 || how->isa == ISA_AVX_VNNI || how->isa == ISA_AVX512_VNNI), NOT_HERE);
     EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->outputs > 0 && how->threads > 0, OTHER_SIZE);
     EXPECT(how->bf16 || how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
@@ -483,7 +511,7 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
         .scale = (const float *)tensors[4], .bias = (const float *)tensors[5],
         .added = count > 6 ? (const float *)tensors[6] : NULL, .rows = how->rows,
         .depth = whole(bytes * how->inputs, DEPTH), .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
-        .alpha = (float)how->alpha, .beta = (float)how->beta, .amx = how->isa == ISA_AMX};
+        .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa};
     if (!j.rows)
         return OK;
     const int64_t pairs = whole(j.outputs, 2 * TILE) / (2 * TILE);

@@ -124,8 +124,11 @@ def _check(node: fx.Node) -> None:
     weight = Dequantize.of(linear.weight)
     need(weight.codes.op == "get_attr", "its weight is not a constant")
     need(weight.axis in (None, 0), "its weight has a scale for each input")
-    inputs, most = constant_of(module, weight.codes).shape[-1], abi.CONSTANTS.most_inputs
+    codes, most = constant_of(module, weight.codes), abi.CONSTANTS.most_inputs
+    inputs = codes.shape[-1]
     need(0 < inputs <= most, f"it has {inputs} inputs, and its C code takes 1 to {most}")
+    too_large = rows.why_not_weight(codes)
+    need(not too_large, too_large)
     bias = linear.bias
     need(bias is None or constant_value(module, bias) is not None, "its bias is computed from the inputs")
 

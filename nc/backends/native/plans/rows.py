@@ -25,6 +25,7 @@ from nc.kernels.c_code.calls import Function, function_of
 from nc.kernels.c_code.isas import ISAS, NUMBERS
 from nc.kernels.c_code.limit import used
 from nc.kernels.onednn.descriptions import contiguous_strides
+from nc.numerics import int16_pairs
 from nc.process.unavailable import Unavailable
 
 #: Rows and outputs of a tile, and what outputs are filled up to.
@@ -73,7 +74,12 @@ class RowFormat:
 
 #: Codes from 0 to 255, and a scale and a zero point for each row.
 CODES = RowFormat(
-    "", torch.uint8, "round_rows", ("amx", "avx512_vnni"), 8, lambda codes: codes.sum(1, dtype=torch.int32)
+    "",
+    torch.uint8,
+    "round_rows",
+    ("amx", "avx512_vnni", "avx_vnni", "avx2"),
+    8,
+    lambda codes: codes.sum(1, dtype=torch.int32),
 )
 BF16 = RowFormat(
     "bf16",
@@ -137,6 +143,19 @@ def why_unavailable(form: RowFormat) -> str:
     return found.reason if isinstance(found, Unavailable) else ""
 
 
+def why_not_weight(codes: torch.Tensor) -> str:
+    """Why the product of codes does not take a weight here; "" when it does.
+
+    Args:
+        codes: int8, shape [outputs, inputs].
+    """
+    found = code(CODES)
+    adds_pairs = not isinstance(found, Unavailable) and found.isa == "avx2"
+    if adds_pairs and not int16_pairs.fit(codes, int16_pairs.PAIR_LIMIT):
+        return "its weight is too large for AVX2, which adds pairs of products in 16 bits"
+    return ""
+
+
 def _available(form: RowFormat) -> _Code:
     found = code(form)
     if isinstance(found, Unavailable):
@@ -152,7 +171,7 @@ def round_rows(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[st
     rows = math.prod(before)
     memory = recorder.new((form.held(rows, inputs),), (1,), form.dtype)
     fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": openmp.threads()}
-    how = {} if form.bf16 else {"symmetric": a["symmetric"]}
+    how = {} if form.bf16 else {"symmetric": a["symmetric"], "isa": NUMBERS[found.isa]}
     recorder.call_function(found.rounds, fields | how, [memory, x], node)
     return PlanTensor(memory.tensor[: rows * inputs].view(x.tensor.shape), memory.root)
 

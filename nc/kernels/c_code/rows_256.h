@@ -1,0 +1,229 @@
+/* What rows.c does with codes, for CPUs without AVX512-VNNI: the same codes, the same exact sums and the same
+ * layouts, in registers of 256 bits. A word of weights, 16 outputs with 4 inputs each, is two of them.
+ *
+ * AVX-VNNI has vpdpbusd. AVX2 has vpmaddubsw, which adds pairs of products in 16 bits and saturates: callers
+ * give it weights whose pairs fit (nc.numerics.int16_pairs), with which no code from 0 to 255 gets there.
+ */
+#define AVX2_INLINE static inline __attribute__((always_inline)) FOR_AVX2
+#include "exponential_256.h"
+enum { WIDTH = 8 };
+
+/* ---- rounding ---- */
+
+AVX2_INLINE __m256 nearest_of_8(__m256 x)
+{
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* As codes_of. */
+AVX2_INLINE __m256i codes_of_8(__m256 x, __m256 scale, __m256 inverse, __m256 zero_point)
+{
+    __m256 v = _mm256_mul_ps(x, inverse), n = nearest_of_8(v);
+    const __m256 away = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_sub_ps(v, n));
+    if (_mm256_movemask_ps(_mm256_cmp_ps(away, _mm256_set1_ps(SURE), _CMP_NLT_UQ)))
+        n = nearest_of_8(_mm256_div_ps(x, scale));
+    v = _mm256_max_ps(_mm256_add_ps(n, zero_point), _mm256_setzero_ps()); /* what is no number becomes 0 */
+    return _mm256_cvtps_epi32(_mm256_min_ps(v, _mm256_set1_ps(255.0f)));
+}
+
+/* The first n of 8 lanes. */
+AVX2_INLINE __m256i first_of_8(int64_t n)
+{
+    const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n < WIDTH ? (int32_t)n : WIDTH), number);
+}
+
+AVX2_INLINE __m256 some_8(const float *x, int64_t n)
+{
+    return n >= WIDTH ? _mm256_loadu_ps(x) : _mm256_maskload_ps(x, first_of_8(n));
+}
+
+AVX2_INLINE float largest_of_8(__m256 x)
+{
+    __m128 v = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
+}
+
+FOR_AVX2 static void round_row_256(const struct rounding *r, int64_t row)
+{
+    const float *x = r->x + row * r->stride;
+    const int64_t depth = whole(r->inputs, DEPTH);
+    uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
+    const __m256 zero = _mm256_setzero_ps();
+    __m256 low = zero, high = zero, no_numbers = zero;
+    for (int64_t k = 0; k < r->inputs; k += WIDTH) {
+        const __m256 v = some_8(x + k, r->inputs - k);
+        no_numbers = _mm256_or_ps(no_numbers, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        low = _mm256_min_ps(low, v);
+        high = _mm256_max_ps(high, v);
+    }
+    const float least = -largest_of_8(_mm256_sub_ps(zero, low));
+    const float scale = note_range(r, row, least, largest_of_8(high), _mm256_movemask_ps(no_numbers));
+    const __m256 by = _mm256_set1_ps(scale), inverse = _mm256_set1_ps(1 / scale),
+                 middle = _mm256_set1_ps((float)r->zero_point[row]);
+    for (int64_t k = 0; k < depth; k += WIDTH) {
+        __m128i bytes = _mm_setzero_si128();
+        if (k < r->inputs) {
+            const __m256i codes = codes_of_8(some_8(x + k, r->inputs - k), by, inverse, middle);
+            bytes = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+            bytes = _mm_packus_epi16(bytes, bytes);
+        }
+        _mm_storel_epi64((__m128i *)(to + k / DEPTH * TILE * DEPTH + k % DEPTH), bytes);
+    }
+}
+
+/* ---- products ---- */
+
+/* One row of a table of gelu.py, for each lane the number of its piece. */
+AVX2_INLINE __m256 of_piece(const float *row, __m256i piece)
+{
+    const __m256 lower = _mm256_permutevar8x32_ps(_mm256_loadu_ps(row), piece),
+                 upper = _mm256_permutevar8x32_ps(_mm256_loadu_ps(row + WIDTH), piece);
+    return _mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32(piece, 28)));
+}
+
+/* As gelu_of_16. */
+AVX2_INLINE __m256 gelu_of_8(__m256 x, const float (*table)[GELU_PIECES])
+{
+    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x),
+                 a = _mm256_min_ps(_mm256_set1_ps(15.4f * GELU_STEP), size);
+    const __m256 n = nearest_of_8(_mm256_mul_ps(a, _mm256_set1_ps(1 / GELU_STEP)));
+    const __m256i piece = _mm256_cvtps_epi32(n);
+    const __m256 t = _mm256_fnmadd_ps(n, _mm256_set1_ps(GELU_STEP), a);
+    __m256 p = of_piece(table[0], piece);
+    for (int i = 1; i <= GELU_DEGREE; i++)
+        p = _mm256_fmadd_ps(p, t, of_piece(table[i], piece));
+    return _mm256_fnmadd_ps(a, p, _mm256_max_ps(_mm256_setzero_ps(), x)); /* what is no number stays so */
+}
+
+AVX2_INLINE __m256 activation_of_8(const int64_t op, __m256 v, float alpha, float beta)
+{
+    const __m256 zero = _mm256_setzero_ps(), a = _mm256_set1_ps(alpha), b = _mm256_set1_ps(beta);
+    switch (op) {
+    case ACTIVATION_RELU: return _mm256_max_ps(zero, v); /* what is no number stays so */
+    case ACTIVATION_LEAKY_RELU:
+        return _mm256_blendv_ps(v, _mm256_mul_ps(v, a), _mm256_cmp_ps(v, zero, _CMP_LE_OS));
+    case ACTIVATION_CLIP: return _mm256_min_ps(b, _mm256_max_ps(a, v));
+    case ACTIVATION_HARDSWISH:
+        return _mm256_mul_ps(v,
+            _mm256_min_ps(_mm256_set1_ps(1.0f), _mm256_max_ps(zero, _mm256_fmadd_ps(v, a, b))));
+    case ACTIVATION_SWISH: return gated_8(v, _mm256_mul_ps(v, a));
+    case ACTIVATION_GELU_TANH: return gelu_of_8(v, of_tanh);
+    case ACTIVATION_GELU_ERF: return gelu_of_8(v, of_erf);
+    default: return v;
+    }
+}
+
+/* 8 sums of a row → results from output `column` on. */
+AVX2_INLINE void finish_8(const struct job *j, const int64_t op, const int32_t *sums, int64_t row,
+    int64_t column)
+{
+    const int64_t left = j->outputs - column, at = row * j->outputs + column;
+    if (left <= 0)
+        return;
+    const __m256i zero_points = _mm256_mullo_epi32(_mm256_set1_epi32(j->zero_point[row]),
+                      _mm256_loadu_si256((const __m256i *)(j->sums + column))),
+                  sum = _mm256_sub_epi32(_mm256_loadu_si256((const __m256i *)sums), zero_points);
+    __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(j->row_scale[row]));
+    v = _mm256_fmadd_ps(v, _mm256_loadu_ps(j->scale + column), _mm256_loadu_ps(j->bias + column));
+    v = activation_of_8(op, v, j->alpha, j->beta);
+    if (j->added)
+        v = _mm256_add_ps(v, some_8(j->added + at, left));
+    if (left >= WIDTH)
+        _mm256_storeu_ps(j->y + at, v);
+    else
+        _mm256_maskstore_ps(j->y + at, first_of_8(left), v);
+}
+
+/* Sums [rows][16] → results. */
+FOR_AVX2 static void finish_panel(const struct job *j, int32_t (*sums)[TILE], int64_t row, int64_t rows,
+    int64_t column)
+{
+#define ALL(op)                                                          \
+    for (int64_t r = 0; r < rows; r++) {                                 \
+        finish_8(j, op, sums[r], row + r, column);                       \
+        finish_8(j, op, sums[r] + WIDTH, row + r, column + WIDTH);       \
+    }
+    BY_ACTIVATION(j->activation, ALL)
+#undef ALL
+}
+
+/* sums + products of 32 codes four by four. */
+AVX2_INLINE __m256i add_products_256(__m256i sums, __m256i x, __m256i w, const int vnni)
+{
+#if HAS_AVX_VNNI
+    if (vnni) {
+#ifdef NC_TEST_EVEX /* as AVX512-VNNI encodes it: where tests have no AVX-VNNI */
+        __asm__("%{evex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(x), "x"(w));
+#else
+        __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(x), "x"(w));
+#endif
+        return sums;
+    }
+#endif
+    const __m256i pairs = _mm256_maddubs_epi16(x, w);
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+/* Rows whose sums, with what the product needs besides, fit into 16 registers. */
+enum { ROWS_OF_VNNI = 6, ROWS_OF_PAIRS = 4 };
+
+/* Sums of R rows from `row` on and a panel. */
+AVX2_INLINE void multiply_rows_256(const struct job *j, int64_t row, const int8_t *weights,
+    int32_t (*sums)[TILE], const int R, const int vnni)
+{
+    const uint8_t *x[ROWS_OF_VNNI];
+    __m256i sum[ROWS_OF_VNNI][2];
+    UNROLL for (int r = 0; r < R; r++)
+    {
+        x[r] = j->x + (row + r) / TILE * TILE * j->depth + (row + r) % TILE * DEPTH;
+        sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    }
+    for (int64_t k = 0; k < j->depth; k += 4) {
+        const __m256i *w = (const __m256i *)(weights + k * TILE);
+        const __m256i left = _mm256_loadu_si256(w), right = _mm256_loadu_si256(w + 1);
+        const int64_t at = k / DEPTH * TILE * DEPTH + k % DEPTH;
+        UNROLL for (int r = 0; r < R; r++)
+        {
+            int32_t four;
+            memcpy(&four, x[r] + at, 4);
+            const __m256i codes = _mm256_set1_epi32(four);
+            sum[r][0] = add_products_256(sum[r][0], codes, left, vnni);
+            sum[r][1] = add_products_256(sum[r][1], codes, right, vnni);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+    {
+        _mm256_storeu_si256((__m256i *)sums[r], sum[r][0]);
+        _mm256_storeu_si256((__m256i *)sums[r] + 1, sum[r][1]);
+    }
+}
+
+AVX2_INLINE void block_256(const struct job *j, int64_t row, int64_t rows, int64_t panel, const int most,
+    const int vnni)
+{
+    const int8_t *weights = j->weights + panel * TILE * j->depth;
+    int32_t sums[2 * TILE][TILE];
+    int64_t done = 0;
+    for (; done + most <= rows; done += most)
+        multiply_rows_256(j, row + done, weights, sums + done, most, vnni);
+    for (; done + 2 <= rows; done += 2)
+        multiply_rows_256(j, row + done, weights, sums + done, 2, vnni);
+    for (; done < rows; done++)
+        multiply_rows_256(j, row + done, weights, sums + done, 1, vnni);
+    finish_panel(j, sums, row, rows, panel * TILE);
+}
+
+FOR_AVX2 static void pairs_of_rows_256(const struct job *j, int64_t first, int64_t last, int64_t from,
+    int64_t to)
+{
+    for (int64_t panel = 2 * from; panel < 2 * to; panel++)
+        for (int64_t row = first; row < last; row += 2 * TILE) {
+            const int64_t rows = last - row < 2 * TILE ? last - row : 2 * TILE;
+            if (j->isa == ISA_AVX_VNNI)
+                block_256(j, row, rows, panel, ROWS_OF_VNNI, 1);
+            else
+                block_256(j, row, rows, panel, ROWS_OF_PAIRS, 0);
+        }
+}
