@@ -44,7 +44,7 @@ from nc.backends.native.plans import rows as row_format
 from nc.kernels.c_code import abi, build, openmp
 from nc.kernels.c_code.calls import Function, call_once
 from nc.kernels.c_code.isas import ISAS, NUMBERS
-from nc.numerics import affine
+from nc.numerics import affine, int16_pairs
 
 PAGE = mmap.PAGESIZE
 FREE = 0xAB
@@ -775,12 +775,14 @@ def unpacked_rows(memory: torch.Tensor, rows: int, inputs: int) -> tuple[torch.T
 def case_round_rows() -> str:
     x, memory, symmetric = random_rows()
     rows, inputs = x.shape
+    isa = random.choice(row_format.isas(row_format.CODES))
     fields = {
         "rows": rows,
         "inputs": inputs,
         "stride": max(x.stride(0), inputs),
         "symmetric": symmetric,
         "threads": threads(),
+        "isa": NUMBERS[isa],
     }
     call(row_format.code(row_format.CODES).rounds, fields, [memory, x])
     codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
@@ -791,38 +793,40 @@ def case_round_rows() -> str:
         assert torch.equal(zero_point, wanted[1])
         expected = ((x / scale).round() + zero_point).clamp(0, 255)
         assert torch.equal(codes.float(), expected)
-    return f"{rows} x {inputs} {symmetric}"
+    return f"{rows} x {inputs} {symmetric} {isa}"
 
 
 def case_row_product() -> str:
     x, memory, symmetric = random_rows()
     rows, inputs = x.shape
     outputs, count = random.choice(SIZES), threads()
-    code = row_format.code(row_format.CODES)
+    code, isa = row_format.code(row_format.CODES), random.choice(row_format.isas(row_format.CODES))
     fields = {
         "rows": rows,
         "inputs": inputs,
         "stride": max(x.stride(0), inputs),
         "symmetric": symmetric,
         "threads": count,
+        "isa": NUMBERS[isa],
     }
     call_once(code.rounds, fields, [memory, x])
     codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
     weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    if isa == "avx2":
+        weight = int16_pairs.limit_pairs(weight.float()).to(torch.int8)
     packed, sums = row_format.pack(row_format.CODES, weight)
     of_weight, bias = torch.rand(len(sums)) * 0.01, torch.randn(len(sums))
     name = random.choice(tuple(ROW_ACTIVATIONS))
     other = [torch.randn(rows, outputs)] if random.random() < 0.5 else []
     y = torch.zeros(rows, outputs)
-    isas = row_format.isas(row_format.CODES)
-    fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[random.choice(isas)], "bf16": False,
+    fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": count, "isa": NUMBERS[isa], "bf16": False,
               "activation": abi.ACTIVATION.number(name), "alpha": 0.125, "beta": 2.0}  # fmt: skip
     call(code.product, fields, [y, memory, packed, sums, of_weight, bias, *other])
     sums_of_products = (codes.double() - zero_point) @ weight.double().T
     v = sums_of_products * scale.double() * of_weight[:outputs].double() + bias[:outputs].double()
     expected = ROW_ACTIVATIONS[name](v) + (other[0].double() if other else 0.0)
     close(y, expected, 2e-6, 1e-6)
-    return f"{rows} x {inputs} x {outputs} {name} {symmetric}"
+    return f"{rows} x {inputs} x {outputs} {name} {symmetric} {isa}"
 
 
 def case_bf16_rows() -> str:

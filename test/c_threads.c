@@ -184,13 +184,15 @@ static int work_of_all(void)
     void *to_round[] = {rounded, floats(M * K)};
     void *tensors[] = {
         floats(M * N), rounded, calloc(WIDE * DEEP, 1), calloc(WIDE, 4), floats(WIDE), floats(WIDE)};
-    const int amx = nc_rows_amx();
-    for (int i = 0; i < 4; i++) {
-        const int64_t isa = i % 2 ? ISA_AMX : ISA_AVX512_VNNI, rows = i / 2 ? M : 1;
-        HOW(nc_round_rows, .rows = rows, .inputs = K, .stride = K, .symmetric = i / 2, .threads = TEAM);
+    const int64_t isas[] = {ISA_AVX2, ISA_AVX512_VNNI, ISA_AMX};
+    for (int i = 0; i < 6; i++) {
+        const int64_t isa = isas[i % 3], rows = i / 3 ? M : 1;
+        HOW(nc_round_rows, .rows = rows, .inputs = K, .stride = K, .symmetric = i / 3, .threads = TEAM,
+            .isa = isa);
         struct nc_row_product product = {.size = sizeof product, .rows = rows, .inputs = K, .outputs = N,
             .threads = TEAM, .isa = isa, .activation = ACTIVATION_GELU_ERF};
-        if (!__builtin_cpu_supports("avx512vnni") || (isa == ISA_AMX && !amx))
+        if ((isa == ISA_AVX512_VNNI && !__builtin_cpu_supports("avx512vnni"))
+            || (isa == ISA_AMX && !nc_rows_amx()))
             continue;
         if (CALL(nc_round_rows, to_round) || nc_row_product(&product, NULL, 6, (char *const *)tensors))
             return 1;

@@ -325,6 +325,22 @@ MUTATIONS = (
         ("row_linear",),
     ),
     Mutation(
+        "rows-256-zero-point",
+        "the product of rounded rows takes their zero points away, also in 256-bit registers",
+        "kernels/c_code/rows_256.h",
+        "_mm256_mullo_epi32(_mm256_set1_epi32(j->zero_point[row])",
+        "_mm256_mullo_epi32(_mm256_set1_epi32(0 * j->zero_point[row])",
+        ("row_linear",),
+    ),
+    Mutation(
+        "rows-pairs-fit",
+        "no weight whose pairs of products overflow 16 bits is multiplied with AVX2",
+        "backends/native/plans/rows.py",
+        'found.isa == "avx2"',
+        'found.isa == "none"',
+        ("row_linear",),
+    ),
+    Mutation(
         "seven-bits",
         "the second input of a matmul takes 7 bits where sums have 16",
         "graph/saturation.py",

@@ -163,13 +163,14 @@ WRONG = {
         ("activation", (), 8, "operation"),
     ],
     "round_rows": [
+        *(("isa", (), isa, "instruction set") for isa in (-1, 2, 6)),
         ("rows", (), -1, "size"),
         ("inputs", (), 0, "size"),
         ("stride", (), 1, "size"),
         ("threads", (), 0, "size"),
     ],
     "row_product": [
-        ("isa", (), 0, "instruction set"),
+        *(("isa", (), isa, "instruction set") for isa in (-1, 2, 4, 6)),
         ("rows", (), -1, "size"),
         ("inputs", (), 0, "size"),
         ("inputs", (), 65537, "size"),

@@ -17,6 +17,7 @@ from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import int8_attention
+from nc.backends.native.plans import rows as row_format
 from nc.errors import BackendError, ConfigError
 from nc.kernels.c_code import build, isas, limit
 from nc.process import env
@@ -86,17 +87,18 @@ def code_of_each_library():
         "recurrent": recurrent._code().isa(),
         "attention": "" if int8_attention.why_unavailable() else "avx512_vnni",
         "steps": list(isas.ISAS)[steps],
+        "rows": row_format.isas(row_format.CODES)[0],
     }
 
 
 #: Limit → what each library takes, in the order of `code_of_each_library`, on a CPU that has it.
 TAKEN = {
-    "avx2": ("avx2", "avx2", "avx2", "", "avx2"),
-    "avx_vnni": ("avx_vnni", "avx2", "avx2", "", "avx2"),
-    "avx512": ("avx512", "avx512", "avx2", "", "avx512"),
-    "avx512_vnni": ("avx512_vnni", "avx512", "avx512_vnni", "avx512_vnni", "avx512"),
-    "avx512_bf16": ("avx512_bf16", "avx512", "avx512_vnni", "avx512_vnni", "avx512"),
-    "amx": ("amx", "amx", "avx512_vnni", "avx512_vnni", "avx512"),
+    "avx2": ("avx2", "avx2", "avx2", "", "avx2", "avx2"),
+    "avx_vnni": ("avx_vnni", "avx2", "avx2", "", "avx2", "avx_vnni"),
+    "avx512": ("avx512", "avx512", "avx2", "", "avx512", "avx2"),
+    "avx512_vnni": ("avx512_vnni", "avx512", "avx512_vnni", "avx512_vnni", "avx512", "avx512_vnni"),
+    "avx512_bf16": ("avx512_bf16", "avx512", "avx512_vnni", "avx512_vnni", "avx512", "avx512_vnni"),
+    "amx": ("amx", "amx", "avx512_vnni", "avx512_vnni", "avx512", "amx"),
 }
 
 

@@ -4,21 +4,24 @@ import dataclasses
 
 import pytest
 import torch
+from c_fuzz import ROW_ACTIVATIONS, unpacked_rows
 from models import Function, quantized, worst_db
 from torch import nn
 from torch.nn import functional as F
 
 from nc import DynamicQuantConfig
-from nc.backends import available_backends
+from nc.backends import available_backends, cpu
 from nc.backends.native.operators import row_linear
 from nc.backends.native.plans import rows as row_format
 from nc.errors import BackendError
 from nc.graph.catalogue import kind_of_node
 from nc.graph.fx_utils import copy_module
 from nc.graph.views import Linear, set_argument
-from nc.kernels.c_code import abi
-from nc.kernels.c_code.calls import call_once
+from nc.kernels.c_code import abi, build, limit
+from nc.kernels.c_code.calls import call_once, function_of
 from nc.kernels.c_code.isas import NUMBERS
+from nc.numerics import affine
+from nc.numerics.int16_pairs import limit_pairs
 
 _WHY = available_backends()["native"] or row_format.why_unavailable(row_format.CODES)
 pytestmark = [
@@ -192,7 +195,9 @@ OTHER_GRAPHS = {
 
 @pytest.mark.parametrize("why", OTHER_GRAPHS)
 def test_graphs_that_quantization_does_not_make_have_their_reason(why):
-    graph = quantized(nn.Linear(40, 24), torch.randn(3, 40), DynamicQuantConfig(), "reference").graph
+    model = nn.Linear(40, 24).eval()
+    model.weight.data[:, ::2] = 0.0  # its pairs fit with AVX2, too
+    graph = quantized(model, torch.randn(3, 40), DynamicQuantConfig(), "reference").graph
     module, _ = copy_module(graph.module)
     (linear,) = (node for node in module.graph.nodes if kind_of_node(node) == "linear")
     (x,) = (node for node in module.graph.nodes if node.op == "placeholder")
@@ -265,19 +270,169 @@ def test_torch_computes_none():
         row_linear.rounded_rows()(torch.ones(2, 3), False)
 
 
-@pytest.mark.parametrize("isa", row_format.isas(row_format.CODES))
-def test_all_codes_at_their_ends(isa):
-    """The largest sums that int32 holds."""
-    inputs = 65536
-    code, x = row_format.code(row_format.CODES), torch.ones(1, inputs)
-    memory, y = torch.empty(row_format.CODES.held(1, inputs), dtype=torch.uint8), torch.zeros(1, 2)
-    fields = {"rows": 1, "inputs": inputs, "stride": inputs, "symmetric": False, "threads": 1}
-    call_once(code.rounds, fields, [memory, x])
-    weight = torch.full((2, inputs), -128, dtype=torch.int8)
-    weight[1] = 127
+# --- the functions, for each instruction set
+
+
+def isas_to_test():
+    """Those of this CPU, and AVX-VNNI where AVX512-VNNI has its instruction in another encoding."""
+    found = row_format.isas(row_format.CODES)
+    return [*found, "avx_vnni"] if "avx512_vnni" in found and "avx_vnni" not in found else list(found)
+
+
+@pytest.fixture(params=isas_to_test())
+def on_isa(request, tmp_path_factory, monkeypatch):
+    """An instruction set, and its functions that round rows and multiply them."""
+    if request.param in row_format.isas(row_format.CODES):
+        code = row_format.code(row_format.CODES)
+        return request.param, code.rounds, code.product
+    monkeypatch.delenv(limit.VARIABLE, raising=False)  # a limit to AVX512-VNNI forbids the code of AVX-VNNI
+    monkeypatch.setattr(build, "_compiler", lambda: "cc -DNC_TEST_EVEX")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+    library = build.load_on_threads("rows")
+    return request.param, function_of(library, "round_rows"), function_of(library, "row_product")
+
+
+def rounded(on_isa, x, *, symmetric=False):
+    """Memory of the codes of rows."""
+    isa, rounds, _ = on_isa
+    rows, inputs = x.shape
+    memory = torch.full((row_format.CODES.held(rows, inputs),), 99, dtype=torch.uint8)
+    fields = {"rows": rows, "inputs": inputs, "stride": inputs, "symmetric": symmetric, "threads": 2}
+    call_once(rounds, fields | {"isa": NUMBERS[isa]}, [memory, x])
+    return memory
+
+
+def product(on_isa, memory, rows, weight, *factors, name="identity", alpha=0.0, beta=0.0, other=None):
+    """The result of rounded rows, with scales of the weight and a bias as factors."""
+    isa, _, multiplies = on_isa
+    outputs, inputs = weight.shape
     packed, sums = row_format.pack(row_format.CODES, weight)
-    numbers = abi.ACTIVATION.number("identity")
-    fields = {"rows": 1, "inputs": inputs, "outputs": 2, "threads": 1, "isa": NUMBERS[isa], "bf16": False,
-              "activation": numbers, "alpha": 0.0, "beta": 0.0}  # fmt: skip
-    call_once(code.product, fields, [y, memory, packed, sums, torch.ones(32), torch.zeros(32)])
-    assert torch.allclose(y.double(), x.double() @ weight.double().T, rtol=1e-6)
+    fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": 2, "isa": NUMBERS[isa],
+              "bf16": False, "activation": abi.ACTIVATION.number(name), "alpha": alpha, "beta": beta}  # fmt: skip
+    y = torch.full((rows, outputs), 7.0)
+    filled = [F.pad(values, (0, len(sums) - outputs)) for values in factors]
+    call_once(multiplies, fields, [y, memory, packed, sums, *filled, *([] if other is None else [other])])
+    return y
+
+
+def weight_for(isa, outputs, inputs):
+    """Any codes; pairs fit 16 bits where AVX2 adds them."""
+    weight = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    return limit_pairs(weight.float()).to(torch.int8) if isa == "avx2" else weight
+
+
+SIZES = [(1, 1, 1), (7, 40, 33), (16, 64, 16), (19, 300, 70), (40, 129, 8), (33, 8, 100)]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_codes_scales_and_zero_points_are_those_of_affine(on_isa, size, symmetric):
+    for rows, inputs, _ in SIZES:
+        x = torch.randn(rows, inputs) * size
+        x[-1] = 0.0 if rows > 16 else x[-1].abs()
+        memory = rounded(on_isa, x, symmetric=symmetric)
+        codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
+        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        wanted = affine.choose_qparams(low, high, quant_min=0, quant_max=255, symmetric=symmetric)
+        assert torch.equal(scale, wanted[0])
+        assert torch.equal(zero_point, wanted[1])
+        assert torch.equal(codes.float(), ((x / scale).round() + zero_point).clamp(0, 255))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_codes_near_half_a_code_are_those_of_a_division(on_isa, symmetric):
+    low, high = -torch.rand(50, 1), torch.rand(50, 1)
+    scale, _ = affine.choose_qparams(low, high, quant_min=0, quant_max=255, symmetric=symmetric)
+    x = ((torch.arange(-128, 128) + 0.5) * scale).clamp(low, high)
+    x = torch.cat([low, high, x, *(x.nextafter(torch.tensor(end)) for end in (-9.0, 9.0))], 1).clamp(
+        low, high
+    )
+    codes, scale, zero_point = unpacked_rows(rounded(on_isa, x, symmetric=symmetric), *x.shape)
+    assert torch.equal(codes.float(), ((x / scale).round() + zero_point).clamp(0, 255))
+
+
+def test_sums_are_exact(on_isa):
+    """As integers: all scales are 1."""
+    for rows, inputs, outputs in SIZES:
+        memory = rounded(on_isa, torch.randn(rows, inputs))
+        codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
+        codes[:] = torch.randint(0, 256, codes.shape, dtype=torch.uint8)
+        memory = with_codes(memory, codes)
+        scale[:] = 1.0
+        weight = weight_for(on_isa[0], outputs, inputs)
+        y = product(on_isa, memory, rows, weight, torch.ones(outputs), torch.zeros(outputs))
+        expected = (codes.long() - zero_point) @ weight.long().T
+        assert expected.abs().max() < 2**24  # fp32 holds them
+        assert torch.equal(y, expected.float())
+
+
+def with_codes(memory, codes):
+    """The same memory, which has other codes: unpacked ones are a copy."""
+    rows, inputs = codes.shape
+    many, depth = -(-rows // 16) * 16, -(-inputs // 64) * 64
+    filled = F.pad(codes, (0, depth - inputs, 0, many - rows))
+    memory[: many * depth] = filled.view(many // 16, 16, depth // 64, 64).transpose(1, 2).flatten()
+    return memory
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("name", [*ROW_ACTIVATIONS, "hardswish"])
+def test_what_follows_the_sums(on_isa, name, adds):
+    """Scales, bias, activation and what is added, against float64."""
+    compute = {**ROW_ACTIVATIONS, "hardswish": lambda v: v * (0.125 * v + 2.0).clamp(0, 1)}[name]
+    for rows, inputs, outputs in SIZES:
+        x, weight = torch.randn(rows, inputs) * 3, weight_for(on_isa[0], outputs, inputs)
+        memory = rounded(on_isa, x)
+        codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
+        factors, other = (torch.rand(outputs) * 0.01, torch.randn(outputs)), torch.randn(rows, outputs)
+        how = {"name": name, "alpha": 0.125, "beta": 2.0, "other": other if adds else None}
+        y = product(on_isa, memory, rows, weight, *factors, **how)
+        sums = (codes.double() - zero_point) @ weight.double().T * scale.double()
+        expected = compute(sums * factors[0].double() + factors[1].double()) + (other if adds else 0.0)
+        assert ((y - expected).abs() <= 2e-6 * expected.abs() + 2e-6).all()
+
+
+@pytest.mark.parametrize("name", ROW_ACTIVATIONS)
+def test_what_is_no_number_goes_through_each_activation(on_isa, name):
+    x = torch.randn(3, 20)
+    x[1, 7] = float("nan")
+    weight = weight_for(on_isa[0], 24, 20)
+    how = {"name": name, "alpha": 0.125, "beta": 2.0}
+    y = product(on_isa, rounded(on_isa, x), 3, weight, torch.ones(24), torch.zeros(24), **how)
+    assert y[1].isnan().all()
+    assert y[::2].isfinite().all()
+
+
+def test_all_codes_at_their_ends(on_isa):
+    """The largest sums that int32 holds, and the largest pairs of those that AVX2 adds in 16 bits."""
+    inputs = 65536
+    memory = rounded(on_isa, torch.ones(1, inputs))
+    assert memory[:64].eq(255).all()
+    weight = torch.tensor([[64, 64], [-64, -64], [127, 1], [0, -128], [-127, -1]], dtype=torch.int8)
+    if on_isa[0] != "avx2":
+        weight = torch.tensor([[-128, -128], [127, 127]], dtype=torch.int8)
+    weight = weight.repeat(1, inputs // 2)
+    y = product(on_isa, memory, 1, weight, torch.ones(len(weight)), torch.zeros(len(weight)))
+    assert torch.allclose(y[0].double(), weight.double().sum(1), rtol=1e-6)
+
+
+def test_a_weight_whose_pairs_do_not_fit_is_left_to_fbgemm_with_avx2(monkeypatch):
+    """Those of a graph that was not made for AVX2."""
+    model = nn.Linear(40, 24)
+    nn.init.ones_(model.weight)
+    graph = quantized(model.eval(), torch.randn(3, 40), DynamicQuantConfig(), "reference").graph
+    (linear,) = (node for node in graph.module.graph.nodes if kind_of_node(node) == "linear")
+    monkeypatch.setattr(row_format, "isas", lambda form: ("avx2",))
+    why = row_linear.why_not_row_linear(linear)
+    assert why == "its weight is too large for AVX2, which adds pairs of products in 16 bits"
+    monkeypatch.setattr(row_format, "isas", lambda form: ("avx_vnni",))
+    assert row_linear.why_not_row_linear(linear) == ""
+
+
+def test_a_model_that_is_quantized_for_avx2_has_the_function(monkeypatch):
+    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    model = nn.Linear(40, 24)
+    nn.init.ones_(model.weight)
+    q, x = dynamic(model, torch.randn(3, 40)), torch.randn(5, 40)
+    assert q.report().ops[0].kernel.startswith("function c:row_product avx2")
+    assert (q(x) - q.reference(x)).abs().max() < 1e-5
