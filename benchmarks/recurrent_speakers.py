@@ -1,27 +1,17 @@
-"""Accuracy of a recurrent model with real weights in int8: resemblyzer's encoder on pyannote's sample.
+"""Task of recurrent.py: resemblyzer's encoder of speakers on pyannote's sample.
 
-    pip install --no-deps resemblyzer==0.1.4 pyannote-audio==4.0.7
-    python benchmarks/speakers.py
-
-Only the files of the two packages are read: weights of three LSTM layers, 30 seconds of two speakers, and who
-speaks when. Windows of 1.6 seconds in which one of them speaks are embedded, and all pairs are compared. It
-prints the equal error rate (low is good), the SQNR of the embeddings against fp32, and the time of a call.
+Only files of the two packages are read: weights of three LSTM layers, 30 seconds of two speakers, and who
+speaks when. Windows of 1.6 seconds in which one of them speaks are embedded, and all pairs are compared.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import time
-import warnings
 import wave
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
+from recurrent_task import Calls, Part, Task, folder
 from torch import nn
-
-import nc
 
 #: As the encoder was trained: samples per second, of a window and a step of the spectrum, bands, steps.
 RATE, WINDOW, HOP, BANDS, STEPS = 16000, 400, 160, 40, 160
@@ -43,15 +33,6 @@ class Encoder(nn.Module):
         _, (hidden, _) = self.lstm(mels)
         raw = self.relu(self.linear(hidden[-1]))
         return raw / torch.norm(raw, dim=1, keepdim=True)
-
-
-def folder(package: str) -> Path:
-    """Return where the files of a package lie, which is not imported."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        msg = f"{package} is not installed; see the first lines of {__file__}"
-        raise SystemExit(msg)
-    return Path(next(iter(found.submodule_search_locations)))
 
 
 def encoder() -> Encoder:
@@ -77,8 +58,8 @@ def filters() -> np.ndarray:
     return triangles * (2 / (points[2:] - points[:-2]))[:, None]
 
 
-def windows() -> tuple[torch.Tensor, np.ndarray]:
-    """Return mel energies [windows, steps, bands], and who speaks."""
+def windows() -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
+    """Return mel energies [windows, steps, bands], who speaks, and windows without one speaker."""
     sample = folder("pyannote.audio") / "sample"
     with wave.open(str(sample / "sample.wav")) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32) / 32768
@@ -93,20 +74,26 @@ def windows() -> tuple[torch.Tensor, np.ndarray]:
     for line in lines:
         start, length = float(line[3]), float(line[4])
         speaks[int(start * 100) : int((start + length) * 100), names.index(line[7])] = 1
-    found, labels = [], []
+    found, labels, others = [], [], []
     for start in range(0, len(mels) - STEPS, BETWEEN):
         shares = speaks[start : start + STEPS].mean(0)
         if shares.max() > OWN and np.sort(shares)[-2] < OTHERS:
             found.append(mels[start : start + STEPS])
             labels.append(int(shares.argmax()))
-    return torch.stack(found), np.array(labels)
+        else:
+            others.append(mels[start : start + STEPS])
+    return torch.stack(found), np.array(labels), torch.stack(others)
 
 
-def equal_error_rate(embeddings: torch.Tensor, labels: np.ndarray) -> float:
-    """Return the rate in percent at which as many pairs are wrongly accepted as wrongly rejected."""
-    first, second = np.triu_indices(len(labels), 1)
+def equal_error_rate(similarities: np.ndarray, labels: np.ndarray, chosen: np.ndarray) -> float:
+    """Return the rate in percent at which as many pairs are wrongly accepted as wrongly rejected.
+
+    A window that was chosen twice makes no pair with itself.
+    """
+    first, second = (chosen[side] for side in np.triu_indices(len(chosen), 1))
+    first, second = first[first != second], second[first != second]
     same = labels[first] == labels[second]
-    scores = (embeddings @ embeddings.T).numpy()[first, second]
+    scores = similarities[first, second]
     limits = np.sort(scores)
     accepted = 1 - np.searchsorted(np.sort(scores[~same]), limits) / (~same).sum()
     rejected = np.searchsorted(np.sort(scores[same]), limits) / same.sum()
@@ -114,32 +101,21 @@ def equal_error_rate(embeddings: torch.Tensor, labels: np.ndarray) -> float:
     return float(50 * (accepted + rejected)[nearest])
 
 
-def main() -> None:
-    """Print a line for each engine."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(2)
-    x, labels = windows()
-    model = encoder()
-    dynamic = nc.DynamicQuantConfig(keep_inaccurate=True)
-    engines: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "fp32": model,
-        "nc dynamic, native": nc.quantize(model, dynamic, example_inputs=(x[:2],), backend="native"),
-        "torch quantize_dynamic": torch.ao.quantization.quantize_dynamic(model, {nn.LSTM, nn.Linear}),
-    }
-    print(f"{len(x)} windows, {torch.__version__}")
-    with torch.no_grad():
-        exact = model(x)
-        for name, engine in engines.items():
-            embeddings, times = engine(x), []
-            for _ in range(5):
-                start = time.perf_counter()
-                engine(x)
-                times.append(time.perf_counter() - start)
-            error = (embeddings - exact).square().sum()
-            db = 10 * torch.log10(exact.square().sum() / error).item()
-            rate = equal_error_rate(embeddings, labels)
-            print(f"{name:24} EER {rate:5.1f} %   {db:5.1f} dB   {min(times) * 1e3:7.1f} ms")
+def task() -> Task:
+    """Return the task."""
+    x, labels, others = windows()
 
+    def evaluate(calls: Calls) -> tuple[torch.Tensor, np.ndarray]:
+        embeddings = calls["encoder"](x)[0]
+        return embeddings, (embeddings @ embeddings.T).numpy()
 
-if __name__ == "__main__":
-    main()
+    return Task(
+        metric="equal error rate",
+        of="resemblyzer: 3 LSTM layers",
+        packages=("resemblyzer", "pyannote-audio"),
+        parts={"encoder": Part(encoder(), [(w,) for w in others[:32].split(2)], [{0: "windows"}])},
+        evaluate=evaluate,
+        rate=lambda similarities, chosen: equal_error_rate(similarities, labels, chosen),
+        timed={"one": lambda calls: calls["encoder"](x[:1]), "many": lambda calls: calls["encoder"](x)},
+        block=STEPS // BETWEEN,
+    )
