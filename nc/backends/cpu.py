@@ -50,14 +50,14 @@ _ONEDNN_LIMITS = {
     "avx10_1_512": (*_AVX512, "avx512_vnni", "avx_vnni", "avx512_bf16"),
 }
 #: oneDNN takes the first that is not empty.
-_ONEDNN_VARIABLES = (env.ONEDNN_MAX_CPU_ISA.name, env.DNNL_MAX_CPU_ISA.name)
+_ONEDNN_VARIABLES = (env.ONEDNN_MAX_CPU_ISA, env.DNNL_MAX_CPU_ISA)
 #: Values of FBGEMM_ENABLE_INSTRUCTIONS without VNNI.
 _FBGEMM_NARROW = ("AVX2", "AVX512", "AVX512_256")
 
 
 def _onednn_limit(values: Mapping[str, str]) -> str:
     """Return the variable that limits oneDNN, as "NAME=value"; "" when none does."""
-    name = next((name for name in _ONEDNN_VARIABLES if values.get(name)), "")
+    name = next((variable.name for variable in _ONEDNN_VARIABLES if values.get(variable.name)), "")
     return f"{name}={values[name]}" if name and values[name].lower() in _ONEDNN_LIMITS else ""
 
 
@@ -96,14 +96,21 @@ def features() -> tuple[str, ...]:
     Raises:
         ConfigError: see `limits`.
     """
-    allowed = [_ONEDNN_LIMITS[found.split("=", 1)[1].lower()] for found in _onednn_limits()]
+    return _features(detected(), _onednn_limits(), limit.limit())
+
+
+@functools.cache
+def _features(known: tuple[str, ...], onednn_limits: tuple[str, ...], ours: str) -> tuple[str, ...]:
+    """Return those of the known features that all limits leave; kernels ask in each call."""
+    allowed = [_ONEDNN_LIMITS[found.split("=", 1)[1].lower()] for found in onednn_limits]
     return tuple(
-        name for name in detected() if limit.permits(name) and all(name in names for names in allowed)
+        name for name in known if limit.leaves(ours, name) and all(name in names for names in allowed)
     )
 
 
 def _onednn_limits() -> tuple[str, ...]:
-    found = (_onednn_limit(env.at_start()), _onednn_limit(env.extended({})))
+    now = {variable.name: variable.get() for variable in _ONEDNN_VARIABLES}
+    found = (_onednn_limit(env.at_start()), _onednn_limit(now))
     return tuple(dict.fromkeys(filter(None, found)))
 
 

@@ -66,6 +66,16 @@ def test_a_limit_that_is_lifted_too_late_still_counts(monkeypatch):
     assert cpu.features() == ("avx2",)
 
 
+def test_features_are_found_without_a_copy_of_the_environment(monkeypatch):
+    """Kernels ask in each call, and a copy takes longer than one step of a cell."""
+    monkeypatch.setattr(env, "extended", lambda added: pytest.fail("the environment was copied"))
+    assert cpu.features() == ALL
+    monkeypatch.setenv("NC_MAX_ISA", "avx2")
+    assert cpu.features() == ("avx2",)
+    monkeypatch.delenv("NC_MAX_ISA")
+    assert cpu.features() == ALL
+
+
 def test_what_an_artefact_needs(monkeypatch):
     monkeypatch.setattr(cpu, "detected", lambda: ("avx2",))
     assert cpu.missing(("avx2", "avx512_vnni", "amx_int8", "avx512_bf16", "avx9")) == ("avx512_bf16", "avx9")

@@ -21,7 +21,7 @@ from nc.graph.fx_utils import call_function, constant_of, free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
-from nc.kernels.c_code.calls import Function, call_once, function_of
+from nc.kernels.c_code.calls import Function, call_packed, function_of
 from nc.kernels.c_code.isas import ISAS, NUMBERS, compiled
 from nc.numerics.recurrent import weights_of_layers
 from nc.ops import RECURRENT
@@ -309,23 +309,30 @@ def _direction(
             wanted = f"{hidden} hidden elements, states of {state} and {features} features"
             msg = f"a matrix of a recurrent layer does not fit {wanted}: its panels are {tuple(codes.shape)}"
             raise ValueError(msg)
-    fields = {
-        "cell": abi.CELL.number(kind),
-        "isa": NUMBERS[code.isa()],
-        "threads": openmp.threads(),
-        "reverse": reverse,
-        "float_input": matrices[0][1] is None,
-        "steps": steps,
-        "rows": rows,
-        "features": features,
-        "hidden": hidden,
-        "state": state,
-        "x_step": x.stride(0),
-        "x_row": x.stride(1),
-        "y_step": y.stride(0),
-        "y_row": y.stride(1),
-    }
+    packed = _packed(
+        code.function,
+        cell=abi.CELL.number(kind),
+        isa=NUMBERS[code.isa()],
+        threads=openmp.threads(),
+        reverse=reverse,
+        float_input=matrices[0][1] is None,
+        steps=steps,
+        rows=rows,
+        features=features,
+        hidden=hidden,
+        state=state,
+        x_step=x.stride(0),
+        x_row=x.stride(1),
+        y_step=y.stride(0),
+        y_row=y.stride(1),
+    )
     parts = [_NOTHING if part is None else part for matrix in matrices for part in matrix]
     missing = [_NOTHING] * (12 - len(parts))
     cells = states[1] if len(states) > 1 else _NOTHING
-    call_once(code.function, fields, [y, x, states[0], cells, gates, *parts, *missing])
+    call_packed(code.function, packed, [y, x, states[0], cells, gates, *parts, *missing])
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(function: Function, **fields: int) -> bytes:
+    """Return the first argument; making it takes as long as the call for one step of a cell."""
+    return function.packed(fields)

@@ -32,7 +32,11 @@ def permits(flag: str) -> bool:
     Raises:
         ConfigError: see `limit`.
     """
-    best = limit()
+    return leaves(limit(), flag)
+
+
+def leaves(best: str, flag: str) -> bool:
+    """Return whether a limit, as `limit` returns it, leaves a feature of the CPU."""
     return best in ("", list(ISAS)[-1]) or flag in ISAS[best]
 
 
