@@ -55,6 +55,14 @@ class Sizes:
         """How many multiply-adds an operator does on the example; None if that is not known."""
         return multiply_adds(self.node(op), self._outputs, reads_weights=bool(op.weights))
 
+    def one_output(self, op: Operator) -> Reason | None:
+        """Why dynamic int8 has nothing to gain for a linear of one output; None for all others.
+
+        To find and apply the ranges of its input takes longer than the whole product in fp32, at any size.
+        One weight that is large beside the others takes the range of all.
+        """
+        return Cause.ONE_OUTPUT() if op.kind == "linear" and self.weight(op)[0] == 1 else None
+
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
         """Why dynamic int8 is slower than fp32 for an operator at the size of the example.
 

@@ -642,6 +642,20 @@ def test_small_operators_stay_fp32_where_that_is_asked_for(ten):
     assert [d.operator for d in plan.quantized] == ["0"]
 
 
+def test_dynamic_linears_of_one_output_stay_fp32_if_no_rule_names_them():
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 1))
+    graph = graph_of(model, torch.randn(4096, 64))
+    for config in (DynamicQuantConfig(), DynamicQuantConfig(keep_inaccurate=True)):
+        plan = resolve(config, graph, ALL)
+        assert [d.operator for d in plan.quantized] == ["0"]
+        assert "one output" in plan["1"].reason
+    kind = DynamicQuantConfig().set_local(nn.Linear, DynamicQuantConfig(act_granularity="per_tensor"))
+    assert [d.operator for d in resolve(kind, graph, ALL).quantized] == ["0"]
+    named = DynamicQuantConfig().set_local("1", DynamicQuantConfig())
+    assert [d.operator for d in resolve(named, graph, ALL).quantized] == ["0", "1"]
+    assert [d.operator for d in resolve(StaticQuantConfig(), graph, ALL).quantized] == ["0", "1"]
+
+
 def test_a_plan_for_a_backend_without_dynamic_kernels(ten):
     plan = resolve(DynamicQuantConfig().set_local("fc10", StaticQuantConfig()), ten, ALL)
     rows = tuple(dataclasses.replace(row, dynamic=()) for row in ALL.ops)
