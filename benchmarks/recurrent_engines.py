@@ -36,7 +36,7 @@ class Made:
 
 def float32(part: Part) -> Made:
     """Return the module as it is."""
-    return Made(lambda *inputs: _tuple(part.module(*inputs)), "0")
+    return Made(lambda *inputs: _tuple(part.module(*inputs)))
 
 
 def dynamic(part: Part) -> Made:
