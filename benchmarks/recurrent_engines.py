@@ -67,13 +67,22 @@ def onnx_float(part: Part) -> Made:
 
 
 def onnx_dynamic(part: Part) -> Made:
-    """Quantize with ONNX Runtime's dynamic quantization, which leaves GRU layers in fp32."""
+    """Quantize with ONNX Runtime's dynamic quantization, which leaves GRU layers in fp32.
+
+    Without convolutions, which it takes by default: those of the voice detector would leave 0.4 dB.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "int8.onnx"
         logging.getLogger().setLevel(logging.ERROR)  # it recommends to call its pre-processing
-        quantize_dynamic(_exported(part, Path(folder)), target, per_channel=True, weight_type=QuantType.QInt8)
+        quantize_dynamic(
+            _exported(part, Path(folder)),
+            target,
+            op_types_to_quantize=["MatMul", "Gemm", "LSTM"],
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+        )
         return _session(target)
 
 

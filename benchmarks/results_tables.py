@@ -301,6 +301,18 @@ TABLES: dict[str, dict[str, Table]] = {
                 Column("SQNR, dB", "SQNR", 1),
             ],
         ),
+        "accuracy-recurrent": Table(
+            {"measured": "recurrent"},
+            {"engine": "engine", "int8 products": "int8 products"},
+            [
+                Column("errors, %", "errors", 2, beside="standard error"),
+                Column("more than fp32, %", "more errors"),
+                Column("SQNR, dB", "SQNR", 1),
+                Column("one: speed, × fp32", "speed, one", 2),
+                Column("many: speed, × fp32", "speed, many", 2),
+            ],
+            by={"": "model"},
+        ),
         "accuracy-operators": Table(
             {"measured": "sensitivity"},
             {"of": "of", "in int8": "operators"},
