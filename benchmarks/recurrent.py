@@ -91,9 +91,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     times = {part: timings(run, calls, options.rounds) for part, run in task.timed.items()}
     exact, base = results["fp32"]
     units = len(base)
-    print(
-        f"\n{name}: {task.metric} of {task.of}; {units} units, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    )
+    print(f"\n{name}: {task.metric} of {task.of}; {units} units, {options.threads} threads")
     for engine, (outputs, counts) in results.items():
         figures = {
             "errors": _figure(task.rate(counts, np.arange(units)), "%"),

@@ -72,6 +72,7 @@ def onnx_dynamic(part: Part) -> Made:
     Without convolutions, which it takes by default: those of the voice detector would leave 0.4 dB.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.registry import IntegerOpsRegistry
 
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "int8.onnx"
@@ -79,7 +80,7 @@ def onnx_dynamic(part: Part) -> Made:
         quantize_dynamic(
             _exported(part, Path(folder)),
             target,
-            op_types_to_quantize=["MatMul", "Gemm", "LSTM"],
+            op_types_to_quantize=[kind for kind in IntegerOpsRegistry if kind != "Conv"],
             per_channel=True,
             weight_type=QuantType.QInt8,
         )

@@ -311,7 +311,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 Column("one: speed, × fp32", "speed, one", 2),
                 Column("many: speed, × fp32", "speed, many", 2),
             ],
-            by={"": "model"},
+            by={"": "model", "errors:": "metric"},
         ),
         "accuracy-operators": Table(
             {"measured": "sensitivity"},
