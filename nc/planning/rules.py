@@ -184,7 +184,8 @@ def _decide(
     why = _why_no_kernel(op, spec, row, chosen, capabilities) or _why_no_projections(
         op, spec, row, sizes, capabilities
     )
-    if why is None and spec.mode == "dynamic" and chosen.rule.level < Level.NAME:
+    is_named = chosen.rule.level in (Level.NAME, Level.PATTERN)
+    if why is None and spec.mode == "dynamic" and not is_named:
         why = sizes.one_output(op)
     if why is None and values.get("skip_slow"):
         why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)

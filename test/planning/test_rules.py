@@ -653,6 +653,8 @@ def test_dynamic_linears_of_one_output_stay_fp32_if_no_rule_names_them():
     assert [d.operator for d in resolve(kind, graph, ALL).quantized] == ["0"]
     named = DynamicQuantConfig().set_local("1", DynamicQuantConfig())
     assert [d.operator for d in resolve(named, graph, ALL).quantized] == ["0", "1"]
+    pattern = DynamicQuantConfig().set_local("[1-9]", DynamicQuantConfig())
+    assert [d.operator for d in resolve(pattern, graph, ALL).quantized] == ["0", "1"]
     assert [d.operator for d in resolve(StaticQuantConfig(), graph, ALL).quantized] == ["0", "1"]
 
 
