@@ -775,25 +775,27 @@ def unpacked_rows(memory: torch.Tensor, rows: int, inputs: int) -> tuple[torch.T
 def case_round_rows() -> str:
     x, memory, symmetric = random_rows()
     rows, inputs = x.shape
-    isa = random.choice(row_format.isas(row_format.CODES))
+    isa, per_row = random.choice(row_format.isas(row_format.CODES)), random.random() < 0.7
     fields = {
         "rows": rows,
         "inputs": inputs,
         "stride": max(x.stride(0), inputs),
         "symmetric": symmetric,
         "threads": threads(),
+        "per_row": per_row,
         "isa": NUMBERS[isa],
     }
-    call(row_format.code(row_format.CODES).rounds, fields, [memory, x])
+    ranges = [] if per_row else [torch.empty(rows, 2)]
+    call(row_format.code(row_format.CODES).rounds, fields, [memory, x, *ranges], (0, 2))
     codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
     if rows:
-        low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+        low, high = (x.amin(1, keepdim=True), x.amax(1, keepdim=True)) if per_row else x.aminmax()
         wanted = affine.choose_qparams(low, high, quant_min=0, quant_max=255, symmetric=symmetric)
-        assert torch.equal(scale, wanted[0])
-        assert torch.equal(zero_point, wanted[1])
+        assert torch.equal(scale, wanted[0].expand(rows, 1))
+        assert torch.equal(zero_point, wanted[1].expand(rows, 1))
         expected = ((x / scale).round() + zero_point).clamp(0, 255)
         assert torch.equal(codes.float(), expected)
-    return f"{rows} x {inputs} {symmetric} {isa}"
+    return f"{rows} x {inputs} {symmetric} {per_row} {isa}"
 
 
 def case_row_product() -> str:
@@ -807,6 +809,7 @@ def case_row_product() -> str:
         "stride": max(x.stride(0), inputs),
         "symmetric": symmetric,
         "threads": count,
+        "per_row": True,
         "isa": NUMBERS[isa],
     }
     call_once(code.rounds, fields, [memory, x])

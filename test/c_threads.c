@@ -181,14 +181,14 @@ static int work_of_all(void)
 {
     enum { M = 70, K = 200, N = 300, HELD = 80, DEEP = 256, WIDE = 320 };
     char *rounded = aligned_alloc(64, HELD * (DEEP + 8));
-    void *to_round[] = {rounded, floats(M * K)};
+    void *to_round[] = {rounded, floats(M * K), floats(M * 2)};
     void *tensors[] = {
         floats(M * N), rounded, calloc(WIDE * DEEP, 1), calloc(WIDE, 4), floats(WIDE), floats(WIDE)};
     const int64_t isas[] = {ISA_AVX2, ISA_AVX512_VNNI, ISA_AMX};
     for (int i = 0; i < 6; i++) {
         const int64_t isa = isas[i % 3], rows = i / 3 ? M : 1;
         HOW(nc_round_rows, .rows = rows, .inputs = K, .stride = K, .symmetric = i / 3, .threads = TEAM,
-            .isa = isa);
+            .per_row = i % 2, .isa = isa);
         struct nc_row_product product = {.size = sizeof product, .rows = rows, .inputs = K, .outputs = N,
             .threads = TEAM, .isa = isa, .activation = ACTIVATION_GELU_ERF};
         if ((isa == ISA_AVX512_VNNI && !__builtin_cpu_supports("avx512vnni"))

@@ -184,16 +184,29 @@ def _decide(
     why = _why_no_kernel(op, spec, row, chosen, capabilities) or _why_no_projections(
         op, spec, row, sizes, capabilities
     )
-    is_named = chosen.rule.level in (Level.NAME, Level.PATTERN)
-    if why is None and spec.mode == "dynamic" and not is_named:
-        why = sizes.one_output(op)
-    if why is None and values.get("skip_slow"):
-        why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)
+    if why is None and spec.mode == "dynamic":
+        why = _why_no_gain(op, spec, values, chosen, sizes, capabilities)
     if why is not None:
         return _float(base, base["fallback"], why)
     if row is not None and not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
+
+
+def _why_no_gain(
+    op: Operator,
+    spec: OpSpec,
+    values: Mapping[str, Any],
+    chosen: Match,
+    sizes: Sizes,
+    capabilities: Capabilities,
+) -> Reason | None:
+    """Why dynamic int8 has nothing to gain for an operator."""
+    is_named = chosen.rule.level in (Level.NAME, Level.PATTERN)
+    why = None if is_named else sizes.one_output(op)
+    if why is None and values.get("skip_slow"):
+        why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)
+    return why
 
 
 def _simulated(

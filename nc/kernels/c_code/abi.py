@@ -562,11 +562,12 @@ _ROWS = (
             (
                 *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
                 *(Field("symmetric", "whether the zero point is 128"), Field("threads")),
+                Field("per_row", "whether each row has a range of its own"),
                 Field("isa", "ISA_... of the product; the CPU has it"),
             ),
         ),
         least=2,
-        most=2,
+        most=3,
     ),
     FunctionRow(
         "rows",

@@ -1,8 +1,8 @@
 /* Linears of rows that are rounded in each call: to codes with a scale and a zero point for each row, or to
  * bf16.
  *
- * `round_rows` measures rows of fp32 and rounds them to uint8, as nc.numerics.affine does. `row_product`
- * multiplies them with int8 weights, sums exactly in int32, and gives
+ * `round_rows` measures rows of fp32, each alone or all together, and rounds them to uint8, as
+ * nc.numerics.affine does. `row_product` multiplies them with int8 weights, sums exactly in int32, and gives
  *
  *     y = activation(row scale * scale * (sum - zero point * sum of weights) + bias) + added
  *
@@ -79,22 +79,30 @@ struct rounding {
     float *scale;
     int32_t *zero_point;
     int64_t rows, inputs, stride, symmetric, wide; /* wide: with 512-bit registers */
+    struct range *ranges; /* of each row, where all have one range together */
 };
 
-/* Notes scale and zero point of a row with numbers from `least` to `most`, which include 0, and returns the
- * scale. A row with an infinite number, or with what is none, gives no number. */
-static inline __attribute__((always_inline)) float note_range(const struct rounding *r, int64_t row,
-    double least, double most, int no_numbers)
+/* The least and the largest of some numbers and 0; both are no number where one of them is none. */
+struct range {
+    float least, most;
+};
+
+static struct range range_of(float least, float most, int no_numbers)
 {
-    const double amax = -least > most ? -least : most;
+    return no_numbers ? (struct range){NAN, NAN} : (struct range){least, most};
+}
+
+/* Notes scale and zero point of a row. One with an infinite number, or with what is none, gives no number. */
+static void note_range(const struct rounding *r, int64_t row, struct range range)
+{
+    const double least = range.least, most = range.most, amax = -least > most ? -least : most;
     double step = r->symmetric ? amax / 127 : (most - least) / 255, zero = r->symmetric ? 128 : 0;
     if (amax < TINY_AMAX)
         step = 1;
     else if (!r->symmetric)
-        zero = fmin(fmax(-rint(least / step), 0), 255);
-    r->scale[row] = no_numbers || !isfinite(amax) ? NAN : (float)step;
+        zero = isfinite(step) ? fmin(fmax(-rint(least / step), 0), 255) : 0;
+    r->scale[row] = isfinite(amax) ? (float)step : NAN;
     r->zero_point[row] = (int32_t)zero;
-    return r->scale[row];
 }
 
 /* The codes of 16 numbers: round(x / scale) + zero point. x * inverse is x / scale but for some units of the
@@ -114,11 +122,9 @@ VNNI_INLINE __m512 some(const float *x, int64_t n)
     return n >= 16 ? _mm512_loadu_ps(x) : _mm512_maskz_loadu_ps((__mmask16)((1 << n) - 1), x);
 }
 
-FOR_VNNI static void round_row(const struct rounding *r, int64_t row)
+FOR_VNNI static struct range measured(const struct rounding *r, int64_t row)
 {
     const float *x = r->x + row * r->stride;
-    const int64_t depth = whole(r->inputs, DEPTH);
-    uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
     __m512 low = _mm512_setzero_ps(), high = low;
     __mmask16 no_numbers = 0;
     for (int64_t k = 0; k < r->inputs; k += 16) {
@@ -127,8 +133,16 @@ FOR_VNNI static void round_row(const struct rounding *r, int64_t row)
         low = _mm512_min_ps(low, v);
         high = _mm512_max_ps(high, v);
     }
-    const float scale =
-        note_range(r, row, _mm512_reduce_min_ps(low), _mm512_reduce_max_ps(high), no_numbers);
+    return range_of(_mm512_reduce_min_ps(low), _mm512_reduce_max_ps(high), no_numbers);
+}
+
+/* Codes of a row whose scale and zero point are noted. */
+FOR_VNNI static void encode(const struct rounding *r, int64_t row)
+{
+    const float *x = r->x + row * r->stride;
+    const int64_t depth = whole(r->inputs, DEPTH);
+    uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
+    const float scale = r->scale[row];
     const __m512 by = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1 / scale),
                  middle = _mm512_set1_ps((float)r->zero_point[row]);
     int64_t k = 0;
@@ -141,16 +155,42 @@ FOR_VNNI static void round_row(const struct rounding *r, int64_t row)
         _mm_storeu_si128((__m128i *)(to + k / DEPTH * TILE * DEPTH + k % DEPTH), _mm_setzero_si128());
 }
 
-FOR_AVX2 static void round_row_256(const struct rounding *r, int64_t row);
+FOR_AVX2 static struct range measured_256(const struct rounding *r, int64_t row);
+FOR_AVX2 static void encode_256(const struct rounding *r, int64_t row);
 
 static void round_some(void *data, int64_t part, int64_t parts)
 {
     const struct rounding *r = data;
-    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
+    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++) {
+        if (!r->ranges)
+            note_range(r, row, r->wide ? measured(r, row) : measured_256(r, row));
         if (r->wide)
-            round_row(r, row);
+            encode(r, row);
         else
-            round_row_256(r, row);
+            encode_256(r, row);
+    }
+}
+
+static void measure_some(void *data, int64_t part, int64_t parts)
+{
+    const struct rounding *r = data;
+    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
+        r->ranges[row] = r->wide ? measured(r, row) : measured_256(r, row);
+}
+
+/* Notes one range for all rows. */
+static void note_together(const struct rounding *r)
+{
+    struct range all = {0, 0};
+    for (int64_t row = 0; row < r->rows; row++) {
+        const struct range one = r->ranges[row];
+        all.least = !(one.least >= all.least) ? one.least : all.least; /* what is no number stays so */
+        all.most = !(one.most <= all.most) ? one.most : all.most;
+        if (one.least != one.least)
+            break;
+    }
+    for (int64_t row = 0; row < r->rows; row++)
+        note_range(r, row, all);
 }
 
 static struct rounding rounding_of(char *codes, int64_t rows, int64_t inputs)
@@ -160,17 +200,25 @@ static struct rounding rounding_of(char *codes, int64_t rows, int64_t inputs)
         .zero_point = (int32_t *)(codes + bytes + held * 4), .rows = rows, .inputs = inputs};
 }
 
+/* tensors: codes; fp32; without ranges of their own, memory for two numbers of each row */
 int nc_round_rows(const struct nc_round_rows *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_round_rows);
     EXPECT(how->isa >= 0 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
+    EXPECT(count >= 2 + !how->per_row, OTHER_TENSORS);
     struct rounding r = rounding_of(tensors[0], how->rows, how->inputs);
     r.x = (const float *)tensors[1];
     r.stride = how->stride;
     r.symmetric = how->symmetric;
     r.wide = how->isa >= ISA_AVX512_VNNI;
-    in_parts(round_some, &r, how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads, how->threads);
+    const int64_t parts = how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads;
+    if (!how->per_row) {
+        r.ranges = (struct range *)tensors[2];
+        in_parts(measure_some, &r, parts, how->threads);
+        note_together(&r);
+    }
+    in_parts(round_some, &r, parts, how->threads);
     return OK;
 }
 
@@ -517,7 +565,7 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
     const int64_t pairs = whole(j.outputs, 2 * TILE) / (2 * TILE);
     /* a piece of rows stays in the second cache, beside its weights and results; AMX needs more rows for the
      * time that its weights take */
-    const int64_t fit = second_cache() / 2 / j.depth, wanted = j.amx ? 8 * PIECE : PIECE;
+    const int64_t fit = second_cache() / 2 / j.depth, wanted = j.isa == ISA_AMX ? 8 * PIECE : PIECE;
     const int64_t most = whole(j.rows <= 4 * PIECE || fit < wanted ? fit : wanted, 2 * TILE);
     j.at_once = most;
     const int64_t even = pieces_of(&j);

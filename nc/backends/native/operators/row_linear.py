@@ -1,4 +1,4 @@
-"""Linears whose activations have a range for each row, found in each call, as functions in C (`rows.c`).
+"""Linears whose activations have ranges that are found in each call, as functions in C (`rows.c`).
 
 A tensor is rounded once, whatever the number of linears that read it. The product's last step applies both
 scales, the zero points, the bias, an activation and a sum.
@@ -43,9 +43,9 @@ NAME = "c:row_product"
 def rounded_rows() -> torch._ops.OpOverload:
     """Return what rounds rows; only `row_linear` can read the result, which has the shape of `x`."""
     return define(
-        "rounded_rows(Tensor x, bool symmetric) -> Tensor",
+        "rounded_rows(Tensor x, bool symmetric, bool per_row) -> Tensor",
         _only_in_plans,
-        lambda x, _: x.new_empty(x.shape, dtype=torch.uint8),
+        lambda x, *_: x.new_empty(x.shape, dtype=torch.uint8),
     )
 
 
@@ -72,7 +72,7 @@ def _only_in_plans(*_: Any) -> torch.Tensor:
 
 
 def replace_row_linears(module: fx.GraphModule) -> None:
-    """Replace dynamic linears with a range for each row, where there are functions in C.
+    """Replace dynamic linears, where there are functions in C.
 
     Those that read the same rows, and nothing else goes with, become one, of which each gets its part.
     An activation and a sum behind one go with it, unless operators work in place: there a value depends on
@@ -114,7 +114,6 @@ def _check(node: fx.Node) -> None:
     linear, module, missing = Linear.of(node), node.graph.owning_module, rows.why_unavailable(rows.CODES)
     assert module is not None, "passes run on modules"
     ranges = DynamicQDQ.of(linear.input)
-    need(ranges.per_token, "its input has one range for the whole tensor")
     need(not missing, missing)
     dtype = getattr(ranges.input.meta.get("val"), "dtype", None)
     need(dtype is torch.float32, f"its input is {dtype}, not fp32")
@@ -137,7 +136,7 @@ def _rounded(module: fx.GraphModule, ranges: fx.Node) -> fx.Node:
     """Return what rounds the input of dynamic linears."""
     view = DynamicQDQ.of(ranges)
     with module.graph.inserting_before(ranges):
-        codes = call_function(module.graph, rounded_rows(), (view.input, view.symmetric))
+        codes = call_function(module.graph, rounded_rows(), (view.input, view.symmetric, view.per_token))
     note_value_of(codes, view.input)
     return codes
 

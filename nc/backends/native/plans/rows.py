@@ -171,8 +171,12 @@ def round_rows(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[st
     rows = math.prod(before)
     memory = recorder.new((form.held(rows, inputs),), (1,), form.dtype)
     fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": openmp.threads()}
-    how = {} if form.bf16 else {"symmetric": a["symmetric"], "isa": NUMBERS[found.isa]}
-    recorder.call_function(found.rounds, fields | how, [memory, x], node)
+    tensors = [memory, x]
+    if not form.bf16:
+        per_row = a["per_row"]
+        fields |= {"symmetric": a["symmetric"], "per_row": per_row, "isa": NUMBERS[found.isa]}
+        tensors += [] if per_row else [recorder.new((rows, 2), (2, 1), torch.float32)]
+    recorder.call_function(found.rounds, fields, tensors, node)
     return PlanTensor(memory.tensor[: rows * inputs].view(x.tensor.shape), memory.root)
 
 
