@@ -291,7 +291,7 @@ def test_the_report_names_kernels_that_were_passed_over(maker, monkeypatch):
         monkeypatch.setattr(trials, "_LARGEST_WEIGHT", 127)
     x = torch.randn(1, 8, 6, 6)
     q = quantized(nn.Sequential(nn.ConvTranspose2d(8, 8, 3, padding=1), nn.ReLU()).eval(), x, None, "native")
-    named = ", ".join(f"{kernel} (0)" for kernel in refused)
+    named = "; ".join(f"{kernel} (0)" for kernel in refused)
     assert q.report().details["wrong sums, so not taken"] == named
 
 
