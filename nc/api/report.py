@@ -159,7 +159,7 @@ class Report:
         """Return what decides whether the model is of use: accuracy, where it is hopeless, and speed."""
         speed = "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
         return (
-            f"{hopeless_text(self.sqnr_vs_fp32_db, self.health)}\n{speed}"
+            f"{hopeless_text(self.sqnr_vs_fp32_db, self.health, [op.mode for op in self.ops])}\n{speed}"
             if self.sqnr_vs_fp32_db < HOPELESS_DB
             else speed
         )
@@ -344,12 +344,28 @@ def build(
     )
 
 
-def hopeless_text(decibels: float, health: Iterable[Finding]) -> str:
+#: How operators are quantized → what else may be tried.
+_WAYS_OUT: Mapping[Mode, tuple[str, ...]] = {
+    "static": (
+        "nc.SmoothQuantConfig()",
+        'nc.DynamicQuantConfig(act_granularity="per_token")',
+        "calibration data like real inputs",
+    ),
+    "dynamic": (
+        'act_granularity="per_token"',
+        "keep_inaccurate=False",
+        'nc.DynamicQuantConfig(w_dtype="bf16", act_dtype="bf16")',
+    ),
+}
+
+
+def hopeless_text(decibels: float, health: Iterable[Finding], modes: Iterable[Mode]) -> str:
     """Return what to say of a model that is far from fp32 on the example inputs.
 
     Args:
         decibels: the quantized graph against fp32.
         health: with findings about the operators that cost most, if these were measured.
+        modes: how operators are quantized.
     """
     costly = [finding for finding in health if finding.kind == COSTLY]
     lines = [f"HOPELESS accuracy: {decibels:.1f} dB against fp32 on the example inputs"]
@@ -359,10 +375,10 @@ def hopeless_text(decibels: float, health: Iterable[Finding]) -> str:
             f"config.exclude({', '.join(json.dumps(f.operator, ensure_ascii=False) for f in costly)}) leaves "
             "them in fp32"
         )
-    lines.append(
-        'other ways out: nc.SmoothQuantConfig(), nc.DynamicQuantConfig(act_granularity="per_token"), '
-        "calibration data like real inputs"
-    )
+    known = set(modes)
+    ways = [way for mode, ways in _WAYS_OUT.items() if mode in known for way in ways]
+    if ways:
+        lines.append(f"other ways out: {', '.join(ways)}")
     return "\n".join(lines)
 
 

@@ -156,6 +156,20 @@ def test_excluding_what_it_names_mends_it():
     assert COSTLY not in {f.kind for f in q.report().health}
 
 
+def test_ways_out_are_those_that_the_model_does_not_take():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 2)).eval()
+    model[2].weight.data[:, :5] = torch.tensor([53.0, 23.0, -30.0, 40.0, -29.0])  # of inputs that are all 0
+    model[0].weight.data[:5], model[0].bias.data[:5] = 0.0, 0.0
+    with pytest.warns(nc.NCWarning, match="HOPELESS") as caught:
+        q = quantized(model, nc.DynamicQuantConfig(keep_inaccurate=True))
+    assert q.report().sqnr_vs_fp32_db < HOPELESS_DB
+    for text in (q.report().summary(), *(str(warning.message) for warning in caught)):
+        if "HOPELESS" in text:
+            assert "keep_inaccurate=False" in text
+            assert "Smooth" not in text
+
+
 def test_a_saved_hopeless_model_says_so(tmp_path):
     torch.manual_seed(0)
     with pytest.warns(nc.NCWarning, match="HOPELESS"):

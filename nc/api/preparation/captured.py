@@ -368,6 +368,7 @@ def _warn_of_result(planned: Plan, config: AnyConfig, graph: QDQGraph, verdict: 
     if nothing is not None:
         warn(nothing.text)
     if graph.sqnr_vs_fp32_db < HOPELESS_DB:
-        warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health))
+        modes = [decision.spec.mode for decision in graph.plan.quantized]
+        warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health, modes))
     if graph.plan.quantized and verdict is not None and verdict.certain and round(verdict.ratio, 2) < 1:
         warn(str(verdict))
