@@ -174,6 +174,35 @@ def torch_dynamic(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
     return lambda: quantized(**inputs)
 
 
+def zentorch_dynamic(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """AMD's `zentorch`: linears in int8 with a range per row, which it finds in each call; the rest in fp32."""
+    import zentorch  # noqa: F401  # registers its operators and its compiler
+
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, torch.nn.Linear):
+                setattr(parent, name, _ZentorchLinear(child))
+    compiled = torch.compile(model, backend="zentorch")
+    return lambda: compiled(**inputs)
+
+
+class _ZentorchLinear(torch.nn.Module):
+    """A linear by zentorch's operator, with symmetric int8 weights, a scale for each output."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("codes", torch.round(linear.weight.detach() / scale).to(torch.int8))
+        self.register_buffer("scale", scale.flatten())
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.zentorch.zentorch_dynamic_qlinear(
+            x, self.codes, self.scale, self.bias
+        )
+        return result
+
+
 def nc_prepared(model: torch.nn.Module, inputs: dict[str, Any], algorithm: str = "minmax") -> Run:
     """Return a calibrating forward of this project."""
     import nc
@@ -218,6 +247,7 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "nc-percentile-dynamic": nc_mixed,
     "nc-dynamic-tensor": functools.partial(nc_dynamic, granularity="per_tensor"),
     "torch-dynamic": torch_dynamic,
+    "zentorch-dynamic": zentorch_dynamic,
     "nc-prepared": nc_prepared,
     "nc-prepared-histogram": functools.partial(nc_prepared, algorithm="mse"),
     "ipex-prepared-histogram": ipex_prepared,

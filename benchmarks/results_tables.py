@@ -96,6 +96,20 @@ TABLES: dict[str, dict[str, Table]] = {
             by={"threads": "threads", "rounds": "rounds", "ONEDNN_MAX_CPU_ISA": "limit"},
             apart=("torch",),
         ),
+        "speed-recipes": Table(
+            {"base": "nc-native"},
+            _MODEL,
+            _engines(
+                "nc-native",
+                "nc-dynamic",
+                "nc-percentile-dynamic",
+                "nc-bf16",
+                "inductor-bf16",
+                "zentorch-dynamic",
+            ),
+            by={"batch": "batch"},
+            apart=("torch",),
+        ),
         "speed-eager": Table(
             {"base": "eager"},
             _MODEL,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from nc.backends.native import operators
+from nc.backends.native import operators, recurrent
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
@@ -57,6 +57,8 @@ class Otherwise(Protocol):
 
 
 _Key = tuple[Any, ...]
+#: Namespaces of operators for which a graph is worth a plan.
+_PLANNED = ("onednn", "nc_native", recurrent.NAMESPACE)
 #: Kinds of primitives for what torch has no int8 kernel for.
 _OWN = ("matmul", "deconvolution")
 #: Plans of a model; the one that was used longest ago goes.
@@ -362,8 +364,8 @@ def _multiplies(entry: Entry) -> bool:
 def why_not(module: fx.GraphModule) -> str:
     """Why a graph is not to be planned here, as far as that is known before; "" when it may be."""
     overloads = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    if not any(overload.namespace in ("onednn", "nc_native") for overload in overloads):
-        return "this graph has no static int8 kernel, whose set-up could be kept"
+    if not any(overload.namespace in _PLANNED for overload in overloads):
+        return "this graph has no kernel whose set-up could be kept"
     # oneDNN's sums change memory that the graph has given them
     if any(overload._schema.is_mutable and overload.namespace != "onednn" for overload in overloads):
         return "operators of this graph work in place"

@@ -32,12 +32,12 @@ _PANEL, _WORD = abi.CONSTANTS.panel, abi.CONSTANTS.word
 #: More inputs could make sums of products that int32 does not hold.
 _MOST_INPUTS = abi.CONSTANTS.most_inputs
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-_NAMESPACE = "nc_recurrent"
+NAMESPACE = "nc_recurrent"
 _NAMES = {operator: name for name, operator in RECURRENT.items()}
-_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 #: Codes in panels, scale and sum of codes of each output, and the bias. A matrix in fp32 has its panels in
 #: the place of codes, and neither scale nor sums.
-_Matrix = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Matrix = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def replace_recurrent(module: fx.GraphModule) -> None:
             options = (layer.num_layers, layer.bidirectional, layer.batch_first, features, hidden)
             new = call_function(
                 module.graph,
-                _operator(),
+                recurrent_layers(),
                 (layer.input, hx, packed, f"{name}_relu" if layer.relu else name, *options),
             )
         take_over(new, node)
@@ -171,13 +171,13 @@ def pack_float(weight: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _operator() -> torch._ops.OpOverload:
+def recurrent_layers() -> torch._ops.OpOverload:
     """Return what a lowered graph calls; registered when it is needed first."""
-    library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
+    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
     options = "str kind, int num_layers, bool bidirectional, bool batch_first, int features, int hidden"
     library.define(f"layers(Tensor x, Tensor[] hx, Tensor?[] packed, {options}) -> Tensor[]")  # type: ignore[no-untyped-call] # as above
     library.impl("layers", layers, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
-    torch.library.register_fake(f"{_NAMESPACE}::layers", _results, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::layers", _results, lib=library)
     _LIBRARIES.append(library)
     found: torch._ops.OpOverload = torch.ops.nc_recurrent.layers.default
     return found
@@ -238,21 +238,10 @@ def layers(
         BackendError: there is no memory.
     """
     directions = 1 + bidirectional
+    matrices = matrices_of(packed)
+    state = state_of(matrices, hidden)
+    check(x, hx, num_layers * directions, features, (state, hidden), batch_first=batch_first)
     steps = x.transpose(0, 1) if batch_first else x
-    matrices = [_matrices(packed[i : i + 12]) for i in range(0, len(packed), 12)]
-    of_projection = matrices[0][2][1] if len(matrices[0]) > 2 else None
-    state = hidden if of_projection is None else of_projection.shape[0]
-    expected = [
-        (num_layers * directions, x.shape[0 if batch_first else 1], size) for size in (state, hidden)
-    ][: len(hx)]
-    fit = x.dim() == 3 and x.shape[-1] == features and [tuple(h.shape) for h in hx] == expected
-    if not fit or any(t.dtype != torch.float32 for t in (x, *hx)):
-        given = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, *hx))
-        msg = f"a recurrent layer of {features} features and states {expected} in fp32 can't take {given}"
-        raise ValueError(msg)
-    if not steps.shape[0]:
-        msg = "a recurrent layer needs at least one step"
-        raise ValueError(msg)
     last = [h.clone(memory_format=torch.contiguous_format) for h in hx]
     for layer in range(num_layers):
         output = x.new_empty((*steps.shape[:2], directions * state))
@@ -272,21 +261,56 @@ def layers(
     return [steps.transpose(0, 1) if batch_first else steps, *last]
 
 
-def _matrices(parts: Sequence[torch.Tensor | None]) -> list[_Matrix]:
-    """Those of input and state, and the projection if there is one."""
-    found = []
-    for i in range(0, len(parts), 4):
-        codes, scale, sums, bias = parts[i : i + 4]
+def check(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    directions: int,
+    features: int,
+    elements: Sequence[int],
+    *,
+    batch_first: bool,
+) -> None:
+    """Raise ValueError for an input or states that layers can't take; `elements` are those of both states."""
+    rows = x.shape[0 if batch_first else 1] if x.dim() == 3 else 0
+    expected = [(directions, rows, size) for size in elements][: len(hx)]
+    fit = x.dim() == 3 and x.shape[-1] == features and [tuple(h.shape) for h in hx] == expected
+    if not fit or any(t.dtype != torch.float32 for t in (x, *hx)):
+        given = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, *hx))
+        msg = f"a recurrent layer of {features} features and states {expected} in fp32 can't take {given}"
+        raise ValueError(msg)
+    if not x.shape[1 if batch_first else 0]:
+        msg = "a recurrent layer needs at least one step"
+        raise ValueError(msg)
+
+
+def matrices_of(packed: Sequence[torch.Tensor | None]) -> list[list[Matrix]]:
+    """For each layer and direction those of input and state, and the projection if there is one."""
+    found: list[list[Matrix]] = []
+    for i in range(0, len(packed), 4):
+        codes, scale, sums, bias = packed[i : i + 4]
+        if i % 12 == 0:
+            found.append([])
         if codes is not None:
-            found.append((codes, scale, sums, bias))
+            found[-1].append((codes, scale, sums, bias))
     return found
+
+
+def state_of(matrices: Sequence[Sequence[Matrix]], hidden: int) -> int:
+    """Elements of a state: of the projection if there is one."""
+    of_projection = matrices[0][2][1] if len(matrices[0]) > 2 else None
+    return hidden if of_projection is None else of_projection.shape[0]
+
+
+def gates_of(kind: str, hidden: int) -> int:
+    """How many numbers all gates of a cell have."""
+    return _GATES[kind.partition("_")[0]] * hidden
 
 
 def _direction(
     x: torch.Tensor,
     y: torch.Tensor,
     states: list[torch.Tensor],
-    matrices: list[_Matrix],
+    matrices: list[Matrix],
     kind: str,
     *,
     reverse: bool,
@@ -296,40 +320,69 @@ def _direction(
 
     It writes outputs to `y` and the last states over the first ones.
     """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    gates = x.new_empty((x.shape[0] * x.shape[1], gates_of(kind, hidden)))
+    fields = fields_of(x, y, states[0].shape[-1], matrices, kind, reverse=reverse, hidden=hidden)
+    cells = states[1] if len(states) > 1 else NOTHING
+    of_c = function()
+    call_packed(of_c, _packed(of_c, **fields), [y, x, states[0], cells, gates, *in_order(matrices)])
+
+
+def in_order(matrices: Sequence[Matrix]) -> list[torch.Tensor]:
+    """Return the parts of matrices as the function in C takes them."""
+    parts = [NOTHING if part is None else part for matrix in matrices for part in matrix]
+    return parts + [NOTHING] * (12 - len(parts))
+
+
+def function() -> Function:
+    """Return the function in C."""
     code = _code()
     assert not isinstance(code, Unavailable), "layers are replaced only where there is code"
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    return code.function
+
+
+def fields_of(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    state: int,
+    matrices: Sequence[Matrix],
+    kind: str,
+    *,
+    reverse: bool,
+    hidden: int,
+) -> dict[str, int]:
+    """Return the first argument of the function in C, for one direction of one layer.
+
+    Raises:
+        ValueError: a matrix does not fit.
+    """
+    code = _code()
+    assert not isinstance(code, Unavailable), "layers are replaced only where there is code"
     steps, rows, features = x.shape
-    state = states[0].shape[-1]
-    gates = x.new_empty((steps * rows, _GATES[kind.partition("_")[0]] * hidden))
-    sizes = [(gates.shape[1], features), (gates.shape[1], state), (state, hidden)]
+    gates = gates_of(kind, hidden)
+    sizes = [(gates, features), (gates, state), (state, hidden)]
     for (codes, scale, *_), (outputs, inputs) in zip(matrices, sizes, strict=False):
         held = inputs if scale is None else -(-inputs // _WORD)
         if codes.shape[:2] != (-(-outputs // _PANEL), held) or (scale is not None and len(scale) != outputs):
             wanted = f"{hidden} hidden elements, states of {state} and {features} features"
             msg = f"a matrix of a recurrent layer does not fit {wanted}: its panels are {tuple(codes.shape)}"
             raise ValueError(msg)
-    packed = _packed(
-        code.function,
-        cell=abi.CELL.number(kind),
-        isa=NUMBERS[code.isa()],
-        threads=openmp.threads(),
-        reverse=reverse,
-        float_input=matrices[0][1] is None,
-        steps=steps,
-        rows=rows,
-        features=features,
-        hidden=hidden,
-        state=state,
-        x_step=x.stride(0),
-        x_row=x.stride(1),
-        y_step=y.stride(0),
-        y_row=y.stride(1),
-    )
-    parts = [_NOTHING if part is None else part for matrix in matrices for part in matrix]
-    missing = [_NOTHING] * (12 - len(parts))
-    cells = states[1] if len(states) > 1 else _NOTHING
-    call_packed(code.function, packed, [y, x, states[0], cells, gates, *parts, *missing])
+    return {
+        "cell": abi.CELL.number(kind),
+        "isa": NUMBERS[code.isa()],
+        "threads": openmp.threads(),
+        "reverse": reverse,
+        "float_input": matrices[0][1] is None,
+        "steps": steps,
+        "rows": rows,
+        "features": features,
+        "hidden": hidden,
+        "state": state,
+        "x_step": x.stride(0),
+        "x_row": x.stride(1),
+        "y_step": y.stride(0),
+        "y_row": y.stride(1),
+    }
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class OutputCodes:
 
 
 #: Recorder, node, its arguments by name → the result; raises `Refused` for what it can't do.
-Way = Callable[..., PlanTensor]
+Way = Callable[..., PlanTensor | Sequence[PlanTensor]]
 #: Recorder, the node that waits, `OutputCodes` → its result as codes; for a node that one quantize node alone
 #: reads.
 WayToCodes = Callable[..., PlanTensor]
