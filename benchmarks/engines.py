@@ -175,7 +175,7 @@ def torch_dynamic(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
 
 
 def zentorch_dynamic(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
-    """AMD's `zentorch`: linears in int8 with a range per row, which it finds in each call; the rest in fp32."""
+    """AMD's `zentorch`: linears in int8, with a range per row that it finds in each call."""
     import zentorch  # noqa: F401  # registers its operators and its compiler
 
     for parent in list(model.modules()):

@@ -632,7 +632,9 @@ def test_the_operator_says_the_sizes_of_its_results():
     for batch_first in (False, True):
         x = torch.randn(3, 2, 5) if batch_first else torch.randn(2, 3, 5)
         arguments = (x, [torch.randn(1, 3, 4)], packed, "gru", 1, False, batch_first, 5, 4)
-        torch.library.opcheck(recurrent.recurrent_layers(), arguments, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            recurrent.recurrent_layers(), arguments, test_utils=("test_schema", "test_faketensor")
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

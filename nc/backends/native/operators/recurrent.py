@@ -18,8 +18,8 @@ from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.graph.catalogue import schema_arguments
 from nc.kernels.onednn.descriptions import contiguous_strides
 
-#: Numbers of the gates of all steps and rows that plans hold memory for. Where there are more, torch calls the
-#: operator, which gives the memory back.
+#: Numbers of the gates of all steps and rows that plans hold memory for. Where there are more, torch calls
+#: the operator, which gives the memory back.
 _MOST_GATES = 2**24
 
 

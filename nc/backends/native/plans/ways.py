@@ -44,7 +44,9 @@ class OutputCodes:
 
 
 #: Recorder, node, its arguments by name → the result; raises `Refused` for what it can't do.
-Way = Callable[..., PlanTensor | Sequence[PlanTensor]]
+Way = Callable[..., PlanTensor]
+#: The same for an operator with several results.
+WayToSeveral = Callable[..., Sequence[PlanTensor]]
 #: Recorder, the node that waits, `OutputCodes` → its result as codes; for a node that one quantize node alone
 #: reads.
 WayToCodes = Callable[..., PlanTensor]
@@ -63,7 +65,7 @@ class PlannedOperator:
     """
 
     targets: tuple[Any, ...]
-    ways: Mapping[str, Way] = dataclasses.field(default_factory=dict)
+    ways: Mapping[str, Way | WayToSeveral] = dataclasses.field(default_factory=dict)
     to_codes: Mapping[str, WayToCodes] = dataclasses.field(default_factory=dict)
     waits: Callable[[fx.Node], bool] | None = None
     of_one_token: bool = False
