@@ -8,7 +8,7 @@ from torch import nn
 from nc import DynamicQuantConfig
 from nc.backends import available_backends
 from nc.backends.native import recurrent
-from nc.backends.native.operators import recurrent as planned_layers
+from nc.backends.native.operators import recurrent_layers
 from nc.numerics.metrics import worst_sqnr_db
 
 _WHY = available_backends()["native"] or recurrent.why_unavailable()
@@ -64,7 +64,7 @@ def test_plans_give_what_the_operator_gives(cls, options, monkeypatch):
     model = Layer(cls, **options).eval()
     example = given(model.layer, 5, 3)
     ours = quantized(model, example, DynamicQuantConfig(), "native")
-    monkeypatch.setattr(planned_layers, "_MOST_GATES", 0)
+    monkeypatch.setattr(recurrent_layers, "_MOST_GATES", 0)
     called = quantized(model, example, DynamicQuantConfig(), "native")
     assert all(name.startswith("c:recurrent ") for name in kernels(ours, example) if name != "c:map")
     assert not any("recurrent" in name for name in kernels(called, example))
@@ -73,7 +73,7 @@ def test_plans_give_what_the_operator_gives(cls, options, monkeypatch):
         inputs = given(model.layer, steps, rows)
         copies = [x.clone() for x in inputs]
         with monkeypatch.context() as patch:
-            patch.setattr(planned_layers, "_MOST_GATES", 2**24)
+            patch.setattr(recurrent_layers, "_MOST_GATES", 2**24)
             results = ours(*inputs)
         assert all(map(torch.equal, results, called(*inputs)))
         assert worst_sqnr_db(ours.reference(*inputs), results) > 80
