@@ -102,7 +102,14 @@ FEW_ROWS_OF_BLOCKS = Tuned(
     "2026-11-26",
     "python benchmarks/lowbit_kernels.py --rows 4 8 16",
 )
-_IN_C = ("WORK_PER_THREAD", "FEW_ROWS", "FEW_ROWS_OF_BLOCKS")
+ROWS_OF_PIECE = Tuned(
+    64,
+    "rows.c: rows that are multiplied with all weights before the next ones, where there are many (AMX: 8 x)",
+    _ZEN4,
+    "2026-11-27",
+    "python benchmarks/rows.py",
+)
+_IN_C = ("WORK_PER_THREAD", "FEW_ROWS", "FEW_ROWS_OF_BLOCKS", "ROWS_OF_PIECE")
 
 
 def definitions() -> str:

@@ -37,8 +37,8 @@
 #define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
 /* Distance of a quotient from half a code below which its rounding is not sure. */
 #define SURE 0.4999f
-/* Rows that are multiplied at once, with two panels in registers, and rows of a piece (benchmarks/rows.py). */
-enum { TILE = 16, DEPTH = 64, AT_ONCE = 8, PIECE = 64 };
+/* AT_ONCE: rows whose sums with two panels are in registers. */
+enum { TILE = 16, DEPTH = 64, AT_ONCE = 8 };
 
 #if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAS_AMX 1
@@ -565,8 +565,9 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
     const int64_t pairs = whole(j.outputs, 2 * TILE) / (2 * TILE);
     /* a piece of rows stays in the second cache, beside its weights and results; AMX needs more rows for the
      * time that its weights take */
-    const int64_t fit = second_cache() / 2 / j.depth, wanted = j.isa == ISA_AMX ? 8 * PIECE : PIECE;
-    const int64_t most = whole(j.rows <= 4 * PIECE || fit < wanted ? fit : wanted, 2 * TILE);
+    const int64_t fit = second_cache() / 2 / j.depth, wanted = j.isa == ISA_AMX ? 8 * ROWS_OF_PIECE : ROWS_OF_PIECE;
+    const int64_t rows_of_piece = j.rows <= 4 * ROWS_OF_PIECE || fit < wanted ? fit : wanted;
+    const int64_t most = whole(rows_of_piece > 0 ? rows_of_piece : 1, 2 * TILE); /* one row may not fit */
     j.at_once = most;
     const int64_t even = pieces_of(&j);
     j.at_once = whole((j.rows + even - 1) / even, 2 * TILE);

@@ -62,11 +62,12 @@ def test_the_numbers_are_those_of_float64(sizes, bias):
 
 
 def test_any_number_of_inputs():
-    """More than int32 could sum codes of, and none."""
-    layer, x = nn.Linear(70_000, 5), torch.randn(3, 70_000)
-    q = in_bf16(layer, x)
-    assert "c:row_product" in names(q, x)
-    agree(q(x), low(x).double() @ low(layer.weight).double().T + low(layer.bias).double())
+    """More than int32 could sum codes of, more than the second cache holds of one row, and none."""
+    for inputs in (70_000, caches.second()):
+        layer, x = nn.Linear(inputs, 2), torch.randn(3, inputs)
+        q = in_bf16(layer, x)
+        assert "c:row_product" in names(q, x)
+        agree(q(x), low(x).double() @ low(layer.weight).double().T + low(layer.bias).double())
     with pytest.warns(UserWarning, match="zero-element"):
         empty = nn.Linear(0, 4)
     model = Function(lambda m, x: m.a(x[:, :0]) + m.b(x), a=empty, b=nn.Linear(6, 4))
