@@ -166,8 +166,8 @@ def test_ways_out_are_those_that_the_model_does_not_take():
     assert q.report().sqnr_vs_fp32_db < HOPELESS_DB
     for text in (q.report().summary(), *(str(warning.message) for warning in caught)):
         if "HOPELESS" in text:
-            assert "keep_inaccurate=False" in text
-            assert "Smooth" not in text
+            assert 'w_dtype="bf16"' in text
+            assert not any(known in text for known in ("Smooth", "per_token", "calibration data"))
 
 
 def test_a_saved_hopeless_model_says_so(tmp_path):
