@@ -58,8 +58,9 @@ class Sizes:
     def one_output(self, op: Operator) -> Reason | None:
         """Why dynamic int8 has nothing to gain for a linear of one output; None for all others.
 
-        To find and apply the ranges of its input takes longer than the whole product in fp32, at any size.
-        One weight that is large beside the others takes the range of all.
+        To find and apply the ranges of its input takes longer than the whole product in fp32: int8 had 0.15
+        to 0.69 times fp32's speed at nine sizes (AMD Zen 4). One weight that is large beside the others takes
+        the range of all.
         """
         return Cause.ONE_OUTPUT() if op.kind == "linear" and self.weight(op)[0] == 1 else None
 
