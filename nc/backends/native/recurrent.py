@@ -41,7 +41,7 @@ Matrix = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Ten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Code:
+class Code:
     """The function in C, and the instruction sets that it was compiled for."""
 
     function: Function
@@ -55,12 +55,12 @@ class _Code:
 
 
 @functools.cache
-def _code() -> _Code | Unavailable:
+def _code() -> Code | Unavailable:
     """Return the code, or why there is none."""
     library = load_on_threads("recurrent")
     if isinstance(library, Unavailable):
         return library
-    return _Code(function_of(library, "recurrent"), compiled(library))
+    return Code(function_of(library, "recurrent"), compiled(library))
 
 
 def why_unavailable() -> str:
@@ -324,8 +324,8 @@ def _direction(
     gates = x.new_empty((x.shape[0] * x.shape[1], gates_of(kind, hidden)))
     fields = fields_of(x, y, states[0].shape[-1], matrices, kind, reverse=reverse, hidden=hidden)
     cells = states[1] if len(states) > 1 else NOTHING
-    of_c = function()
-    call_packed(of_c, _packed(of_c, **fields), [y, x, states[0], cells, gates, *in_order(matrices)])
+    function = available().function
+    call_packed(function, _packed(function, **fields), [y, x, states[0], cells, gates, *in_order(matrices)])
 
 
 def in_order(matrices: Sequence[Matrix]) -> list[torch.Tensor]:
@@ -334,11 +334,11 @@ def in_order(matrices: Sequence[Matrix]) -> list[torch.Tensor]:
     return parts + [NOTHING] * (12 - len(parts))
 
 
-def function() -> Function:
-    """Return the function in C."""
+def available() -> Code:
+    """Return the code, where layers were replaced for it."""
     code = _code()
     assert not isinstance(code, Unavailable), "layers are replaced only where there is code"
-    return code.function
+    return code
 
 
 def fields_of(
@@ -356,8 +356,6 @@ def fields_of(
     Raises:
         ValueError: a matrix does not fit.
     """
-    code = _code()
-    assert not isinstance(code, Unavailable), "layers are replaced only where there is code"
     steps, rows, features = x.shape
     gates = gates_of(kind, hidden)
     sizes = [(gates, features), (gates, state), (state, hidden)]
@@ -369,7 +367,7 @@ def fields_of(
             raise ValueError(msg)
     return {
         "cell": abi.CELL.number(kind),
-        "isa": NUMBERS[code.isa()],
+        "isa": NUMBERS[available().isa()],
         "threads": openmp.threads(),
         "reverse": reverse,
         "float_input": matrices[0][1] is None,

@@ -38,7 +38,8 @@ def layers(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Sequence[
     need(before[0] * before[1] * gates <= _MOST_GATES, "its gates take more memory than a plan holds")
     of_states = schema_arguments(node)["hx"]  # a copy is no kernel of the layers
     last = [converted(recorder, n, h, torch.float32) for n, h in zip(of_states, hx, strict=True)]
-    function = dataclasses.replace(recurrent.function(), name=f"recurrent {kind}")
+    code = recurrent.available()
+    function = dataclasses.replace(code.function, name=f"recurrent {code.isa()}")
     for layer in range(a["num_layers"]):
         if steps.tensor.stride(-1) != 1:
             steps = in_rows(recorder, steps, node)
