@@ -17,7 +17,8 @@
 
 #define FOR_AVX2 __attribute__((target("avx2,fma")))
 #define INLINE static inline __attribute__((always_inline)) FOR_AVX2
-#include "exponential_256.h"
+static const float of_erf[][GELU_PIECES] = GELU_TAIL_ERF, of_tanh[][GELU_PIECES] = GELU_TAIL_TANH;
+#include "activation_256.h"
 
 /* A tile of ROWS rows and VECTORS x WIDTH outputs: its sums, one vector of codes and one of ones fit 16
  * registers. */
@@ -58,47 +59,6 @@ static int check(const struct job *job, int64_t threads)
     EXPECT(job->added >= ADDED_NOTHING && job->added <= ADDED_FP32_OTHER, OTHER_OPERATION);
     EXPECT(job->activation >= ACTIVATION_IDENTITY && job->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
     return OK;
-}
-
-/* The error function within 1.5e-7 (Abramowitz and Stegun, 7.1.26). */
-INLINE __m256 error_function(__m256 x)
-{
-    const __m256 sign = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1.0f), size = _mm256_andnot_ps(sign, x);
-    const __m256 t = _mm256_div_ps(one, _mm256_fmadd_ps(size, _mm256_set1_ps(0.3275911f), one));
-    __m256 p = _mm256_set1_ps(1.061405429f);
-    p = _mm256_fmadd_ps(p, t, _mm256_set1_ps(-1.453152027f));
-    p = _mm256_fmadd_ps(p, t, _mm256_set1_ps(1.421413741f));
-    p = _mm256_fmadd_ps(p, t, _mm256_set1_ps(-0.284496736f));
-    p = _mm256_mul_ps(_mm256_fmadd_ps(p, t, _mm256_set1_ps(0.254829592f)), t);
-    const __m256 power = exponential_of_8(_mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(size, size)));
-    p = _mm256_fnmadd_ps(p, power, one);
-    return _mm256_or_ps(p, _mm256_and_ps(sign, x));
-}
-
-INLINE __m256 activation(const int64_t op, __m256 v, float alpha, float beta)
-{
-    const __m256 zero = _mm256_setzero_ps(), a = _mm256_set1_ps(alpha), b = _mm256_set1_ps(beta),
-        one = _mm256_set1_ps(1.0f);
-    switch (op) {
-    case ACTIVATION_RELU: return _mm256_max_ps(v, zero);
-    case ACTIVATION_LEAKY_RELU:
-        return _mm256_blendv_ps(v, _mm256_mul_ps(v, a), _mm256_cmp_ps(v, zero, _CMP_LE_OS));
-    case ACTIVATION_CLIP: return _mm256_min_ps(_mm256_max_ps(v, a), b);
-    case ACTIVATION_HARDSWISH:
-        return _mm256_mul_ps(v, _mm256_min_ps(_mm256_max_ps(_mm256_fmadd_ps(v, a, b), zero), one));
-    case ACTIVATION_SWISH: return gated_8(v, _mm256_mul_ps(v, a));
-    case ACTIVATION_GELU_TANH: {
-        const __m256 cubic =
-            _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(0.044715f), _mm256_mul_ps(v, v)), v, v);
-        return gated_8(v, _mm256_mul_ps(_mm256_set1_ps(1.5957691216057308f), cubic));
-    }
-    case ACTIVATION_GELU_ERF: {
-        const __m256 half = _mm256_mul_ps(_mm256_set1_ps(0.5f), v);
-        return _mm256_fmadd_ps(half, error_function(_mm256_mul_ps(v, _mm256_set1_ps(0.70710678118654752f))),
-            half);
-    }
-    default: return v;
-    }
 }
 
 /* 8 codes from `from` on, or `n` where there are fewer. */
@@ -144,7 +104,7 @@ INLINE __m256 result_of(const struct after *a, const int64_t op, const int32_t *
             some_fp32((a->added == ADDED_FP32_OTHER ? a->other : (const float *)a->y) + at, n),
             a->added_scale, v);
     }
-    return activation(op, v, a->alpha, a->beta);
+    return activation_of_8(op, v, a->alpha, a->beta);
 }
 
 /* The codes of 8 results as integers that packing saturates at 0; what is no number becomes 0. */
