@@ -78,6 +78,13 @@ DYNAMIC_COST: Tuned[dict[str, typing.Any]] = Tuned(
     "2026-11-22",
     "python benchmarks/tuning.py dynamic",
 )
+CODE_PRODUCTS = Tuned(
+    ("avx512_vnni",),
+    "instruction sets with which linears and 1 x 1 convolutions of codes are faster in C than by oneDNN",
+    _ZEN4,
+    "2026-11-27",
+    "python benchmarks/rows.py",
+)
 
 # --- C
 

@@ -604,6 +604,22 @@ _ROWS = (
         most=7,
     ),
     FunctionRow(
+        "rows",
+        Structure(
+            "code_product",
+            "Rows of codes times a weight, see rows.c.",
+            (
+                *_PRODUCT,
+                Field("inputs", "a multiple of 4, with AMX of 64"),
+                Field("stride", "bytes from one row of codes to the next"),
+                Field("rows"),
+                Field("isa", "ISA_AVX512_VNNI or ISA_AMX; the CPU has it"),
+            ),
+        ),
+        least=6,
+        most=7,
+    ),
+    FunctionRow(
         "low_bit", Structure("low_bit", "y = x W^T + bias, see low_bit.c.", _LOW_BIT), least=8, most=8
     ),
     FunctionRow(

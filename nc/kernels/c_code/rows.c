@@ -15,6 +15,13 @@
  *     y = activation(bf16(sum + bias)) + added
  *
  * They lie likewise: [rows / 16][K / 32][16 rows][32], and [outputs / 16][K / 32][16][16 outputs][2].
+ *
+ * `code_product` multiplies rows of codes that all have one scale and one zero point, one row behind the
+ * other, with the same weights, and gives
+ *
+ *     y = activation(scale * (sum - zero point * sum of weights) + bias + what is added)
+ *
+ * in fp32 or in codes.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -251,17 +258,31 @@ int nc_bf16_rows(const struct nc_bf16_rows *how, void *unused, int count, char *
 
 /* ---- products ---- */
 
-struct job {
+/* What a product multiplies: bytes of a row that are multiplied, and that its weights have; bytes from row to
+ * row of 16, from 16 rows to the next ones, and from 64 bytes of a row to the next ones. */
+struct operand {
     const uint8_t *x;
+    int64_t used, depth, row, tile, block;
+};
+
+struct job {
+    struct operand of;
     const float *row_scale;
     const int32_t *zero_point;
     const int8_t *weights;
     const int32_t *sums;
     const float *scale, *bias, *added;
-    float *y;
-    int64_t rows, depth, outputs, activation, at_once, isa, bf16; /* depth: bytes of a row */
+    char *y;
+    int64_t rows, outputs, activation, at_once, isa, bf16;
     float alpha, beta;
+    const struct nc_code_product *codes; /* null: rows have ranges of their own, or are bf16 */
+    int64_t plain; /* see is_plain */
 };
+
+static const uint8_t *row_of(const struct operand *of, int64_t row)
+{
+    return of->x + row / TILE * of->tile + row % TILE * of->row;
+}
 
 /* 1 / x, of the quotient's first bits and a step of Newton's method: 2^-23 of it are lost at most. */
 VNNI_INLINE __m512 reciprocal(__m512 x)
@@ -300,11 +321,18 @@ VNNI_INLINE __m512 activation(const int64_t op, __m512 v, float alpha, float bet
     }
 }
 
+/* The first of 16 lanes, as many as there are outputs from `column` on. */
+static __mmask16 lanes(const struct job *j, int64_t column)
+{
+    const int64_t left = j->outputs - column;
+    return left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+}
+
 /* 16 sums of a row → results from output `column` on. */
 VNNI_INLINE void finish(const struct job *j, const int64_t op, __m512i sum, int64_t row, int64_t column)
 {
-    const int64_t left = j->outputs - column, at = row * j->outputs + column;
-    const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+    const int64_t at = row * j->outputs + column;
+    const __mmask16 mask = lanes(j, column);
     const __m512 bias = _mm512_loadu_ps(j->bias + column);
     __m512 v;
     if (j->bf16)
@@ -318,7 +346,79 @@ VNNI_INLINE void finish(const struct job *j, const int64_t op, __m512i sum, int6
     v = activation(op, v, j->alpha, j->beta);
     if (j->added)
         v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, j->added + at));
-    _mm512_mask_storeu_ps(j->y + at, mask, v);
+    _mm512_mask_storeu_ps((float *)j->y + at, mask, v);
+}
+
+/* What makes the results of `code_product`, in registers: stores of codes could change the job. */
+struct after {
+    __m512 added_scale, added_zero_point, inverse, zero_point, low, high;
+    __m128i sign; /* the bits in which codes differ from uint8 */
+    const float *other;
+    char *y;
+    float alpha, beta;
+    int64_t added, to, outputs;
+};
+
+VNNI_INLINE struct after after_of(const struct job *j)
+{
+    const struct nc_code_product *how = j->codes;
+    return (struct after){_mm512_set1_ps((float)how->added_scale),
+        _mm512_set1_ps((float)how->added_zero_point), _mm512_set1_ps((float)how->inverse),
+        _mm512_set1_ps((float)how->zero_point), _mm512_set1_ps(j->alpha), _mm512_set1_ps(j->beta),
+        _mm_set1_epi8(how->to == DTYPE_S8 ? (char)0x80 : 0), j->added, j->y, j->alpha, j->beta, how->added,
+        how->to, j->outputs};
+}
+
+/* 16 sums, by scale and bias, with what is added to results from element `at` of y on. */
+VNNI_INLINE __m512 added_to(const struct after *a, __m512i sum, __m512 scale, __m512 bias, int64_t at,
+    __mmask16 mask)
+{
+    const __m512 v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, bias);
+    if (a->added == ADDED_NOTHING)
+        return v;
+    if (a->added == ADDED_CODES_IN_PLACE) {
+        const __m512 old = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, a->y + at)));
+        return _mm512_fmadd_ps(_mm512_sub_ps(old, a->added_zero_point), a->added_scale, v);
+    }
+    const float *more = a->added == ADDED_FP32_OTHER ? a->other : (const float *)a->y;
+    return _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, more + at), a->added_scale, v);
+}
+
+/* Numbers up to 255 become codes; what is negative or no number becomes 0. */
+VNNI_INLINE void store_codes(const struct after *a, __m512 v, int64_t at, __mmask16 mask)
+{
+    const __m512i codes = _mm512_max_epi32(_mm512_cvtps_epi32(v), _mm512_setzero_si512());
+    _mm_mask_storeu_epi8(a->y + at, mask, _mm_xor_si128(_mm512_cvtepi32_epi8(codes), a->sign));
+}
+
+VNNI_INLINE void finish_codes(const struct after *a, const int64_t op, __m512i sum, __m512 scale, __m512 bias,
+    int64_t at, __mmask16 mask)
+{
+    const __m512 v = activation(op, added_to(a, sum, scale, bias, at, mask), a->alpha, a->beta);
+    if (a->to == DTYPE_F32)
+        _mm512_mask_storeu_ps((float *)a->y + at, mask, v);
+    else
+        store_codes(a, _mm512_min_ps(_mm512_set1_ps(255.0f), _mm512_fmadd_ps(v, a->inverse, a->zero_point)), at,
+            mask);
+}
+
+/* The same where nothing but bounds follows: `is_plain`. */
+VNNI_INLINE void finish_plain(const struct after *a, __m512i sum, __m512 scale, __m512 bias, int64_t at,
+    __mmask16 mask)
+{
+    const __m512 v = added_to(a, sum, scale, bias, at, mask);
+    if (a->to == DTYPE_F32)
+        _mm512_mask_storeu_ps((float *)a->y + at, mask, v);
+    else
+        store_codes(a, _mm512_min_ps(a->high, _mm512_max_ps(a->low, v)), at, mask);
+}
+
+/* Whether results are sums by a scale and a bias: in fp32, or as codes between two bounds. */
+static int64_t is_plain(const struct nc_code_product *how)
+{
+    if (how->to == DTYPE_F32)
+        return how->activation == ACTIVATION_IDENTITY;
+    return how->activation == ACTIVATION_CLIP && how->inverse == 1 && how->zero_point == 0 && how->beta <= 255;
 }
 
 /* The activation is chosen once, not for each number. */
@@ -334,10 +434,37 @@ VNNI_INLINE void finish(const struct job *j, const int64_t op, __m512i sum, int6
     case ACTIVATION_GELU_ERF: WORK(ACTIVATION_GELU_ERF); break;                  \
     }
 
+FOR_VNNI static void finish_block_of_codes(const struct job *j, int32_t (*sums)[2 * TILE][TILE], int64_t row,
+    int64_t rows, int64_t panel, int64_t panels)
+{
+    const struct after a = after_of(j);
+    for (int64_t p = 0; p < panels; p++) {
+        const int64_t column = (panel + p) * TILE, first = row * a.outputs + column;
+        const __m512i init = _mm512_loadu_si512(j->sums + column);
+        const __m512 scale = _mm512_loadu_ps(j->scale + column), bias = _mm512_loadu_ps(j->bias + column);
+        const __mmask16 mask = lanes(j, column);
+#define EACH(finished, ...)                                                                        \
+    for (int64_t r = 0; r < rows; r++)                                                             \
+        finished(__VA_ARGS__, _mm512_add_epi32(_mm512_loadu_si512(sums[p][r]), init), scale, bias, \
+            first + r * a.outputs, mask)
+#define ALL(op) EACH(finish_codes, &a, op)
+        if (j->plain)
+            EACH(finish_plain, &a);
+        else
+            BY_ACTIVATION(j->activation, ALL)
+#undef ALL
+#undef EACH
+    }
+}
+
 /* Sums [panels][rows][16] → results. */
 FOR_VNNI static void finish_block(const struct job *j, int32_t (*sums)[2 * TILE][TILE], int64_t row,
     int64_t rows, int64_t panel, int64_t panels)
 {
+    if (j->codes) {
+        finish_block_of_codes(j, sums, row, rows, panel, panels);
+        return;
+    }
 #define ALL(op)                                                                     \
     for (int64_t p = 0; p < panels; p++)                                            \
         for (int64_t r = 0; r < rows; r++)                                          \
@@ -359,68 +486,109 @@ VNNI_INLINE __m512i add_products(__m512i sums, __m512i x, __m512i w, const int b
     return _mm512_dpbusd_epi32(sums, x, w);
 }
 
-/* Sums of R rows from `row` on and two panels. */
+/* What `multiply_rows` does. */
+enum kind { SUMS_OF_CODES, SUMS_OF_BF16, PLAIN_CODES };
+
+/* R rows from `row` on and P panels: their sums, or where `kind` is PLAIN_CODES their results. */
 VNNI_INLINE void multiply_rows(const struct job *j, int64_t row, int64_t panel,
-    int32_t (*sums)[2 * TILE][TILE], int64_t first, const int R, const int bf16)
+    int32_t (*sums)[2 * TILE][TILE], int64_t first, const int R, const int P, const enum kind kind)
 {
-    const int64_t depth = j->depth;
-    const int8_t *left = j->weights + panel * TILE * depth, *right = left + TILE * depth;
+    const struct operand *of = &j->of;
+    const int8_t *left = j->weights + panel * TILE * of->depth, *right = left + TILE * of->depth;
     const uint8_t *x[AT_ONCE];
     __m512i sum[AT_ONCE][2];
     UNROLL for (int r = 0; r < R; r++)
     {
-        x[r] = j->x + (row + r) / TILE * TILE * depth + (row + r) % TILE * DEPTH;
-        sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+        x[r] = row_of(of, row + r);
+        UNROLL for (int p = 0; p < P; p++)
+            sum[r][p] = kind == PLAIN_CODES ? _mm512_loadu_si512(j->sums + (panel + p) * TILE)
+                                            : _mm512_setzero_si512();
     }
-    for (int64_t k = 0; k < depth; k += 4) {
-        const __m512i w0 = _mm512_loadu_si512(left + k * TILE), w1 = _mm512_loadu_si512(right + k * TILE);
-        const int64_t at = k / DEPTH * TILE * DEPTH + k % DEPTH;
-        UNROLL for (int r = 0; r < R; r++)
-        {
-            int32_t four;
-            memcpy(&four, x[r] + at, 4);
-            const __m512i codes = _mm512_set1_epi32(four);
-            sum[r][0] = add_products(sum[r][0], codes, w0, bf16);
-            sum[r][1] = add_products(sum[r][1], codes, w1, bf16);
+    for (int64_t k = 0, begin = 0; k < of->used; k += DEPTH, begin += of->block) {
+        const int64_t end = of->used - k < DEPTH ? of->used - k : DEPTH;
+        for (int64_t at = 0; at < end; at += 4) {
+            const __m512i w0 = _mm512_loadu_si512(left + (k + at) * TILE);
+            const __m512i w1 = P > 1 ? _mm512_loadu_si512(right + (k + at) * TILE) : w0;
+            UNROLL for (int r = 0; r < R; r++)
+            {
+                int32_t four;
+                memcpy(&four, x[r] + begin + at, 4);
+                const __m512i codes = _mm512_set1_epi32(four);
+                sum[r][0] = add_products(sum[r][0], codes, w0, kind == SUMS_OF_BF16);
+                if (P > 1)
+                    sum[r][1] = add_products(sum[r][1], codes, w1, kind == SUMS_OF_BF16);
+            }
         }
     }
-    UNROLL for (int r = 0; r < R; r++)
+    if (kind != PLAIN_CODES) {
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int p = 0; p < P; p++)
+                _mm512_storeu_si512(sums[p][first + r], sum[r][p]);
+        return;
+    }
+    const struct after a = after_of(j);
+    UNROLL for (int p = 0; p < P; p++)
     {
-        _mm512_storeu_si512(sums[0][first + r], sum[r][0]);
-        _mm512_storeu_si512(sums[1][first + r], sum[r][1]);
+        const int64_t column = (panel + p) * TILE;
+        const __m512 scale = _mm512_loadu_ps(j->scale + column), bias = _mm512_loadu_ps(j->bias + column);
+        const __mmask16 mask = lanes(j, column);
+        UNROLL for (int r = 0; r < R; r++)
+            finish_plain(&a, sum[r][p], scale, bias, (row + r) * a.outputs + column, mask);
     }
 }
 
-VNNI_INLINE void block(const struct job *j, int64_t row, int64_t rows, int64_t panel, const int bf16)
+VNNI_INLINE void block_of_panels(const struct job *j, int64_t row, int64_t rows, int64_t panel, const int P,
+    const enum kind kind)
 {
     int32_t sums[2][2 * TILE][TILE];
     int64_t done = 0;
     for (; done + AT_ONCE <= rows; done += AT_ONCE)
-        multiply_rows(j, row + done, panel, sums, done, AT_ONCE, bf16);
+        multiply_rows(j, row + done, panel, sums, done, AT_ONCE, P, kind);
+    for (; done + 4 <= rows; done += 4)
+        multiply_rows(j, row + done, panel, sums, done, 4, P, kind);
     for (; done + 2 <= rows; done += 2)
-        multiply_rows(j, row + done, panel, sums, done, 2, bf16);
+        multiply_rows(j, row + done, panel, sums, done, 2, P, kind);
     for (; done < rows; done++)
-        multiply_rows(j, row + done, panel, sums, done, 1, bf16);
-    finish_block(j, sums, row, rows, panel, 2);
+        multiply_rows(j, row + done, panel, sums, done, 1, P, kind);
+    if (kind != PLAIN_CODES)
+        finish_block(j, sums, row, rows, panel, P);
+}
+
+/* Weights are filled up to pairs of panels; one that has no output is left out. */
+VNNI_INLINE void block(const struct job *j, int64_t row, int64_t rows, int64_t panel, const enum kind kind)
+{
+    if (j->outputs > (panel + 1) * TILE)
+        block_of_panels(j, row, rows, panel, 2, kind);
+    else
+        block_of_panels(j, row, rows, panel, 1, kind);
 }
 
 FOR_VNNI static void block_vnni(const struct job *j, int64_t row, int64_t rows, int64_t panel)
 {
-    block(j, row, rows, panel, 0);
+    block(j, row, rows, panel, SUMS_OF_CODES);
+}
+
+FOR_VNNI static void plain_vnni(const struct job *j, int64_t row, int64_t rows, int64_t panel)
+{
+    block(j, row, rows, panel, PLAIN_CODES);
 }
 
 FOR_BF16 static void block_bf16(const struct job *j, int64_t row, int64_t rows, int64_t panel)
 {
-    block(j, row, rows, panel, 1);
+    block(j, row, rows, panel, SUMS_OF_BF16);
 }
 
 #if HAS_AMX
-FOR_AMX static void configure(void)
+/* Tiles of `rows` rows, up to 32, that lie below each other: sums in 0 to 3, codes in 4 and 5; weights in 6 and
+ * 7. */
+FOR_AMX static void configure(int64_t rows)
 {
     struct tiles t = {.palette = 1};
+    const int64_t upper = rows < TILE ? rows : TILE, lower = rows > TILE ? rows - TILE : TILE;
+    const int64_t of_tiles[] = {upper, upper, lower, lower, upper, lower, TILE, TILE};
     for (int i = 0; i < 8; i++) {
         t.bytes[i] = 64;
-        t.rows[i] = TILE;
+        t.rows[i] = (uint8_t)of_tiles[i];
     }
     __asm__ volatile("" ::: "memory"); /* compilers don't know that it reads memory */
     _tile_loadconfig(&t);
@@ -440,10 +608,11 @@ static inline __attribute__((always_inline)) FOR_AMX void block_amx(const struct
     int64_t rows, int64_t panel, int64_t step, int64_t steps, const int bf16)
 {
     _Alignas(64) int32_t sums[2][2 * TILE][TILE];
-    const int64_t blocks = j->depth / DEPTH, whole_tile = TILE * DEPTH;
-    const int8_t *left = j->weights + panel * TILE * j->depth, *right = left + TILE * j->depth;
-    const char *next = (const char *)(right + TILE * j->depth);
-    const uint8_t *x = j->x + row / TILE * TILE * j->depth, *lower = x + TILE * j->depth;
+    const struct operand *of = &j->of;
+    const int64_t blocks = of->depth / DEPTH, whole_tile = TILE * DEPTH, apart = of->row;
+    const int8_t *left = j->weights + panel * TILE * of->depth, *right = left + TILE * of->depth;
+    const char *next = (const char *)(right + TILE * of->depth);
+    const uint8_t *x = row_of(of, row), *lower = x + of->tile;
     const int64_t from = step * TILE / steps, to = (step + 1) * TILE / steps;
     _tile_zero(0);
     _tile_zero(1);
@@ -451,12 +620,12 @@ static inline __attribute__((always_inline)) FOR_AMX void block_amx(const struct
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t i = 0; i < blocks; i++) {
-            _tile_loadd(4, x + i * whole_tile, DEPTH);
+            _tile_loadd(4, x + i * of->block, apart);
             _tile_loadd(6, left + i * whole_tile, DEPTH);
             MULTIPLY(0, 4, 6);
             _tile_loadd(7, right + i * whole_tile, DEPTH);
             MULTIPLY(1, 4, 7);
-            _tile_loadd(5, lower + i * whole_tile, DEPTH);
+            _tile_loadd(5, lower + i * of->block, apart);
             MULTIPLY(2, 5, 6);
             MULTIPLY(3, 5, 7);
             for (int64_t q = from; q < to; q++) {
@@ -468,7 +637,7 @@ static inline __attribute__((always_inline)) FOR_AMX void block_amx(const struct
         _tile_stored(3, sums[1][TILE], 64);
     } else {
         for (int64_t i = 0; i < blocks; i++) {
-            _tile_loadd(4, x + i * whole_tile, DEPTH);
+            _tile_loadd(4, x + i * of->block, apart);
             _tile_loadd(6, left + i * whole_tile, DEPTH);
             MULTIPLY(0, 4, 6);
             _tile_loadd(7, right + i * whole_tile, DEPTH);
@@ -482,11 +651,14 @@ static inline __attribute__((always_inline)) FOR_AMX void block_amx(const struct
 
 FOR_AMX static void pairs_amx(const struct job *j, int64_t first, int64_t last, int64_t from, int64_t to)
 {
-    configure();
+    int64_t configured = 0;
     for (int64_t pair = from; pair < to; pair++) {
         const int64_t steps = (last - first + 2 * TILE - 1) / (2 * TILE);
         for (int64_t row = first, step = 0; row < last; row += 2 * TILE, step++) {
             const int64_t rows = last - row < 2 * TILE ? last - row : 2 * TILE;
+            const int64_t in_memory = j->codes ? rows : 2 * TILE; /* rounded rows are filled up to a tile */
+            if (in_memory != configured)
+                configure(configured = in_memory);
             if (j->bf16)
                 block_amx(j, row, rows, 2 * pair, step, steps, 1);
             else
@@ -510,6 +682,8 @@ static void pairs_of_rows(const struct job *j, int64_t first, int64_t last, int6
             const int64_t rows = last - row < 2 * TILE ? last - row : 2 * TILE;
             if (j->bf16)
                 block_bf16(j, row, rows, 2 * pair);
+            else if (j->plain)
+                plain_vnni(j, row, rows, 2 * pair);
             else
                 block_vnni(j, row, rows, 2 * pair);
         }
@@ -543,6 +717,37 @@ static void multiply_some(void *data, int64_t part, int64_t parts)
     }
 }
 
+/* The products, on up to so many threads. */
+static int multiply_all(struct job *j, int64_t threads)
+{
+    if (!j->rows)
+        return OK;
+    const int64_t pairs = whole(j->outputs, 2 * TILE) / (2 * TILE), depth = j->of.depth;
+    /* a piece of rows stays in the second cache, beside its weights and results; AMX needs more rows for the
+     * time that its weights take */
+    const int64_t fit = second_cache() / 2 / depth, wanted = j->isa == ISA_AMX ? 8 * ROWS_OF_PIECE : ROWS_OF_PIECE;
+    const int64_t rows_of_piece = j->rows <= 4 * ROWS_OF_PIECE || fit < wanted ? fit : wanted;
+    const int64_t most = whole(rows_of_piece > 0 ? rows_of_piece : 1, 2 * TILE); /* one row may not fit */
+    j->at_once = most;
+    const int64_t even = pieces_of(j);
+    j->at_once = whole((j->rows + even - 1) / even, 2 * TILE);
+    const int64_t shared = whole((j->rows * pairs + 2 * threads - 1) / (2 * threads), 2 * TILE);
+    if (pairs < 2 * threads && shared < j->at_once)
+        j->at_once = shared;
+    const int64_t worth = 1 + depth * whole(j->outputs, 2 * TILE) / WORK_PER_THREAD * j->rows,
+                  units = pairs * pieces_of(j);
+    const int64_t use = worth < threads ? worth : threads;
+    in_parts(multiply_some, j, units < use ? units : use, threads);
+    return OK;
+}
+
+/* Rows in tile order. */
+static struct operand in_tiles(const uint8_t *x, int64_t depth)
+{
+    return (struct operand){.x = x, .used = depth, .depth = depth, .row = DEPTH, .tile = TILE * depth,
+        .block = TILE * DEPTH};
+}
+
 int nc_row_product(const struct nc_row_product *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_row_product);
@@ -554,29 +759,34 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
     EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
     const int64_t bytes = how->bf16 ? 2 : 1; /* of a number of a row */
     const struct rounding r = rounding_of(tensors[1], how->rows, how->inputs);
-    struct job j = {.y = (float *)tensors[0], .x = r.codes, .row_scale = r.scale, .zero_point = r.zero_point,
+    struct job j = {.y = tensors[0], .of = in_tiles(r.codes, whole(bytes * how->inputs, DEPTH)), .row_scale = r.scale, .zero_point = r.zero_point,
         .weights = (const int8_t *)tensors[2], .sums = (const int32_t *)tensors[3],
         .scale = (const float *)tensors[4], .bias = (const float *)tensors[5],
         .added = count > 6 ? (const float *)tensors[6] : NULL, .rows = how->rows,
-        .depth = whole(bytes * how->inputs, DEPTH), .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
+        .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
         .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa};
-    if (!j.rows)
-        return OK;
-    const int64_t pairs = whole(j.outputs, 2 * TILE) / (2 * TILE);
-    /* a piece of rows stays in the second cache, beside its weights and results; AMX needs more rows for the
-     * time that its weights take */
-    const int64_t fit = second_cache() / 2 / j.depth, wanted = j.isa == ISA_AMX ? 8 * ROWS_OF_PIECE : ROWS_OF_PIECE;
-    const int64_t rows_of_piece = j.rows <= 4 * ROWS_OF_PIECE || fit < wanted ? fit : wanted;
-    const int64_t most = whole(rows_of_piece > 0 ? rows_of_piece : 1, 2 * TILE); /* one row may not fit */
-    j.at_once = most;
-    const int64_t even = pieces_of(&j);
-    j.at_once = whole((j.rows + even - 1) / even, 2 * TILE);
-    const int64_t shared = whole((j.rows * pairs + 2 * how->threads - 1) / (2 * how->threads), 2 * TILE);
-    if (pairs < 2 * how->threads && shared < j.at_once)
-        j.at_once = shared;
-    const int64_t worth = 1 + j.depth * whole(j.outputs, 2 * TILE) / WORK_PER_THREAD * j.rows,
-                  units = pairs * pieces_of(&j);
-    const int64_t use = worth < how->threads ? worth : how->threads;
-    in_parts(multiply_some, &j, units < use ? units : use, how->threads);
-    return OK;
+    return multiply_all(&j, how->threads);
+}
+
+/* tensors: result, codes, weights, -zero point * sum of weights (int32), scale, bias (both fp32, all three by
+ * outputs, filled up as the weights); what is added in fp32, if it is not in place */
+int nc_code_product(const struct nc_code_product *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_code_product);
+    EXPECT(how->isa == ISA_AVX512_VNNI || how->isa == ISA_AMX, NOT_HERE);
+    EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
+    EXPECT(how->rows >= 0 && how->inputs > 0 && how->inputs <= MOST_INPUTS && how->outputs > 0, OTHER_SIZE);
+    EXPECT(how->inputs % (how->isa == ISA_AMX ? DEPTH : 4) == 0 && how->threads > 0, OTHER_SIZE);
+    EXPECT(how->to == DTYPE_U8 || how->to == DTYPE_S8 || how->to == DTYPE_F32, OTHER_DTYPE);
+    EXPECT(how->added >= ADDED_NOTHING && how->added <= ADDED_FP32_OTHER, OTHER_OPERATION);
+    EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
+    EXPECT(how->added != ADDED_FP32_OTHER || count == 7, OTHER_TENSORS);
+    const struct operand of = {.x = (const uint8_t *)tensors[1], .used = how->inputs,
+        .depth = whole(how->inputs, DEPTH), .row = how->stride, .tile = TILE * how->stride, .block = DEPTH};
+    struct job j = {.y = tensors[0], .of = of, .weights = (const int8_t *)tensors[2],
+        .sums = (const int32_t *)tensors[3], .scale = (const float *)tensors[4],
+        .bias = (const float *)tensors[5], .added = count > 6 ? (const float *)tensors[6] : NULL,
+        .rows = how->rows, .outputs = how->outputs, .activation = how->activation,
+        .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa, .codes = how, .plain = is_plain(how)};
+    return multiply_all(&j, how->threads);
 }

@@ -92,9 +92,9 @@ AVX2_INLINE void finish_8(const struct job *j, const int64_t op, const int32_t *
     if (j->added)
         v = _mm256_add_ps(v, some_8(j->added + at, left));
     if (left >= WIDTH)
-        _mm256_storeu_ps(j->y + at, v);
+        _mm256_storeu_ps((float *)j->y + at, v);
     else
-        _mm256_maskstore_ps(j->y + at, first_of_8(left), v);
+        _mm256_maskstore_ps((float *)j->y + at, first_of_8(left), v);
 }
 
 /* Sums [rows][16] → results. */
@@ -138,10 +138,10 @@ AVX2_INLINE void multiply_rows_256(const struct job *j, int64_t row, const int8_
     __m256i sum[ROWS_OF_VNNI][2];
     UNROLL for (int r = 0; r < R; r++)
     {
-        x[r] = j->x + (row + r) / TILE * TILE * j->depth + (row + r) % TILE * DEPTH;
+        x[r] = row_of(&j->of, row + r);
         sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     }
-    for (int64_t k = 0; k < j->depth; k += 4) {
+    for (int64_t k = 0; k < j->of.depth; k += 4) {
         const __m256i *w = (const __m256i *)(weights + k * TILE);
         const __m256i left = _mm256_loadu_si256(w), right = _mm256_loadu_si256(w + 1);
         const int64_t at = k / DEPTH * TILE * DEPTH + k % DEPTH;
@@ -164,7 +164,7 @@ AVX2_INLINE void multiply_rows_256(const struct job *j, int64_t row, const int8_
 AVX2_INLINE void block_256(const struct job *j, int64_t row, int64_t rows, int64_t panel, const int most,
     const int vnni)
 {
-    const int8_t *weights = j->weights + panel * TILE * j->depth;
+    const int8_t *weights = j->weights + panel * TILE * j->of.depth;
     int32_t sums[2 * TILE][TILE];
     int64_t done = 0;
     for (; done + most <= rows; done += most)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import avx2
+from nc.backends.native.plans.code_products import Product, multiply
 from nc.backends.native.plans.layouts import channels_last, is_channels_last
 from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.products import bias_of, codes_of, output_sizes, post_ops_of, product_attributes
@@ -66,9 +67,13 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
     else:
         result = recorder.new(sizes, channels_last_strides(sizes), dtype)
     groups = a["groups"]
-    product = avx2.Product(x, result, weight, scales, bias, post, geometry=geometry, groups=groups)
+    product = Product(x, result, weight, scales, bias, post, geometry=geometry, groups=groups)
 
-    def in_c() -> PlanTensor:
+    def in_rows_of_codes() -> PlanTensor:
+        multiply(recorder, node, a, product)
+        return result
+
+    def by_avx2() -> PlanTensor:
         avx2.multiply(recorder, node, a, product)
         return result
 
@@ -93,7 +98,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         recorder.call(primitive, tensors, node)
         return result
 
-    return recorder.first_possible({"C": in_c, "oneDNN": by_onednn})
+    return recorder.first_possible({"C": in_rows_of_codes, "AVX2": by_avx2, "oneDNN": by_onednn})
 
 
 def _unpadded(

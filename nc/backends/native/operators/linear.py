@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import avx2
+from nc.backends.native.plans.code_products import Product, multiply
 from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import PREPACKS, bias_of, codes_of, post_ops_of, product_attributes
@@ -63,9 +64,13 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
         need(added.tensor.shape == flat.tensor.shape, "what it adds has another shape than its result")
         post_ops = (BinaryOp("add", added.desc), *post)
         tensors[POST_OP | SRC_1] = added
-    product = avx2.Product(rows, flat, weight, scales, bias, post_ops, tensors.get(POST_OP | SRC_1))
+    product = Product(rows, flat, weight, scales, bias, post_ops, tensors.get(POST_OP | SRC_1))
 
-    def in_c() -> PlanTensor:
+    def in_rows_of_codes() -> PlanTensor:
+        multiply(recorder, node, a, product)
+        return result
+
+    def by_avx2() -> PlanTensor:
         avx2.multiply(recorder, node, a, product)
         return result
 
@@ -84,7 +89,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
         recorder.call(primitive, tensors, node)
         return result
 
-    return recorder.first_possible({"C": in_c, "oneDNN": by_onednn})
+    return recorder.first_possible({"C": in_rows_of_codes, "AVX2": by_avx2, "oneDNN": by_onednn})
 
 
 def _as_rows(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:

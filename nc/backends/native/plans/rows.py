@@ -93,10 +93,18 @@ BF16 = RowFormat(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The functions in C for a format, and the best instruction set for them."""
+    """The functions in C for a format, and the best instruction set for them.
+
+    Attributes:
+        rounds: rows of fp32.
+        product: of rounded rows.
+        codes: product of codes that have one scale and one zero point.
+        isa: of the products.
+    """
 
     rounds: Function
     product: Function
+    codes: Function
     isa: str
 
 
@@ -132,9 +140,11 @@ def code(form: RowFormat) -> _Code | Unavailable:
     if not found:
         least = form.isas[-1]
         return Unavailable(f"there is no {', '.join(cpu.lacks(ISAS[least])) or f'code for {least}'}")
-    rounds, product = (function_of(library, name) for name in (form.function, "row_product"))
-    named = f"row_product {found[0]} {form.name}".rstrip()
-    return _Code(rounds, dataclasses.replace(product, name=named), found[0])
+    products = [
+        function_of(library, name, f"{name} {found[0]} {form.name}".rstrip())
+        for name in ("row_product", "code_product")
+    ]
+    return _Code(function_of(library, form.function), *products, found[0])
 
 
 def why_unavailable(form: RowFormat) -> str:
@@ -209,7 +219,7 @@ def multiply(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str,
         "alpha": after.alpha,
         "beta": after.beta,
     }
-    factors = [_for_outputs(values, outputs, packed.shape[0] * TILE) for values in (scale, bias)]
+    factors = [for_outputs(values, outputs, packed.shape[0] * TILE) for values in (scale, bias)]
     held = PlanTensor(_from_begin(rows.tensor), rows.root)
     recorder.call_function(found.product, fields, [result, held, packed, sums, *factors, *more], node, 2)
     return result
@@ -239,7 +249,7 @@ def _from_begin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,))
 
 
-def _for_outputs(values: torch.Tensor | None, outputs: int, size: int) -> torch.Tensor:
+def for_outputs(values: torch.Tensor | None, outputs: int, size: int) -> torch.Tensor:
     """Return one fp32 number for each output, 0 for those that fill up the last panels."""
     result = torch.zeros(size, dtype=torch.float32, device="cpu")
     if values is not None:
