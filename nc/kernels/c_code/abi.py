@@ -613,7 +613,7 @@ _ROWS = (
                 Field("inputs", "a multiple of 4, with AMX of 64"),
                 Field("stride", "bytes from one row of codes to the next"),
                 Field("rows"),
-                Field("isa", "ISA_AVX512_VNNI or ISA_AMX; the CPU has it"),
+                Field("isa", "as in row_product"),
             ),
         ),
         least=6,

@@ -773,7 +773,8 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
 int nc_code_product(const struct nc_code_product *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_code_product);
-    EXPECT(how->isa == ISA_AVX512_VNNI || how->isa == ISA_AMX, NOT_HERE);
+    EXPECT(how->isa == ISA_AVX2 || how->isa == ISA_AVX_VNNI || how->isa == ISA_AVX512_VNNI
+        || how->isa == ISA_AMX, NOT_HERE);
     EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->inputs <= MOST_INPUTS && how->outputs > 0, OTHER_SIZE);
     EXPECT(how->inputs % (how->isa == ISA_AMX ? DEPTH : 4) == 0 && how->threads > 0, OTHER_SIZE);

@@ -97,10 +97,133 @@ AVX2_INLINE void finish_8(const struct job *j, const int64_t op, const int32_t *
         _mm256_maskstore_ps((float *)j->y + at, first_of_8(left), v);
 }
 
+/* As struct after. */
+struct after_256 {
+    __m256 added_scale, added_zero_point, inverse, zero_point;
+    const float *other;
+    char *y;
+    float alpha, beta;
+    int64_t added, to, outputs, sign; /* sign: the bits in which 8 codes differ from uint8 */
+};
+
+/* 8 codes from `from` on, or `n` where there are fewer. */
+AVX2_INLINE __m128i some_codes(const char *from, int64_t n)
+{
+    int64_t codes = 0;
+    if (n >= WIDTH)
+        memcpy(&codes, from, WIDTH);
+    else
+        memcpy(&codes, from, (size_t)n);
+    return _mm_cvtsi64_si128(codes);
+}
+
+/* 8 results in fp32, of `n` outputs, as in finish_codes. */
+AVX2_INLINE __m256 result_of_8(const struct after_256 *a, const int64_t op, __m256i sum, __m256 scale,
+    __m256 bias, int64_t at, int64_t n)
+{
+    __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, bias);
+    if (a->added == ADDED_CODES_IN_PLACE) {
+        const __m256 old = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(some_codes(a->y + at, n)));
+        v = _mm256_fmadd_ps(_mm256_sub_ps(old, a->added_zero_point), a->added_scale, v);
+    } else if (a->added != ADDED_NOTHING) {
+        const float *more = a->added == ADDED_FP32_OTHER ? a->other : (const float *)a->y;
+        v = _mm256_fmadd_ps(some_8(more + at, n), a->added_scale, v);
+    }
+    return activation_of_8(op, v, a->alpha, a->beta);
+}
+
+/* 8 codes as integers that packing saturates at 0; what is no number becomes the least one. */
+AVX2_INLINE __m256i codes_of_results(const struct after_256 *a, __m256 v)
+{
+    return _mm256_cvtps_epi32(
+        _mm256_min_ps(_mm256_set1_ps(255.0f), _mm256_fmadd_ps(v, a->inverse, a->zero_point)));
+}
+
+AVX2_INLINE void store_8(const struct after_256 *a, __m256 v, int64_t at, int64_t n)
+{
+    if (a->to == DTYPE_F32) {
+        if (n >= WIDTH)
+            _mm256_storeu_ps((float *)a->y + at, v);
+        else
+            _mm256_maskstore_ps((float *)a->y + at, first_of_8(n), v);
+        return;
+    }
+    const __m256i wide = codes_of_results(a, v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    const int64_t codes = _mm_cvtsi128_si64(_mm_packus_epi16(words, words)) ^ a->sign;
+    if (n >= WIDTH)
+        memcpy(a->y + at, &codes, WIDTH);
+    else
+        memcpy(a->y + at, &codes, (size_t)n);
+}
+
+AVX2_INLINE void store_16_codes(const struct after_256 *a, __m256 low, __m256 high, int64_t at)
+{
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+    const __m256i words = _mm256_packs_epi32(codes_of_results(a, low), codes_of_results(a, high));
+    const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), order);
+    _mm_storeu_si128((__m128i *)(a->y + at), _mm_xor_si128(_mm256_castsi256_si128(codes), _mm_set1_epi64x(a->sign)));
+}
+
+/* Sums of rows → results of 8 outputs, or fewer, from `column` on; they begin at `begin` of the panel. */
+AVX2_INLINE void finish_half(const struct job *j, const struct after_256 *a, const int64_t op,
+    int32_t (*sums)[TILE], int64_t row, int64_t rows, int64_t column, int64_t begin)
+{
+    const int64_t n = a->outputs - column;
+    const __m256 scale = _mm256_loadu_ps(j->scale + column), bias = _mm256_loadu_ps(j->bias + column);
+    for (int64_t r = 0, at = row * a->outputs + column; n > 0 && r < rows; r++, at += a->outputs) {
+        const __m256i sum = _mm256_loadu_si256((const __m256i *)(sums[r] + begin));
+        store_8(a, result_of_8(a, op, sum, scale, bias, at, n), at, n);
+    }
+}
+
+/* The same of 16 outputs as codes. */
+AVX2_INLINE void finish_whole(const struct job *j, const struct after_256 *a, const int64_t op,
+    int32_t (*sums)[TILE], int64_t row, int64_t rows, int64_t column)
+{
+    const __m256 scale = _mm256_loadu_ps(j->scale + column), bias = _mm256_loadu_ps(j->bias + column);
+    const __m256 scale_2 = _mm256_loadu_ps(j->scale + column + WIDTH),
+                 bias_2 = _mm256_loadu_ps(j->bias + column + WIDTH);
+    for (int64_t r = 0, at = row * a->outputs + column; r < rows; r++, at += a->outputs) {
+        const __m256i *both = (const __m256i *)sums[r];
+        const __m256 low = result_of_8(a, op, _mm256_loadu_si256(both), scale, bias, at, WIDTH),
+                     high = result_of_8(a, op, _mm256_loadu_si256(both + 1), scale_2, bias_2, at + WIDTH, WIDTH);
+        store_16_codes(a, low, high, at);
+    }
+}
+
+AVX2_INLINE void finish_rows_of_codes(const struct job *j, const struct after_256 *a, const int64_t op,
+    int32_t (*sums)[TILE], int64_t row, int64_t rows, int64_t column)
+{
+    if (a->outputs - column >= TILE && a->to != DTYPE_F32) {
+        finish_whole(j, a, op, sums, row, rows, column);
+        return;
+    }
+    finish_half(j, a, op, sums, row, rows, column, 0);
+    finish_half(j, a, op, sums, row, rows, column + WIDTH, WIDTH);
+}
+
+FOR_AVX2 static void finish_panel_of_codes(const struct job *j, int32_t (*sums)[TILE], int64_t row,
+    int64_t rows, int64_t column)
+{
+    const struct nc_code_product *how = j->codes;
+    const struct after_256 a = {_mm256_set1_ps((float)how->added_scale),
+        _mm256_set1_ps((float)how->added_zero_point), _mm256_set1_ps((float)how->inverse),
+        _mm256_set1_ps((float)how->zero_point), j->added, j->y, j->alpha, j->beta, how->added, how->to,
+        j->outputs, how->to == DTYPE_S8 ? (int64_t)0x8080808080808080 : 0};
+#define ALL(op) finish_rows_of_codes(j, &a, op, sums, row, rows, column)
+    BY_ACTIVATION(j->activation, ALL)
+#undef ALL
+}
+
 /* Sums [rows][16] → results. */
 FOR_AVX2 static void finish_panel(const struct job *j, int32_t (*sums)[TILE], int64_t row, int64_t rows,
     int64_t column)
 {
+    if (j->codes) {
+        finish_panel_of_codes(j, sums, row, rows, column);
+        return;
+    }
 #define ALL(op)                                                          \
     for (int64_t r = 0; r < rows; r++) {                                 \
         finish_8(j, op, sums[r], row + r, column);                       \
@@ -127,64 +250,74 @@ AVX2_INLINE __m256i add_products_256(__m256i sums, __m256i x, __m256i w, const i
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
-/* Rows whose sums, with what the product needs besides, fit into 16 registers. */
-enum { ROWS_OF_VNNI = 6, ROWS_OF_PAIRS = 4 };
+/* Rows whose sums, with what the product needs besides, fit into 16 registers; and rows of a block. */
+enum { ROWS_OF_VNNI = 6, ROWS_OF_PAIRS = 5, BLOCK_OF_256 = 64 };
 
-/* Sums of R rows from `row` on and a panel. */
+/* Sums of R rows from `row` on and V times 8 outputs of a panel. */
 AVX2_INLINE void multiply_rows_256(const struct job *j, int64_t row, const int8_t *weights,
-    int32_t (*sums)[TILE], const int R, const int vnni)
+    const int32_t *init, int32_t (*sums)[TILE], const int R, const int V, const int vnni)
 {
     const uint8_t *x[ROWS_OF_VNNI];
     __m256i sum[ROWS_OF_VNNI][2];
     UNROLL for (int r = 0; r < R; r++)
     {
         x[r] = row_of(&j->of, row + r);
-        sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+        UNROLL for (int v = 0; v < V; v++)
+            sum[r][v] = init ? _mm256_loadu_si256((const __m256i *)init + v) : _mm256_setzero_si256();
     }
-    for (int64_t k = 0; k < j->of.depth; k += 4) {
-        const __m256i *w = (const __m256i *)(weights + k * TILE);
-        const __m256i left = _mm256_loadu_si256(w), right = _mm256_loadu_si256(w + 1);
-        const int64_t at = k / DEPTH * TILE * DEPTH + k % DEPTH;
-        UNROLL for (int r = 0; r < R; r++)
-        {
-            int32_t four;
-            memcpy(&four, x[r] + at, 4);
-            const __m256i codes = _mm256_set1_epi32(four);
-            sum[r][0] = add_products_256(sum[r][0], codes, left, vnni);
-            sum[r][1] = add_products_256(sum[r][1], codes, right, vnni);
+    for (int64_t k = 0, begin = 0; k < j->of.used; k += DEPTH, begin += j->of.block) {
+        const int64_t end = j->of.used - k < DEPTH ? j->of.used - k : DEPTH;
+        for (int64_t at = 0; at < end; at += 4) {
+            const __m256i *w = (const __m256i *)(weights + (k + at) * TILE);
+            UNROLL for (int r = 0; r < R; r++)
+            {
+                int32_t four;
+                memcpy(&four, x[r] + begin + at, 4);
+                const __m256i codes = _mm256_set1_epi32(four);
+                UNROLL for (int v = 0; v < V; v++)
+                    sum[r][v] = add_products_256(sum[r][v], codes, _mm256_loadu_si256(w + v), vnni);
+            }
         }
     }
     UNROLL for (int r = 0; r < R; r++)
-    {
-        _mm256_storeu_si256((__m256i *)sums[r], sum[r][0]);
-        _mm256_storeu_si256((__m256i *)sums[r] + 1, sum[r][1]);
-    }
+        UNROLL for (int v = 0; v < V; v++)
+            _mm256_storeu_si256((__m256i *)sums[r] + v, sum[r][v]);
 }
 
 AVX2_INLINE void block_256(const struct job *j, int64_t row, int64_t rows, int64_t panel, const int most,
-    const int vnni)
+    const int V, const int vnni)
 {
     const int8_t *weights = j->weights + panel * TILE * j->of.depth;
-    int32_t sums[2 * TILE][TILE];
+    const int32_t *init = j->codes ? j->sums + panel * TILE : NULL;
+    int32_t sums[BLOCK_OF_256][TILE];
     int64_t done = 0;
     for (; done + most <= rows; done += most)
-        multiply_rows_256(j, row + done, weights, sums + done, most, vnni);
+        multiply_rows_256(j, row + done, weights, init, sums + done, most, V, vnni);
+    for (; done + 4 <= rows; done += 4)
+        multiply_rows_256(j, row + done, weights, init, sums + done, 4, V, vnni);
     for (; done + 2 <= rows; done += 2)
-        multiply_rows_256(j, row + done, weights, sums + done, 2, vnni);
+        multiply_rows_256(j, row + done, weights, init, sums + done, 2, V, vnni);
     for (; done < rows; done++)
-        multiply_rows_256(j, row + done, weights, sums + done, 1, vnni);
+        multiply_rows_256(j, row + done, weights, init, sums + done, 1, V, vnni);
     finish_panel(j, sums, row, rows, panel * TILE);
+}
+
+FOR_AVX2 static void panel_256(const struct job *j, int64_t row, int64_t rows, int64_t panel)
+{
+    const int narrow = j->outputs - panel * TILE <= WIDTH;
+    if (j->isa == ISA_AVX_VNNI)
+        block_256(j, row, rows, panel, ROWS_OF_VNNI, 2, 1);
+    else if (narrow)
+        block_256(j, row, rows, panel, ROWS_OF_PAIRS, 1, 0);
+    else
+        block_256(j, row, rows, panel, ROWS_OF_PAIRS, 2, 0);
 }
 
 FOR_AVX2 static void pairs_of_rows_256(const struct job *j, int64_t first, int64_t last, int64_t from,
     int64_t to)
 {
-    for (int64_t panel = 2 * from; panel < 2 * to; panel++)
-        for (int64_t row = first; row < last; row += 2 * TILE) {
-            const int64_t rows = last - row < 2 * TILE ? last - row : 2 * TILE;
-            if (j->isa == ISA_AVX_VNNI)
-                block_256(j, row, rows, panel, ROWS_OF_VNNI, 1);
-            else
-                block_256(j, row, rows, panel, ROWS_OF_PAIRS, 0);
-        }
+    const int64_t panels = whole(j->outputs, TILE) / TILE, end = 2 * to < panels ? 2 * to : panels;
+    for (int64_t panel = 2 * from; panel < end; panel++)
+        for (int64_t row = first; row < last; row += BLOCK_OF_256)
+            panel_256(j, row, last - row < BLOCK_OF_256 ? last - row : BLOCK_OF_256, panel);
 }
