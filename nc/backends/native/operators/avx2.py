@@ -19,8 +19,8 @@ from nc.backends import cpu
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.code_products import (
     Product,
-    check,
     fields_of,
+    finish_of,
     is_pointwise,
     rows_of,
     tensors_of,
@@ -82,19 +82,20 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     """
     why = why_unavailable()
     need(not why, why)
-    after, weight = check(product), product.weight
+    finish, weight = finish_of(a, product), product.weight
+    more: list[PlanTensor | torch.Tensor]
     if is_pointwise(product):
         form, make, shapes = "product", _in_panels, rows_of(product)
-        more: list[PlanTensor | torch.Tensor] = [] if product.other is None else [product.other]
+        more = [] if product.other is None else [product.other]
     else:
-        in_place = after.added != "nothing"
+        in_place = finish.after.added != "nothing"
         need(_is_depthwise(product, in_place=in_place), _NO_WINDOW)
         form, make, shapes = "depthwise", _by_channels, _window(product)
         zero_point = a["x_zero_point"]
         more = [torch.full((product.x.tensor.shape[1],), zero_point, dtype=torch.uint8, device="cpu")]
     packed, sums = recorder.weights.formed(weight, form, lambda: make(recorder.in_memory(weight)))
-    tensors = tensors_of(a, product, packed, sums, more)
-    recorder.call_function(_function(form), fields_of(a, product, after) | shapes, tensors, node, factors=2)
+    tensors = [*tensors_of(a, product, finish, packed, sums), *more]
+    recorder.call_function(_function(form), fields_of(product, finish) | shapes, tensors, node, factors=2)
 
 
 def _function(name: str) -> Function:

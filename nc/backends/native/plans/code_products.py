@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,6 @@ from nc.process.unavailable import Unavailable
 
 #: What is written, and what the zero point of int8 codes is more in the C code.
 _WRITTEN, _SHIFT = (torch.uint8, torch.float32, torch.int8), 128
-#: Activation → the bounds that are all that it does.
-_BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], tuple[float, float]]] = {
-    "identity": lambda _: (-math.inf, math.inf),
-    "relu": lambda _: (0.0, math.inf),
-    "clip": lambda fields: (fields["alpha"], fields["beta"]),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -58,12 +52,83 @@ class Product:
     groups: int = 1
 
 
-def check(product: Product) -> After:
-    """Return what follows a product; raises `Refused` for dtypes or followers that no C code knows."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """What makes results of the sums of a product.
+
+        result = activation(scale * sum + bias + added_scale * (added - added_zero_point))
+        code = round(result * inverse) + zero_point
+
+    Attributes:
+        after: what is added, and the activation.
+        inverse: 1 / scale of the codes; 0 for fp32.
+        zero_point: of uint8; for int8 codes 128 more, because C makes them as uint8.
+        factor: that scale and bias have besides.
+        offset: that is added to the bias then.
+    """
+
+    after: After
+    inverse: float = 0.0
+    zero_point: int = 0
+    factor: float = 1.0
+    offset: float = 0.0
+
+    def plain(self) -> Finish:
+        """Return the same with the step to codes as a part of scale, bias and bounds.
+
+        C needs fewer operations for it. An activation that is more than bounds stays as it is.
+        """
+        bounds = _bounds(self.after)
+        if bounds is None:
+            return self
+        low, high = (min(max(bound * self.inverse + self.zero_point, 0.0), 255.0) for bound in bounds)
+        added_scale = self.after.scale * self.inverse
+        nothing = self.after.added == "nothing"
+        offset = self.zero_point - (0.0 if nothing else self.after.zero_point * added_scale)
+        after = After(self.after.added, added_scale, 0, "clip", low, high)
+        return Finish(after, 1.0, 0, self.inverse, offset)
+
+    def fields(self) -> dict[str, abi.Value]:
+        """Return it as fields of the functions in C."""
+        after = self.after
+        return {
+            "added": abi.ADDED.number(after.added),
+            "activation": abi.ACTIVATION.number(after.activation),
+            "alpha": after.alpha,
+            "beta": after.beta,
+            "added_scale": after.scale,
+            "added_zero_point": after.zero_point,
+            "inverse": self.inverse,
+            "zero_point": self.zero_point,
+        }
+
+
+def _bounds(after: After) -> tuple[float, float] | None:
+    """Return the bounds that are all that an activation does; None where it does more."""
+    match after.activation:
+        case "identity":
+            return -math.inf, math.inf
+        case "relu":
+            return 0.0, math.inf
+        case "clip":
+            return after.alpha, after.beta
+    return None
+
+
+def finish_of(a: Mapping[str, Any], product: Product) -> Finish:
+    """Return what makes the results of a product, of the arguments of its node.
+
+    Raises:
+        Refused: there is no C code for its dtypes, or for what follows it.
+    """
     x, result = product.x.tensor, product.result.tensor
     need(x.dtype is torch.uint8 and result.dtype in _WRITTEN, f"it reads {x.dtype} and writes {result.dtype}")
     need(result.numel(), "its result has no element")
-    return after_of(product.post_ops)
+    after = after_of(product.post_ops)
+    if result.dtype is torch.float32:
+        return Finish(after)
+    shift = _SHIFT if result.dtype is torch.int8 else 0
+    return Finish(after, 1.0 / a["output_scale"], a["output_zero_point"] + shift)
 
 
 def is_pointwise(product: Product) -> bool:
@@ -81,41 +146,32 @@ def rows_of(product: Product) -> dict[str, abi.Value]:
     return {"inputs": inputs, "stride": stride, "rows": x.numel() // inputs}
 
 
-def fields_of(a: Mapping[str, Any], product: Product, after: After) -> dict[str, abi.Value]:
-    """Fields that all products of codes have; scales and zero points are arguments of the node."""
-    dtype, inverse, zero_point = product.result.tensor.dtype, 0.0, 0
-    if dtype is not torch.float32:
-        shift = _SHIFT if dtype is torch.int8 else 0
-        inverse, zero_point = 1.0 / a["output_scale"], a["output_zero_point"] + shift
+def fields_of(product: Product, finish: Finish) -> dict[str, abi.Value]:
+    """Fields that all products of codes have."""
     return {
         "threads": openmp.threads(),
         "outputs": product.weight.tensor.shape[0],
-        "added": abi.ADDED.number(after.added),
-        "to": c_functions.NUMBERS[dtype],
-        "activation": abi.ACTIVATION.number(after.activation),
-        "alpha": after.alpha,
-        "beta": after.beta,
-        "added_scale": after.scale,
-        "added_zero_point": after.zero_point,
-        "inverse": inverse,
-        "zero_point": zero_point,
+        "to": c_functions.NUMBERS[product.result.tensor.dtype],
+        **finish.fields(),
     }
 
 
 def tensors_of(
     a: Mapping[str, Any],
     product: Product,
+    finish: Finish,
     packed: torch.Tensor,
     sums: torch.Tensor,
-    more: Sequence[PlanTensor | torch.Tensor],
 ) -> list[PlanTensor | torch.Tensor]:
     """Tensors that all products of codes take; numbers of outputs are as many as the weight's `sums`."""
-    scales = product.scales.detach().float().reshape(-1) * a["x_scale"]
-    factors = [
-        rows.for_outputs(values, product.weight.tensor.shape[0], sums.numel())
-        for values in (scales, product.bias)
-    ]
-    return [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
+    outputs, size = product.weight.tensor.shape[0], sums.numel()
+    scale, bias = (rows.for_outputs(v, outputs, size) for v in (product.scales.reshape(-1), product.bias))
+    factors = (
+        (scale * a["x_scale"]).double() * finish.factor,
+        bias.double() * finish.factor + finish.offset,
+    )
+    shift = sums * -a["x_zero_point"]
+    return [product.result, product.x, packed, shift, *(each.float() for each in factors)]
 
 
 def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: Product) -> None:
@@ -133,40 +189,13 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     assert not isinstance(found, Unavailable), "refused above"
     need(found.isa in tuning.CODE_PRODUCTS.value, f"oneDNN is faster with {found.isa}")
     need(is_pointwise(product), "it is no linear of 4 inputs or a multiple of them, and no 1 x 1 convolution")
-    after, fields = check(product), rows_of(product)
-    weight = product.weight
+    finish, shapes, weight = finish_of(a, product), rows_of(product), product.weight
+    plain = finish.plain() if product.result.tensor.dtype is not torch.float32 else finish
     packed, sums = recorder.weights.formed(weight, "rows ", lambda: _packed(recorder.in_memory(weight)))
+    tensors = tensors_of(a, product, plain, packed, sums)
     more = [] if product.other is None else [product.other]
-    fields |= fields_of(a, product, after) | {"isa": NUMBERS[found.isa]}
-    fields, *tensors = _plain(fields, tensors_of(a, product, packed, sums, more))
-    recorder.call_function(found.codes, fields, tensors, node, factors=2)
-
-
-def _plain(fields: dict[str, abi.Value], tensors: list[Any]) -> list[Any]:
-    """Return fields and tensors by which C computes codes with fewer operations, where there are such.
-
-    The step from results to codes is part of scale, bias and bounds, unless a function that is not linear
-    comes between.
-    """
-    bounds = _BOUNDS.get(abi.ACTIVATION.members[fields["activation"]])
-    if fields["to"] == c_functions.NUMBERS[torch.float32] or bounds is None:
-        return [fields, *tensors]
-    inverse, zero_point = fields["inverse"], fields["zero_point"]
-    low, high = (bound * inverse + zero_point for bound in bounds(fields))
-    *others, scale, bias = tensors[:6]
-    added_scale = fields["added_scale"] * inverse
-    offset = zero_point - (fields["added_zero_point"] * added_scale if fields["added"] else 0)
-    scale, bias = (scale.double() * inverse).float(), (bias.double() * inverse + offset).float()
-    fields |= {
-        "activation": abi.ACTIVATION.number("clip"),
-        "alpha": min(max(low, 0.0), 255.0),
-        "beta": min(max(high, 0.0), 255.0),
-        "added_scale": added_scale,
-        "added_zero_point": 0,
-        "inverse": 1.0,
-        "zero_point": 0,
-    }
-    return [fields, *others, scale, bias, *tensors[6:]]
+    fields = fields_of(product, plain) | shapes | {"isa": NUMBERS[found.isa]}
+    recorder.call_function(found.codes, fields, [*tensors, *more], node, factors=2)
 
 
 def _packed(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

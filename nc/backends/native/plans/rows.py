@@ -140,11 +140,11 @@ def code(form: RowFormat) -> _Code | Unavailable:
     if not found:
         least = form.isas[-1]
         return Unavailable(f"there is no {', '.join(cpu.lacks(ISAS[least])) or f'code for {least}'}")
-    products = [
+    product, codes = (
         function_of(library, name, f"{name} {found[0]} {form.name}".rstrip())
         for name in ("row_product", "code_product")
-    ]
-    return _Code(function_of(library, form.function), *products, found[0])
+    )
+    return _Code(function_of(library, form.function), product, codes, found[0])
 
 
 def why_unavailable(form: RowFormat) -> str:
