@@ -116,7 +116,14 @@ ROWS_OF_PIECE = Tuned(
     "2026-11-27",
     "python benchmarks/rows.py",
 )
-_IN_C = ("WORK_PER_THREAD", "FEW_ROWS", "FEW_ROWS_OF_BLOCKS", "ROWS_OF_PIECE")
+PIECES_PER_THREAD = Tuned(
+    2,
+    "rows.c: pieces of 32 rows for each thread from which results are rounded piece by piece, in the cache",
+    _ZEN4,
+    "2026-11-27",
+    "python benchmarks/run.py --models minilm bert-base --engines nc-dynamic",
+)
+_IN_C = ("WORK_PER_THREAD", "FEW_ROWS", "FEW_ROWS_OF_BLOCKS", "ROWS_OF_PIECE", "PIECES_PER_THREAD")
 
 
 def definitions() -> str:

@@ -20,6 +20,7 @@ from nc.backends.native.operators.bf16_attention import replace_bf16_attention
 from nc.backends.native.operators.bf16_linear import replace_bf16_linears
 from nc.backends.native.operators.mask import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
+from nc.backends.native.operators.row_chain import chain_rows
 from nc.backends.native.operators.transposed_convolution import fuse_transposed, why_not_transposed
 from nc.backends.native.qdq_rewrites import pool_codes, remaining
 from nc.backends.native.recurrent import replace_recurrent, why_not_recurrent
@@ -80,6 +81,7 @@ def kernels(
         Pass("merged_linears", merge),
         *own,
         Pass("static_kernels", fuse, why_not_int8, "int8"),
+        *((Pass("row_chains", chain_rows),) if products else ()),
     )
 
 

@@ -38,15 +38,13 @@ def library() -> torch.library.Library:
     return own
 
 
-def define(
-    schema: str, run: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]
-) -> torch._ops.OpOverload:
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
     """Return a new operator of the namespace; call it once for each.
 
     Args:
         schema: as torch writes it, without the namespace.
         run: computes it, in fp32: a plan has kernels instead, or the report says that it has none.
-        fake: gives a tensor with the shape and dtype of the result.
+        fake: gives tensors with the shapes and dtypes of the results.
     """
     own, name = library(), schema[: schema.index("(")]
     own.define(schema)  # type: ignore[no-untyped-call] # torch does not annotate it

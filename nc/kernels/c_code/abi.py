@@ -265,10 +265,11 @@ ACTIVATION = Enumeration(
     "ACTIVATION_",
     ("identity", "relu", "leaky_relu", "clip", "hardswish", "swish", "gelu_tanh", "gelu_erf"),
 )
+NORM = Enumeration("NORM_", ("none", "layer", "rms"))
 CELL = Enumeration("CELL_", ("lstm", "gru", "rnn", "rnn_relu"))
 #: How `low_bit_blocks` stores codes.
 CODING = Enumeration("CODING_", ("table", "integer", "e4m3", "e5m2"))
-ENUMERATIONS = (STATUS, ISA, DTYPE, OPERATOR, MASK, FOLLOWER, ADDED, ACTIVATION, CELL, CODING)
+ENUMERATIONS = (STATUS, ISA, DTYPE, OPERATOR, MASK, FOLLOWER, ADDED, ACTIVATION, NORM, CELL, CODING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,6 +288,7 @@ class Constants:
         half_panel: to a multiple of which the last panel of `product` is filled up.
         most_taps: positions of a window of `depthwise`.
         word: inputs whose codes lie side by side for one output of `recurrent`.
+        most_normed: elements of a row that `norm_rows` and `row_chain` norm.
         most_inputs: whose products int32 can sum there.
         low_bit_step: to a multiple of which a row of `low_bit` is padded where it is one group.
         blocks_step: to a multiple of which each group of `low_bit_blocks` is padded.
@@ -305,6 +307,7 @@ class Constants:
     half_panel: int = 8
     most_taps: int = 64
     word: int = 4
+    most_normed: int = 8192
     most_inputs: int = 65536
     low_bit_step: int = 32
     blocks_step: int = 8
@@ -335,6 +338,23 @@ _PRODUCT = (
     Field("added_zero_point"),
     _INVERSE,
     Field("zero_point", "of the codes; for int8 codes 128 more, because they are made as uint8"),
+)
+_ROW_PRODUCT = (
+    *(Field("rows"), Field("inputs"), Field("outputs"), Field("threads")),
+    Field(
+        "isa",
+        "ISA_AMX or, for bf16, ISA_AVX512_BF16, else ISA_AVX512_VNNI, ISA_AVX_VNNI or "
+        "ISA_AVX2, which takes weights of int16_pairs.py alone; the CPU has it",
+    ),
+    Field("bf16", "whether rows and weights are bf16"),
+    Field("activation", "ACTIVATION_..."),
+    Field("alpha", "of the activation", kind="double"),
+    Field("beta", "of the activation", kind="double"),
+)
+_FOLLOWERS = (
+    Field("norm", "NORM_..."),
+    Field("epsilon", "of the norm", kind="double"),
+    Field("symmetric", "whether the zero point of rounded rows is 128"),
 )
 _LOW_BIT = (
     Field("rows"),
@@ -587,21 +607,34 @@ _ROWS = (
         Structure(
             "row_product",
             "A linear of rounded rows, see rows.c.",
-            (
-                *(Field("rows"), Field("inputs"), Field("outputs"), Field("threads")),
-                Field(
-                    "isa",
-                    "ISA_AMX or, for bf16, ISA_AVX512_BF16, else ISA_AVX512_VNNI, ISA_AVX_VNNI or "
-                    "ISA_AVX2, which takes weights of int16_pairs.py alone; the CPU has it",
-                ),
-                Field("bf16", "whether rows and weights are bf16"),
-                Field("activation", "ACTIVATION_..."),
-                Field("alpha", "of the activation", kind="double"),
-                Field("beta", "of the activation", kind="double"),
-            ),
+            _ROW_PRODUCT,
         ),
         least=6,
         most=7,
+    ),
+    FunctionRow(
+        "rows",
+        Structure(
+            "norm_rows",
+            "Norms of rows of fp32, rounded, see rows.c.",
+            (
+                *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
+                *(Field("threads"), *_FOLLOWERS, Field("bf16", "whether rows are rounded to bf16")),
+                Field("isa", "ISA_... of the product that reads them; the CPU has it"),
+            ),
+        ),
+        least=5,
+        most=5,
+    ),
+    FunctionRow(
+        "rows",
+        Structure(
+            "row_chain",
+            "A linear of rounded rows, whose results are rounded again, perhaps behind a norm, see rows.c.",
+            (*_ROW_PRODUCT, *_FOLLOWERS, Field("keeps", "whether results of the linear are read elsewhere")),
+        ),
+        least=11,
+        most=11,
     ),
     FunctionRow(
         "rows",

@@ -85,7 +85,7 @@ struct rounding {
     uint8_t *codes;
     float *scale;
     int32_t *zero_point;
-    int64_t rows, inputs, stride, symmetric, wide; /* wide: with 512-bit registers */
+    int64_t rows, inputs, stride, symmetric, bf16, wide; /* wide: with 512-bit registers */
     struct range *ranges; /* of each row, where all have one range together */
 };
 
@@ -129,9 +129,8 @@ VNNI_INLINE __m512 some(const float *x, int64_t n)
     return n >= 16 ? _mm512_loadu_ps(x) : _mm512_maskz_loadu_ps((__mmask16)((1 << n) - 1), x);
 }
 
-FOR_VNNI static struct range measured(const struct rounding *r, int64_t row)
+FOR_VNNI static struct range measured(const struct rounding *r, const float *x)
 {
-    const float *x = r->x + row * r->stride;
     __m512 low = _mm512_setzero_ps(), high = low;
     __mmask16 no_numbers = 0;
     for (int64_t k = 0; k < r->inputs; k += 16) {
@@ -143,10 +142,9 @@ FOR_VNNI static struct range measured(const struct rounding *r, int64_t row)
     return range_of(_mm512_reduce_min_ps(low), _mm512_reduce_max_ps(high), no_numbers);
 }
 
-/* Codes of a row whose scale and zero point are noted. */
-FOR_VNNI static void encode(const struct rounding *r, int64_t row)
+/* Codes of a row x whose scale and zero point are noted. */
+FOR_VNNI static void encode(const struct rounding *r, const float *x, int64_t row)
 {
-    const float *x = r->x + row * r->stride;
     const int64_t depth = whole(r->inputs, DEPTH);
     uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
     const float scale = r->scale[row];
@@ -162,27 +160,48 @@ FOR_VNNI static void encode(const struct rounding *r, int64_t row)
         _mm_storeu_si128((__m128i *)(to + k / DEPTH * TILE * DEPTH + k % DEPTH), _mm_setzero_si128());
 }
 
-FOR_AVX2 static struct range measured_256(const struct rounding *r, int64_t row);
-FOR_AVX2 static void encode_256(const struct rounding *r, int64_t row);
+FOR_AVX2 static struct range measured_256(const struct rounding *r, const float *x);
+FOR_AVX2 static void encode_256(const struct rounding *r, const float *x, int64_t row);
+
+FOR_VNNI static void to_bf16(const struct rounding *r, const float *x, int64_t row)
+{
+    const int64_t depth = whole(2 * r->inputs, DEPTH);
+    uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
+    for (int64_t k = 0; k < depth / 2; k += 16) {
+        const int64_t left = r->inputs - k;
+        const __m512 v = left > 0 ? some(x + k, left) : _mm512_setzero_ps();
+        _mm256_storeu_si256((__m256i *)(to + 2 * k / DEPTH * TILE * DEPTH + 2 * k % DEPTH),
+            _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(v), 16)));
+    }
+}
+
+/* Rounds one row x; where all rows have one range, that is noted already. */
+static void round_row(const struct rounding *r, const float *x, int64_t row)
+{
+    if (r->bf16) {
+        to_bf16(r, x, row);
+        return;
+    }
+    if (!r->ranges)
+        note_range(r, row, r->wide ? measured(r, x) : measured_256(r, x));
+    if (r->wide)
+        encode(r, x, row);
+    else
+        encode_256(r, x, row);
+}
 
 static void round_some(void *data, int64_t part, int64_t parts)
 {
     const struct rounding *r = data;
-    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++) {
-        if (!r->ranges)
-            note_range(r, row, r->wide ? measured(r, row) : measured_256(r, row));
-        if (r->wide)
-            encode(r, row);
-        else
-            encode_256(r, row);
-    }
+    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
+        round_row(r, r->x + row * r->stride, row);
 }
 
 static void measure_some(void *data, int64_t part, int64_t parts)
 {
     const struct rounding *r = data;
     for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
-        r->ranges[row] = r->wide ? measured(r, row) : measured_256(r, row);
+        r->ranges[row] = r->wide ? measured(r, r->x + row * r->stride) : measured_256(r, r->x + row * r->stride);
 }
 
 /* Notes one range for all rows. */
@@ -229,30 +248,69 @@ int nc_round_rows(const struct nc_round_rows *how, void *unused, int count, char
     return OK;
 }
 
-FOR_VNNI static void bf16_some(void *data, int64_t part, int64_t parts)
-{
-    const struct rounding *r = data;
-    const int64_t depth = whole(2 * r->inputs, DEPTH);
-    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++) {
-        const float *x = r->x + row * r->stride;
-        uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
-        for (int64_t k = 0; k < depth / 2; k += 16) {
-            const int64_t left = r->inputs - k;
-            const __m512 v = left > 0 ? some(x + k, left) : _mm512_setzero_ps();
-            _mm256_storeu_si256((__m256i *)(to + 2 * k / DEPTH * TILE * DEPTH + 2 * k % DEPTH),
-                _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(v), 16)));
-        }
-    }
-}
-
 int nc_bf16_rows(const struct nc_bf16_rows *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_bf16_rows);
     EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
     struct rounding r = {.codes = (uint8_t *)tensors[0], .x = (const float *)tensors[1], .rows = how->rows,
-        .inputs = how->inputs, .stride = how->stride};
-    in_parts(bf16_some, &r, how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads, how->threads);
+        .inputs = how->inputs, .stride = how->stride, .bf16 = 1};
+    in_parts(round_some, &r, how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads, how->threads);
+    return OK;
+}
+
+/* ---- norms ---- */
+
+#include "row_norm.h"
+
+/* What becomes of finished rows: perhaps a norm, and their rounding. */
+struct followers {
+    const float *weight, *bias; /* of the norm */
+    double epsilon;
+    int64_t norm;  /* NORM_... */
+    float *normed; /* null: nothing else reads the result of the norm */
+    struct rounding rounding;
+};
+
+static void follow(const struct followers *f, const float *x, int64_t row)
+{
+    float normed[MOST_NORMED];
+    if (f->norm != NORM_NONE) {
+        const int64_t n = f->rounding.inputs;
+        float *to = f->normed ? f->normed + row * n : normed;
+        norm_row(x, f->weight, f->bias, to, n, f->epsilon, f->norm == NORM_LAYER);
+        x = to;
+    }
+    round_row(&f->rounding, x, row);
+}
+
+static void follow_some(void *data, int64_t part, int64_t parts)
+{
+    const struct followers *f = data;
+    const struct rounding *r = &f->rounding;
+    for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
+        follow(f, r->x + row * r->stride, row);
+}
+
+/* tensors: rounded rows; what the norm gives, or no address; x; weight and bias of the norm */
+int nc_norm_rows(const struct nc_norm_rows *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_norm_rows);
+    EXPECT(how->isa >= 0 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
+    EXPECT(!how->bf16 || nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
+    EXPECT(how->rows >= 0 && how->inputs > 0 && how->inputs <= MOST_NORMED, OTHER_SIZE);
+    EXPECT(how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
+    EXPECT(how->norm == NORM_LAYER || how->norm == NORM_RMS, OTHER_OPERATION);
+    struct followers f = {.normed = (float *)tensors[1], .weight = (const float *)tensors[3],
+        .bias = (const float *)tensors[4], .epsilon = how->epsilon, .norm = how->norm,
+        .rounding = rounding_of(tensors[0], how->rows, how->inputs)};
+    f.rounding.x = (const float *)tensors[2];
+    f.rounding.stride = how->stride;
+    f.rounding.symmetric = how->symmetric;
+    f.rounding.bf16 = how->bf16;
+    f.rounding.wide = how->isa >= ISA_AVX512_VNNI;
+    const int64_t parts = how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads;
+    in_parts(follow_some, &f, parts, how->threads);
     return OK;
 }
 
@@ -696,6 +754,18 @@ static int64_t pieces_of(const struct job *j)
     return pieces ? pieces : 1;
 }
 
+/* Rows `first` to `last` with pairs of panels `from` to `to`. */
+static void multiply_piece(const struct job *j, int64_t first, int64_t last, int64_t from, int64_t to)
+{
+#if HAS_AMX
+    if (j->isa == ISA_AMX) {
+        pairs_amx(j, first, last, from, to);
+        return;
+    }
+#endif
+    pairs_of_rows(j, first, last, from, to);
+}
+
 /* Threads share pairs of panels, and pieces of rows where there are fewer pairs. */
 static void multiply_some(void *data, int64_t part, int64_t parts)
 {
@@ -707,12 +777,7 @@ static void multiply_some(void *data, int64_t part, int64_t parts)
         const int64_t to = end - unit < pairs - from ? from + end - unit : pairs;
         const int64_t first = piece * j->at_once;
         const int64_t last = piece + 1 < pieces ? first + j->at_once : j->rows;
-#if HAS_AMX
-        if (j->isa == ISA_AMX)
-            pairs_amx(j, first, last, from, to);
-        else
-#endif
-            pairs_of_rows(j, first, last, from, to);
+        multiply_piece(j, first, last, from, to);
         unit += to - from;
     }
 }
@@ -748,12 +813,17 @@ static struct operand in_tiles(const uint8_t *x, int64_t depth)
         .block = TILE * DEPTH};
 }
 
+static int has_product(int64_t isa, int64_t bf16)
+{
+    const int one = bf16 ? isa == ISA_AVX512_BF16
+                         : isa == ISA_AVX2 || isa == ISA_AVX_VNNI || isa == ISA_AVX512_VNNI;
+    return (one || isa == ISA_AMX) && nc_may_use() >> isa & 1;
+}
+
 int nc_row_product(const struct nc_row_product *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_row_product);
-    EXPECT(how->isa == ISA_AMX || (how->bf16 ? how->isa == ISA_AVX512_BF16
-        : how->isa == ISA_AVX2 || how->isa == ISA_AVX_VNNI || how->isa == ISA_AVX512_VNNI), NOT_HERE);
-    EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
+    EXPECT(has_product(how->isa, how->bf16), NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->outputs > 0 && how->threads > 0, OTHER_SIZE);
     EXPECT(how->bf16 || how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
     EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
@@ -766,6 +836,72 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
         .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
         .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa};
     return multiply_all(&j, how->threads);
+}
+
+/* A product, and what becomes of its rows. */
+struct chain {
+    const struct job *product;
+    const struct followers *followers;
+    int64_t keeps; /* the results of the product: all of them, else those of a piece */
+};
+
+/* Threads share pieces of rows: a row is normed and rounded when it is in the cache. */
+static void multiply_and_follow(void *data, int64_t part, int64_t parts)
+{
+    const struct chain *chain = data;
+    const struct job *all = chain->product;
+    const int64_t pieces = pieces_of(all), row_bytes = all->outputs * (int64_t)sizeof(float);
+    for (int64_t piece = pieces * part / parts; piece < pieces * (part + 1) / parts; piece++) {
+        const int64_t first = piece * all->at_once, last = piece + 1 < pieces ? first + all->at_once : all->rows;
+        struct job j = *all;
+        /* results of a piece that nothing else reads lie where those of this thread's last piece lay */
+        char *results = chain->keeps ? all->y + first * row_bytes : all->y + part * all->at_once * row_bytes;
+        j.y = (char *)((uintptr_t)results - (uintptr_t)(first * row_bytes));
+        multiply_piece(&j, first, last, 0, whole(j.outputs, 2 * TILE) / (2 * TILE));
+        for (int64_t row = first; row < last; row++)
+            follow(chain->followers, (const float *)results + (row - first) * all->outputs, row);
+    }
+}
+
+/* tensors: rounded rows; results of the product, or memory for them; what the norm gives, or no address; as for
+ * row_product, from the rows to what is added, or no address; weight and bias of the norm, or no address */
+int nc_row_chain(const struct nc_row_chain *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_row_chain);
+    EXPECT(has_product(how->isa, how->bf16), NOT_HERE);
+    EXPECT(how->rows >= 0 && how->inputs > 0 && how->outputs > 0 && how->threads > 0, OTHER_SIZE);
+    EXPECT(how->bf16 || how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
+    EXPECT(how->norm == NORM_NONE || how->outputs <= MOST_NORMED, OTHER_SIZE);
+    EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
+    EXPECT(how->norm >= NORM_NONE && how->norm <= NORM_RMS, OTHER_OPERATION);
+    struct followers f = {.normed = (float *)tensors[2], .weight = (const float *)tensors[9],
+        .bias = (const float *)tensors[10], .epsilon = how->epsilon, .norm = how->norm,
+        .rounding = rounding_of(tensors[0], how->rows, how->outputs)};
+    f.rounding.x = (const float *)tensors[1];
+    f.rounding.stride = how->outputs;
+    f.rounding.symmetric = how->symmetric;
+    f.rounding.bf16 = how->bf16;
+    f.rounding.wide = how->isa >= ISA_AVX512_VNNI;
+    const struct rounding r = rounding_of(tensors[3], how->rows, how->inputs);
+    struct job j = {.y = tensors[1], .of = in_tiles(r.codes, whole((how->bf16 ? 2 : 1) * how->inputs, DEPTH)),
+        .row_scale = r.scale, .zero_point = r.zero_point, .weights = (const int8_t *)tensors[4],
+        .sums = (const int32_t *)tensors[5], .scale = (const float *)tensors[6],
+        .bias = (const float *)tensors[7], .added = (const float *)tensors[8], .rows = how->rows,
+        .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
+        .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa};
+    if (how->rows < PIECES_PER_THREAD * 2 * TILE * how->threads) {
+        /* each thread would read all weights for few rows: they share the weights instead */
+        const int status = multiply_all(&j, how->threads);
+        EXPECT(status == OK, status);
+        in_parts(follow_some, &f, how->threads, how->threads);
+        return OK;
+    }
+    /* a piece and its results stay in the second cache */
+    const int64_t fit = second_cache() / 2 / (j.of.depth + how->outputs * (int64_t)sizeof(float));
+    j.at_once = whole(fit < ROWS_OF_PIECE ? (fit > 0 ? fit : 1) : ROWS_OF_PIECE, 2 * TILE);
+    const struct chain chain = {&j, &f, how->keeps};
+    in_parts(multiply_and_follow, (void *)&chain, pieces_of(&j), how->threads);
+    return OK;
 }
 
 /* tensors: result, codes, weights, -zero point * sum of weights (int32), scale, bias (both fp32, all three by

@@ -40,9 +40,8 @@ AVX2_INLINE float largest_of_8(__m256 x)
     return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
 }
 
-FOR_AVX2 static struct range measured_256(const struct rounding *r, int64_t row)
+FOR_AVX2 static struct range measured_256(const struct rounding *r, const float *x)
 {
-    const float *x = r->x + row * r->stride;
     const __m256 zero = _mm256_setzero_ps();
     __m256 low = zero, high = zero, no_numbers = zero;
     for (int64_t k = 0; k < r->inputs; k += WIDTH) {
@@ -55,9 +54,8 @@ FOR_AVX2 static struct range measured_256(const struct rounding *r, int64_t row)
     return range_of(least, largest_of_8(high), _mm256_movemask_ps(no_numbers));
 }
 
-FOR_AVX2 static void encode_256(const struct rounding *r, int64_t row)
+FOR_AVX2 static void encode_256(const struct rounding *r, const float *x, int64_t row)
 {
-    const float *x = r->x + row * r->stride;
     const int64_t depth = whole(r->inputs, DEPTH);
     uint8_t *to = r->codes + row / TILE * TILE * depth + row % TILE * DEPTH;
     const float scale = r->scale[row];

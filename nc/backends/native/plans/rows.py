@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ TILE, PAIR = 16, 32
 _BYTES = 64
 #: Of packed weights: what is read from there limits the speed of few rows.
 _MEMORY = LargePages()
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,12 +100,16 @@ class _Code:
         rounds: rows of fp32.
         product: of rounded rows.
         codes: product of codes that have one scale and one zero point.
+        norm: of rows of fp32, which it rounds.
+        chain: product of rounded rows, whose results are rounded again.
         isa: of the products.
     """
 
     rounds: Function
     product: Function
     codes: Function
+    norm: Function
+    chain: Function
     isa: str
 
 
@@ -140,11 +145,11 @@ def code(form: RowFormat) -> _Code | Unavailable:
     if not found:
         least = form.isas[-1]
         return Unavailable(f"there is no {', '.join(cpu.lacks(ISAS[least])) or f'code for {least}'}")
-    product, codes = (
+    product, codes, norm, chain = (
         function_of(library, name, f"{name} {found[0]} {form.name}".rstrip())
-        for name in ("row_product", "code_product")
+        for name in ("row_product", "code_product", "norm_rows", "row_chain")
     )
-    return _Code(function_of(library, form.function), product, codes, found[0])
+    return _Code(function_of(library, form.function), product, codes, norm, chain, found[0])
 
 
 def why_unavailable(form: RowFormat) -> str:
@@ -175,8 +180,7 @@ def _available(form: RowFormat) -> _Code:
 
 def round_rows(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """Round the rows of `x` in C: numbers in tile order, with the shape of the input."""
-    found, x = _available(form), in_rows(recorder, recorder.read(a["x"]), node)
-    need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}")
+    found, x = _available(form), _fp32_rows(recorder, node, a["x"])
     *before, inputs = x.tensor.shape
     rows = math.prod(before)
     memory = recorder.new((form.held(rows, inputs),), (1,), form.dtype)
@@ -187,23 +191,83 @@ def round_rows(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[st
         fields |= {"symmetric": a["symmetric"], "per_row": per_row, "isa": NUMBERS[found.isa]}
         tensors += [] if per_row else [recorder.new((rows, 2), (2, 1), torch.float32)]
     recorder.call_function(found.rounds, fields, tensors, node)
-    return PlanTensor(memory.tensor[: rows * inputs].view(x.tensor.shape), memory.root)
+    return _in_shape(memory, x.tensor.shape)
+
+
+def norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> list[PlanTensor]:
+    """Norm the rows of `x` in C: the normed rows where they are kept, and the rounded ones."""
+    form = BF16 if a["bf16"] else CODES
+    found, x = _available(form), _fp32_rows(recorder, node, a["x"])
+    *before, inputs = x.tensor.shape
+    rows = math.prod(before)
+    memory = recorder.new((form.held(rows, inputs),), (1,), form.dtype)
+    normed = _kept(recorder, x.tensor.shape, keeps=a["keeps_normed"])
+    fields = _followers(a) | {"rows": rows, "inputs": inputs, "stride": inputs, "bf16": form.bf16}
+    fields |= {"threads": openmp.threads(), "isa": NUMBERS[found.isa]}
+    factors = [recorder.constant(a[name]) for name in ("norm_weight", "norm_bias")]
+    check_sizes(factors[0].numel() == inputs, node, x.tensor.shape, factors[0].shape)
+    recorder.call_function(found.norm, fields, [memory, normed or _NOTHING, x, *factors], node)
+    return [normed or memory, _in_shape(memory, x.tensor.shape)]
 
 
 def multiply(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """Multiply rounded rows with a weight in C; what follows the product goes with it."""
-    found, rows = _available(form), recorder.read(a["rows"])
+    found, product = _available(form), _product(form, recorder, node, a)
+    result = recorder.new(product.sizes, contiguous_strides(product.sizes), torch.float32)
+    more = [] if product.other is None else [product.other]
+    tensors = [result, *product.tensors, *more]
+    recorder.call_function(found.product, product.fields | {"isa": NUMBERS[found.isa]}, tensors, node, 2)
+    return result
+
+
+def chain(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> list[PlanTensor]:
+    """Multiply rounded rows in C and round what the product gives, perhaps behind a norm.
+
+    The results are those of the product and of the norm, where they are kept, and the rounded ones.
+    """
+    form = BF16 if a["bf16"] else CODES
+    found, product = _available(form), _product(form, recorder, node, a)
+    *before, outputs = product.sizes
+    need(form.bf16 or outputs <= abi.CONSTANTS.most_inputs, "its results are too many for a product in int32")
+    memory = recorder.new((form.held(math.prod(before), outputs),), (1,), form.dtype)
+    sums = recorder.new(product.sizes, contiguous_strides(product.sizes), torch.float32)
+    normed = _kept(recorder, product.sizes, keeps=a["keeps_normed"])
+    factors = [recorder.optional_constant(a[name]) for name in ("norm_weight", "norm_bias")]
+    tensors = [memory, sums, normed or _NOTHING, *product.tensors, product.other or _NOTHING]
+    tensors += [_NOTHING if factor is None else factor for factor in factors]
+    fields = product.fields | _followers(a) | {"keeps": a["keeps_sum"], "isa": NUMBERS[found.isa]}
+    recorder.call_function(found.chain, fields, tensors, node, 0)
+    return [sums, normed or sums, _in_shape(memory, product.sizes)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Product:
+    """What a product of rounded rows reads.
+
+    Attributes:
+        sizes: of its result.
+        fields: of the function in C, but for the instruction set.
+        tensors: rows, packed weight, its sums, scale and bias.
+        other: what is added, or None.
+    """
+
+    sizes: tuple[int, ...]
+    fields: dict[str, abi.Value]
+    tensors: list[PlanTensor | torch.Tensor]
+    other: PlanTensor | None
+
+
+def _product(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> _Product:
+    rows = recorder.read(a["rows"])
     weight, bias = codes_of(recorder, a["weight"]), bias_of(recorder, a["bias"])
     scale, other = recorder.optional_constant(a.get("scale")), recorder.optional(a["other"])
     need(rows.tensor.dtype is form.dtype, "its input is not rounded")
     (outputs, inputs), *before = weight.tensor.shape, *rows.tensor.shape[:-1]
     sizes = (*before, outputs)
     check_sizes(rows.tensor.shape[-1] == inputs, node, rows.tensor.shape, weight.tensor.shape)
-    more = []
     if other is not None:
         check_sizes(tuple(other.tensor.shape) == sizes, node, other.tensor.shape, sizes)
-        more.append(in_rows(recorder, other, node))
-    result = recorder.new(sizes, contiguous_strides(sizes), torch.float32)
+        other = in_rows(recorder, other, node)
     packed, sums = recorder.weights.formed(
         weight, f"rows {form.name}", lambda: pack(form, recorder.in_memory(weight))
     )
@@ -213,7 +277,6 @@ def multiply(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str,
         "inputs": inputs,
         "outputs": outputs,
         "threads": openmp.threads(),
-        "isa": NUMBERS[found.isa],
         "bf16": form.bf16,
         "activation": abi.ACTIVATION.number(after.activation),
         "alpha": after.alpha,
@@ -221,8 +284,29 @@ def multiply(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str,
     }
     factors = [for_outputs(values, outputs, packed.shape[0] * TILE) for values in (scale, bias)]
     held = PlanTensor(_from_begin(rows.tensor), rows.root)
-    recorder.call_function(found.product, fields, [result, held, packed, sums, *factors, *more], node, 2)
-    return result
+    return _Product(sizes, fields, [held, packed, sums, *factors], other)
+
+
+def _fp32_rows(recorder: Recorder, node: fx.Node, value: Any) -> PlanTensor:
+    """Return a tensor whose rows lie one behind the other."""
+    x = in_rows(recorder, recorder.read(value), node)
+    need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}")
+    return x
+
+
+def _in_shape(memory: PlanTensor, shape: Sequence[int]) -> PlanTensor:
+    """Return rounded rows with the shape of what was rounded."""
+    return PlanTensor(memory.tensor[: math.prod(shape)].view(*shape), memory.root)
+
+
+def _kept(recorder: Recorder, shape: Sequence[int], *, keeps: bool) -> PlanTensor | None:
+    return recorder.new(shape, contiguous_strides(shape), torch.float32) if keeps else None
+
+
+def _followers(a: Mapping[str, Any]) -> dict[str, abi.Value]:
+    """Fields of what follows a row."""
+    names = {"norm": abi.NORM.number(a["norm"])}
+    return names | {"epsilon": a["epsilon"], "symmetric": a["symmetric"]}
 
 
 def pack(form: RowFormat, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
