@@ -117,7 +117,7 @@ ROWS_OF_PIECE = Tuned(
     "python benchmarks/rows.py",
 )
 PIECES_PER_THREAD = Tuned(
-    2,
+    8,
     "rows.c: pieces of 32 rows for each thread from which results are rounded piece by piece, in the cache",
     _ZEN4,
     "2026-11-27",
