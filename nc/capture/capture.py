@@ -27,6 +27,7 @@ from nc.capture.export_guards import eval_mode, exportable, named_keywords, usab
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
+from nc.capture.rounding import rounding_layers, unrounded, unrounded_graph
 from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, PathsSeen, guards_of, those_that_matter
 from nc.capture.state import State, changed, changes_of, state_of
@@ -109,8 +110,7 @@ def capture(
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
                 graph, guards = _attempt(run, values, attempt, share_weights, expected)
-                check_captured(run, graph, values, expected)
-                graph = _conditioned(graph, guards, run, values)
+                graph = _checked(run, graph, guards, values, expected)
             except CaptureError:
                 raise
             except (
@@ -298,6 +298,23 @@ def _effects(written: tuple[int, ...], returned: tuple[tuple[int, int], ...], ex
     if replaced is None:
         return Effects(written, returned=returned)
     return Effects(written, replaced.after, replaced.sources, returned, example.objects)
+
+
+def _checked(run: Caller, graph: Graph, guards: Guards, values: dict[str, Any], expected: Ran) -> Graph:
+    """Return the graph with conditions on the sizes of its inputs, once it computes what the model computes.
+
+    Raises:
+        RuntimeError: see `check_captured`.
+    """
+    layers = rounding_layers(run.model)
+    if not layers:
+        check_captured(run, graph, values, expected)
+        return _conditioned(graph, guards, run, values)
+    compared = dataclasses.replace(graph, module=unrounded_graph(graph.module))
+    with unrounded(layers):
+        check_captured(run, compared, values, run(values))
+        compared = _conditioned(compared, guards, run, values)
+    return dataclasses.replace(graph, signature=compared.signature)
 
 
 def check_captured(run: Caller, graph: Graph, values: dict[str, Any], expected: Ran) -> None:

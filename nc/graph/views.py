@@ -264,6 +264,29 @@ class RecurrentCell(_View):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LowBitLinear(_View):
+    """A linear with a packed weight, see `nc.numerics.low_bit.linear`."""
+
+    input: fx.Node
+    codes: fx.Node
+    scale: fx.Node
+    zero: fx.Node | None
+    minimum: fx.Node | None
+    outer_scale: fx.Node | None
+    outer_minimum: fx.Node | None
+    bias: fx.Node | None
+    dtype: str
+    in_features: int
+    act_dtype: str
+
+    @property
+    def parts(self) -> dict[str, fx.Node | None]:
+        """What the weight is made of, by the names of `nc.numerics.packed_weight.PARTS`."""
+        names = ("codes", "scale", "zero", "minimum", "outer_scale", "outer_minimum")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Embedding(_View):
     """A table look-up."""
 

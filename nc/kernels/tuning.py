@@ -51,6 +51,13 @@ BF16_BLOCKS_ROWS = Tuned(
 
 # --- native
 
+LOW_BIT_ROWS = Tuned(
+    16,
+    "rows of the example from which 8-bit weights have the product of dynamic linears",
+    _ZEN4,
+    "2026-11-27",
+    "python benchmarks/tuning.py low_bit_rows",
+)
 MOST_ELEMENTS = Tuned(
     2**16,
     "elements above which oneDNN and torch, which divide the work among threads, compute an operator",

@@ -16,6 +16,8 @@ from nc.numerics.packed_weight import PackedWeight
 #: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric
 #: scale per token, or for each `BLOCK` of its elements.
 ACT_DTYPES = ("fp32", "bf16", "int8", "int8_block32")
+#: Those that are codes with a scale.
+ROUNDED = ("int8", "int8_block32")
 #: The last block of a token may be shorter.
 BLOCK = 32
 

@@ -15,8 +15,15 @@ from nc.graph.catalogue import first_input, input_node, is_float_tensor, kind_of
 from nc.graph.fx_utils import call_operator, copy_module
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import TENSORS
-from nc.graph.views import Quantize, returned
-from nc.ops import RECURRENT, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.graph.views import LowBitLinear, Quantize, returned
+from nc.numerics.low_bit import ROUNDED
+from nc.ops import (
+    RECURRENT,
+    dequantize_per_tensor,
+    quant_linear,
+    quantize_dequantize_dynamic,
+    quantize_per_tensor,
+)
 
 #: Calls that quantize inside.
 _RECURRENT = frozenset(RECURRENT.values())
@@ -64,6 +71,8 @@ def places_of(module: fx.GraphModule, quantized: frozenset[str]) -> tuple[fx.Nod
         chosen.update(
             input_node(n) for n in nodes if n.target is quantize_dequantize_dynamic or n.target in _RECURRENT
         )
+        for node in filter(rounds_input, nodes):
+            chosen.update((node, LowBitLinear.of(node).input))
     chosen -= {*outputs_of(module)}
     return tuple(n for n in nodes if n in chosen and n.op == "call_function")
 
@@ -92,6 +101,11 @@ def points_at(
             )
         )
     return tuple(found)
+
+
+def rounds_input(node: fx.Node) -> bool:
+    """Whether a node is a linear with a low-bit weight that rounds its input to codes."""
+    return node.target is quant_linear and LowBitLinear.of(node).act_dtype in ROUNDED
 
 
 def name_of(place: fx.Node) -> str:

@@ -6,6 +6,7 @@ every tie can do. It starts where codes are made that nobody reads, and ends at 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, WEIGHTED, input_node, kind_of_node, op_name
-from nc.graph.views import Binary, Dequantize, DynamicQDQ, Quantize, Softmax, called_with
+from nc.graph.views import (
+    Binary,
+    Dequantize,
+    DynamicQDQ,
+    LowBitLinear,
+    Quantize,
+    Softmax,
+    called_with,
+)
 from nc.numerics import affine
+from nc.numerics.low_bit import BLOCK, stored_weight
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
+from nc.proof.intermediates import rounds_input
 
 #: In quanta: what is no further from a tie may be rounded either way.
 TIE = 1e-3
@@ -46,6 +57,8 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if node.target is quantize_dequantize_dynamic and known:
         view = DynamicQDQ.of(node)
         return _dynamic(env[view.input], view)
+    if rounds_input(node) and known:
+        return _of_low_bit(LowBitLinear.of(node), env)
     return None if known else _through(node, value, env, slacks)
 
 
@@ -75,6 +88,28 @@ def _rounded_to_bf16(value: torch.Tensor, x: torch.Tensor, slack: torch.Tensor |
         *[(end - value.float()).abs().nan_to_num(nan=0.0) for end in ends]
     )  # an infinity stays one
     return found if bool(found.any()) else None
+
+
+#: How low-bit linears round each token, or each block of one.
+_SYMMETRIC = functools.partial(
+    DynamicQDQ, per_token=True, quant_min=-127, quant_max=127, symmetric=True, dtype=torch.int8
+)
+
+
+def _of_low_bit(view: LowBitLinear, env: Mapping[fx.Node, Any]) -> torch.Tensor | None:
+    """Return what ties in the input of a linear with a low-bit weight do to its result."""
+    x, symmetric = env[view.input].float(), _SYMMETRIC(view.input)
+    if view.act_dtype == "int8":
+        ties = _dynamic(x, symmetric)
+    else:
+        size = x.shape[-1]
+        padded = torch.nn.functional.pad(x, (0, -size % BLOCK))
+        ties = _dynamic(padded.reshape(*x.shape[:-1], -1, BLOCK), symmetric).flatten(-2)[..., :size]
+    if not bool(ties.any()):
+        return None
+    parts: dict[str, Any] = {name: None if part is None else env[part] for name, part in view.parts.items()}
+    weight = stored_weight(**parts, dtype=view.dtype, features=view.in_features).dequantize()
+    return torch.nn.functional.linear(ties.float(), weight.abs())
 
 
 def _dynamic(x: torch.Tensor, view: DynamicQDQ) -> torch.Tensor:

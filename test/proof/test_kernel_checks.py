@@ -13,7 +13,14 @@ from models import Attention, ResidualCNN, quantized
 from torch import nn
 
 import nc
-from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, available_backends
+from nc import (
+    DynamicQuantConfig,
+    NCWarning,
+    StaticQuantConfig,
+    VerificationError,
+    WeightOnlyConfig,
+    available_backends,
+)
 from nc.backends.native import lower, operators, planned
 from nc.backends.passes import Pass
 from nc.graph.catalogue import schema_arguments
@@ -36,6 +43,12 @@ def deep(blocks=12, width=32):
     return nn.Sequential(*layers, nn.Linear(width, 8)).eval()
 
 
+def low_bit(model, act_dtype):
+    """Its linears have 8-bit weights, and round their inputs."""
+    config = WeightOnlyConfig("int8", group_size=-1, act_dtype=act_dtype, w_algo="minmax")
+    return nc.quantize(model, config, backend="reference")
+
+
 def quantized_names(graph):
     return frozenset(d.operator for d in graph.plan.quantized)
 
@@ -56,16 +69,19 @@ def check(graph, outputs, values):
     return check_kernels(graph.module, quantized_names(graph), graph.example, outputs, values)
 
 
-@pytest.fixture(params=["cnn", "attention", "deep", "dynamic"])
+@pytest.fixture(params=["cnn", "attention", "deep", "dynamic", "low bit", "low bit in blocks"])
 def graph(request):
     models = {
         "cnn": (ResidualCNN(), torch.randn(2, 3, 16, 16)),
         "attention": (Attention(), torch.randn(2, 6, 32)),
         "deep": (deep(), torch.randn(16, 32)),
         "dynamic": (deep(2), torch.randn(16, 32)),
+        "low bit": (low_bit(deep(2), "int8"), torch.randn(16, 32)),
+        "low bit in blocks": (low_bit(deep(2, 36), "int8_block32"), torch.randn(16, 36)),
     }
     model, x = models[request.param]
-    config = DynamicQuantConfig() if request.param == "dynamic" else StaticQuantConfig()
+    static = request.param in ("cnn", "attention", "deep")
+    config = StaticQuantConfig() if static else DynamicQuantConfig()
     return quantized(model, x, config, backend="reference").graph
 
 
@@ -110,6 +126,23 @@ def test_tensors_that_are_not_shown_are_judged_with_the_next(graph):
     assert not found.faults
     assert found.unread
     assert check(graph, [2 * outputs[0], *outputs[1:]], {}).faults
+
+
+@pytest.mark.parametrize("act_dtype", ["int8", "int8_block32"])
+def test_a_low_bit_linear_may_round_a_tie_either_way(act_dtype):
+    """An input at half a code; one that is no tie may not have the next code."""
+    size = 40
+    model = low_bit(nn.Sequential(nn.Linear(size, 8)).eval(), act_dtype)
+    x = torch.full((16, size), 127.0)
+    x[:, 3] = 10.5
+    x[:, 5] = 10.2
+    graph = quantized(model, x, DynamicQuantConfig(), backend="reference").graph
+    outputs, values = own_values(graph, graph.example)
+    weight = model[0].weight
+    assert not check(graph, [outputs[0] + weight[:, 3]], values).faults
+    assert not check(graph, [outputs[0] - weight[:, 3]], values).faults
+    assert check(graph, [outputs[0] + 3 * weight[:, 3]], values).faults
+    assert check(graph, [outputs[0] + weight[:, 3] + 2 * weight[:, 5].abs()], values).faults
 
 
 def test_codes_of_the_other_signedness_are_the_same_codes():

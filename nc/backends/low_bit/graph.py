@@ -84,7 +84,7 @@ def replace_low_bit(
     kernels, layouts = get_backend(backend).low_bit_kernels(), _Layouts(module, pack)
     for node in [n for n in module.graph.nodes if n.target is quant_linear]:
         arguments = schema_arguments(node)
-        x, weight = arguments["x"].meta["val"], _constant_weight(module, arguments)
+        x, weight = arguments["x"].meta["val"], constant_weight(module, arguments)
         if weight is None or x.dtype not in FLOATS:
             continue
         activations = computed_as(arguments["act_dtype"], x.dtype)
@@ -138,7 +138,7 @@ class _Layouts:
         return name
 
 
-def _constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> PackedWeight | None:
+def constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> PackedWeight | None:
     """Return the weight of a call; None where it is computed."""
     parts = {name: arguments[name] for name in PARTS}
     if any(part is not None and part.op != "get_attr" for part in parts.values()):

@@ -14,6 +14,7 @@ from nc.backends.native.compiled import functional
 from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
+from nc.backends.native.low_bit_rows import replace_low_bit_rows, why_not_rows
 from nc.backends.native.merge import merge
 from nc.backends.native.operators import norm, rotary, row_linear
 from nc.backends.native.operators.bf16_attention import replace_bf16_attention
@@ -58,7 +59,9 @@ def kernels(
         Pass("shapes", functools.partial(note_shapes, example=example)),
         Pass("low_bit_kernels", functools.partial(replace_low_bit, backend="native")),
     )
+    low_bit_rows = functools.partial(replace_low_bit_rows, example=example, replace=products)
     return (
+        *(() if program else (Pass("low_bit_rows", low_bit_rows, why_not_rows, row_linear.NAME),)),
         shapes if program else low_bit,
         Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),
         Pass("row_linears", replace_rows, row_linear.why_not_row_linear, row_linear.NAME),
