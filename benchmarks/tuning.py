@@ -1,12 +1,13 @@
 """What `nc/kernels/tuning.py` was chosen by, measured again on this machine.
 
-python benchmarks/tuning.py [elements] [dynamic] [threads]
+python benchmarks/tuning.py [elements] [dynamic] [threads] [low_bit_rows]
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +15,13 @@ from collections.abc import Callable
 import torch
 
 import nc
+from nc.backends.low_bit.compiled import C_INT8
 from nc.backends.native.plans import c_functions
-from nc.kernels.c_code.calls import call_once
+from nc.backends.native.plans.rows import CODES, TILE, code, pack
+from nc.kernels.c_code import abi
+from nc.kernels.c_code.calls import call_once, call_packed
+from nc.kernels.c_code.isas import NUMBERS
+from nc.process.unavailable import Unavailable
 
 
 def microseconds(*calls: Callable[[], object]) -> list[float]:
@@ -92,7 +98,49 @@ def threads() -> None:
         print(f"{width**2:7d}  {times[0]:11.1f}  {times[1]:12.1f}")
 
 
-PARTS = {"elements": elements, "dynamic": dynamic, "threads": threads}
+def low_bit_rows() -> None:
+    """Print linears with 8-bit and 4-bit weights and int8 activations, by their kernel and by that of rows.
+
+    `LOW_BIT_ROWS` is the number of rows from where the product of rows takes no longer, with what it saves
+    besides: codes that several linears share, activations and sums.
+    """
+    print("dtype  rows  inputs  outputs  c int8 µs   rows µs")
+    sizes = ((768, 768), (768, 3072), (3072, 768), (2048, 2048))
+    for dtype, (inputs, outputs), count in itertools.product(("int8", "int4"), sizes, (1, 4, 8, 16, 64, 512)):
+        x = torch.randn(count, inputs)
+        model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=False)).eval()
+        config = nc.WeightOnlyConfig(dtype, group_size=-1, act_dtype="int8", w_algo="minmax")
+        weight = nc.quantize(model, config, backend="native", measure=False)[0].packed
+        layout = C_INT8.pack(weight)
+        assert C_INT8.linear is not None
+        times = microseconds(
+            functools.partial(C_INT8.linear, x, layout, weight), _of_rows(x, weight.unpacked(), outputs)
+        )
+        print(f"{dtype}  {count:4d}  {inputs:6d}  {outputs:7d}  " + " ".join(f"{t:9.1f}" for t in times))
+
+
+def _of_rows(x: torch.Tensor, codes: torch.Tensor, outputs: int) -> Callable[[], object]:
+    """Return a call that rounds rows and multiplies them; which weights they are takes no time."""
+    found = code(CODES)
+    if isinstance(found, Unavailable):
+        raise SystemExit(found.reason)
+    packed, sums = pack(CODES, codes.view(torch.int8))
+    factor, result = torch.rand(packed.shape[0] * TILE), torch.empty(len(x), outputs)
+    memory = torch.empty(CODES.held(*x.shape), dtype=torch.uint8)
+    sizes: dict[str, abi.Value] = {"rows": len(x), "inputs": x.shape[1], "isa": NUMBERS[found.isa]}
+    sizes["threads"] = torch.get_num_threads()
+    rounded = found.rounds.packed(sizes | {"stride": x.shape[1], "symmetric": True, "per_row": True})
+    how = {"outputs": outputs, "bf16": False, "alpha": 0.0, "beta": 0.0}
+    product = found.product.packed(sizes | how | {"activation": abi.ACTIVATION.number("identity")})
+
+    def call() -> None:
+        call_packed(found.rounds, rounded, [memory, x])
+        call_packed(found.product, product, [result, memory, packed, sums, factor, factor])
+
+    return call
+
+
+PARTS = {"elements": elements, "dynamic": dynamic, "threads": threads, "low_bit_rows": low_bit_rows}
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from nc.api.quantized import QuantizedModel
 from nc.api.report import OpReport, Report
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit.kernel import ANY_ROWS, LowBitKernel
+from nc.backends.native.low_bit_rows import LEAST_ROWS
 from nc.backends.profiling.verdict import Verdict
 from nc.backends.table import support_table
 from nc.calibration.statistics import Statistics
@@ -253,6 +254,11 @@ def operators() -> str:
         "## Kernels for low-bit weights",
         "The first kernel of `native` that takes the layer and the number of rows M (tokens) of a call "
         "computes it.",
+        'In plans the product of dynamic ones, `c:row_product`, computes those with `act_dtype="int8"` and '
+        "a symmetric weight of 5 to 8 bits with one scale per output, where the example has "
+        f"{LEAST_ROWS} rows or more: it takes no longer there, shares rounded rows, and has the "
+        "activation and the sum that follow in it. Calls with fewer rows keep it, so that a weight is held "
+        "once. It would hold 4 bits as 8 and gain no time; modules outside plans would hold two layouts.",
         table(heading, kernels),
     )
 

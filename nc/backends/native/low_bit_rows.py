@@ -17,7 +17,7 @@ from torch import fx
 from nc.backends.low_bit.graph import constant_weight
 from nc.backends.native.plans import rows as row_format
 from nc.backends.native.plans.ways import need, why_refused
-from nc.graph.catalogue import schema_arguments, works_in_place
+from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import (
     add_constant,
     call_function,
@@ -60,10 +60,9 @@ def replace_low_bit_rows(
     taken = [node for node in nodes if LowBitLinear.of(node).act_dtype == "int8" and not why_not_rows(node)]
     ranges: dict[fx.Node, fx.Node] = {}
     weights: dict[tuple[object, ...], tuple[str, str]] = {}
-    in_place = any(works_in_place(node) for node in module.graph.nodes)
     for node in taken if replace else ():
         x = LowBitLinear.of(node).input
-        if in_place or x not in ranges:  # in place, a value depends on when it is read
+        if x not in ranges:  # plans run no graph whose operators work in place: a value stays the same
             ranges[x] = _rounded(module, node, x)
         _replace(module, node, ranges[x], weights)
 
@@ -99,7 +98,7 @@ def _check(node: fx.Node) -> None:
     bias = view.bias
     need(bias is None or constant_value(module, bias) is not None, "its bias is computed from the inputs")
     rows = node.meta.get(_ROWS, 0)
-    need(rows >= LEAST_ROWS, f"the example has {rows} rows, and it is faster from {LEAST_ROWS} on")
+    need(rows >= LEAST_ROWS, f"the example has {rows} rows, and it pays from {LEAST_ROWS} on")
     too_large = row_format.why_not_weight(_codes(weight))
     need(not too_large, too_large)
 
