@@ -631,7 +631,7 @@ MUTATIONS = (
     Mutation(
         "avx2-zero-point",
         "products in C take the zero point of what they read away",
-        "backends/native/operators/avx2.py",
+        "backends/native/plans/code_products.py",
         'sums * -a["x_zero_point"]',
         "sums * 0",
         ("avx2",),

@@ -24,6 +24,7 @@ from nc.backends.native.plans.execution_plan import (
     ExecutionPlan,
     FunctionCall,
     PrimitiveCall,
+    shown,
 )
 from nc.backends.native.plans.operands import PackedWeights
 from nc.backends.native.plans.plan_instance import PlanInstance
@@ -297,7 +298,7 @@ class PlannedModel:
 
         def look(names: frozenset[str]) -> tuple[Sequence[Any], Mapping[str, torch.Tensor]]:
             watched = [each for each in recorder.watched() if not names.isdisjoint(each.names)]
-            return self._separate(plan).watch([tensor.clone() for tensor in inputs], watched)
+            return self._separate(shown(plan)).watch([tensor.clone() for tensor in inputs], watched)
 
         why = self.checks.why_wrong(_key(inputs), inputs, look)
         return Unavailable(why) if why else plan

@@ -186,7 +186,7 @@ def _replace_product(module: fx.GraphModule, product: fx.Node, norm: _Norm | Non
     for key in (DYNAMIC_KERNEL, "bf16_operators"):
         if key in product.meta:
             new.meta[key] = product.meta[key]
-    _put(new, [*parts[: len(replaced)], parts[2]], replaced, rounded)
+    _put(new, [*parts[: len(replaced)], parts[2]], replaced, rounded, shown=parts[0])
 
 
 def _operators(node: fx.Node) -> list[str]:
@@ -194,8 +194,17 @@ def _operators(node: fx.Node) -> list[str]:
     return list(node.meta.get("operators", [] if own is None else [own]))
 
 
-def _put(new: fx.Node, parts: list[fx.Node], replaced: list[fx.Node], rounded: fx.Node) -> None:
-    """Give the parts the places of what they replace; the last one is that of the rounded rows."""
+def _put(
+    new: fx.Node,
+    parts: list[fx.Node],
+    replaced: list[fx.Node],
+    rounded: fx.Node,
+    shown: fx.Node | None = None,
+) -> None:
+    """Give the parts the places of what they replace; the last one is that of the rounded rows.
+
+    Parts that nothing reads go, but for what is shown: for who compares it, the call keeps it.
+    """
     for part, old in zip(parts, [*replaced, rounded], strict=True):
         note_value_of(part, old)
         give_values_of(part, *([] if old is rounded else [old]))
@@ -203,7 +212,7 @@ def _put(new: fx.Node, parts: list[fx.Node], replaced: list[fx.Node], rounded: f
     for old in (rounded, *reversed(replaced)):
         old.graph.erase_node(old)
     for part in list(new.users):
-        if not part.users:  # nothing reads it
+        if not part.users and part is not shown:
             part.graph.erase_node(part)
 
 

@@ -96,12 +96,15 @@ class FunctionCall:
         packed: its first argument.
         tensors: those that it reads and writes.
         step: what a profile says of it.
+        shown: its first argument where results that nothing reads are kept too, for who compares them; None
+            where that is the same.
     """
 
     function: Function
     packed: bytes
     tensors: Sequence[Ref]
     step: EngineCall
+    shown: bytes | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -201,3 +204,14 @@ def map_refs(value: Any, change: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [map_refs(v, change) for v in value]
     return value
+
+
+def shown(plan: ExecutionPlan) -> ExecutionPlan:
+    """Return a plan whose functions keep all results, those that nothing reads too."""
+    entries = [
+        dataclasses.replace(entry, packed=entry.shown)
+        if isinstance(entry, FunctionCall) and entry.shown is not None
+        else entry
+        for entry in plan.entries
+    ]
+    return dataclasses.replace(plan, entries=entries)

@@ -348,6 +348,7 @@ class Recorder:
         node: fx.Node,
         factors: int = 1,
         also: Sequence[fx.Node] = (),
+        shown: Mapping[str, Value] | None = None,
     ) -> None:
         """Append a call of a function in C, to be made when its result, the first of the tensors, is read.
 
@@ -358,6 +359,7 @@ class Recorder:
             node: what it is for.
             factors: how many of the tensors that it reads a profile names.
             also: other nodes that it computes.
+            shown: fields that are others where results that nothing reads are kept.
         """
         now = [value.tensor if isinstance(value, PlanTensor) else value for value in tensors]
         references = [
@@ -369,7 +371,8 @@ class Recorder:
         kernel = ExecutedPrimitive("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
         operators = dict.fromkeys(name for n in (node, *also) for name in describe(n, CONVERTERS).operators)
         step = dataclasses.replace(describe(node, CONVERTERS), operators=tuple(operators), kernels=(kernel,))
-        self._entries.append(FunctionCall(function, packed, references, step))
+        kept = None if shown is None else function.packed({**fields, **shown})
+        self._entries.append(FunctionCall(function, packed, references, step, kept))
 
     def pass_over(self, node: fx.Node, kernel: str, why: str) -> None:
         """Note for reports why a kernel does not compute a node that is for it, and another one does."""
@@ -424,6 +427,7 @@ class Recorder:
             {key: self._arguments(value) for key, value in kwargs.items()},
         )
         if node.target is operator.getitem and isinstance(args[0], list):
+            self._results.append((node, args[0][args[1]], len(self._entries)))
             return args[0][args[1]]
         operator_ = self.operators.get(node.target)
         if operator_ is not None and operator_.waits is not None and operator_.waits(node):

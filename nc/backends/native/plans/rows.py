@@ -236,7 +236,7 @@ def chain(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> list[PlanT
     tensors = [memory, sums, normed or _NOTHING, *product.tensors, product.other or _NOTHING]
     tensors += [_NOTHING if factor is None else factor for factor in factors]
     fields = product.fields | _followers(a) | {"keeps": a["keeps_sum"], "isa": NUMBERS[found.isa]}
-    recorder.call_function(found.chain, fields, tensors, node, 0)
+    recorder.call_function(found.chain, fields, tensors, node, 0, shown={"keeps": True})
     return [sums, normed or sums, _in_shape(memory, product.sizes)]
 
 
