@@ -251,7 +251,7 @@ def case_norm() -> str:
 
 def case_place() -> str:
     size, rows, places, scatters, one = (
-        random.choice((1, 4, 6, 64, 200)),
+        random.choice((1, 4, 6, 64, 200, 9000)),
         random.randrange(1, 6),
         random.randrange(1, 9),
         *random.choices((0, 1), k=2),
@@ -270,6 +270,7 @@ def case_place() -> str:
         "places": places,
         "scatters": scatters,
         "one_index": one,
+        "threads": threads(),
     }
     call(c_functions.function("place"), fields, [y, x, indices])
     expected = (many if scatters else plain).clone()

@@ -253,9 +253,18 @@ static int attention_by_all(void)
     return CALL(nc_attention, heads);
 }
 
+static int place_by_all(void)
+{
+    HOW(nc_place, .bytes = 4 * N, .rows = R, .y_stride = 4 * N, .place_stride = 4 * N, .places = R,
+        .threads = TEAM);
+    void *rows[] = {floats(R * N), floats(R * N), calloc(R, 8)};
+    ((int64_t *)rows[2])[R - 1] = R; /* the last thread finds that it is outside */
+    return CALL(nc_place, rows) != OTHER_INDEX;
+}
+
 static int work_of_all(void)
 {
-    return norm_by_all() || rotary_by_all() || image_by_all() || attention_by_all();
+    return norm_by_all() || rotary_by_all() || image_by_all() || attention_by_all() || place_by_all();
 }
 #endif
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nc.backends.base import EngineReport, OpRun
+from nc.backends.profiling import scaling
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import COSTLY, HOPELESS_DB
@@ -196,7 +197,7 @@ class Report:
         lines += refused_lines(reason for op in self.ops for reason in op.refused)
         lines += [f"{key}: {value}" for key, value in self.details.items()]
         if self.profile is not None:
-            lines.append(self.profile.summary())
+            lines += filter(None, (self.profile.summary(), scaling.summary(self.profile.predictions)))
         return "\n".join(lines)
 
     def _health(self) -> list[str]:

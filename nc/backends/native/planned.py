@@ -26,6 +26,7 @@ from nc.backends.native.plans.execution_plan import (
     PrimitiveCall,
     shown,
 )
+from nc.backends.native.plans.in_turn import predicted
 from nc.backends.native.plans.operands import PackedWeights
 from nc.backends.native.plans.plan_instance import PlanInstance
 from nc.backends.native.plans.products import PREPACKS
@@ -33,6 +34,7 @@ from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
+from nc.backends.profiling.scaling import COUNTS, Prediction
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import schema_arguments
 from nc.kernels.c_code import openmp
@@ -173,7 +175,23 @@ class PlannedModel:
             step if step.kernels else dataclasses.replace(step, kernels=of_torch.get(index, ()))
             for index, step in enumerate(_timed_steps(plan, times))
         )
-        return Profile(steps=steps, call_ms=call_ms, calls=len(rows), threads=torch.get_num_threads())
+        return Profile(
+            steps=steps,
+            call_ms=call_ms,
+            calls=len(rows),
+            threads=torch.get_num_threads(),
+            predictions=self._predicted(inputs, steps),
+        )
+
+    def _predicted(
+        self, inputs: tuple[torch.Tensor, ...], steps: Sequence[EngineCall]
+    ) -> tuple[Prediction, ...]:
+        """Return what plans for other numbers of threads would take, from how they divide their work."""
+        counts = sorted({*COUNTS, torch.get_num_threads()})
+        make = functools.partial(self._recorder, self._module, self._source.maker, self._weights)
+        with torch.no_grad():
+            plans = {count: make(threads=count).record(inputs) for count in counts}
+            return predicted(plans, self._separate, inputs, steps)
 
     def kernels(self) -> dict[str, str]:
         """For each operator its kernels in the plans that there are."""

@@ -322,7 +322,8 @@ def _direction(
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     gates = x.new_empty((x.shape[0] * x.shape[1], gates_of(kind, hidden)))
-    fields = fields_of(x, y, states[0].shape[-1], matrices, kind, reverse=reverse, hidden=hidden)
+    sizes = {"hidden": hidden, "threads": openmp.threads()}
+    fields = fields_of(x, y, states[0].shape[-1], matrices, kind, reverse=reverse, **sizes)
     cells = states[1] if len(states) > 1 else NOTHING
     function = available().function
     call_packed(function, _packed(function, **fields), [y, x, states[0], cells, gates, *in_order(matrices)])
@@ -350,6 +351,7 @@ def fields_of(
     *,
     reverse: bool,
     hidden: int,
+    threads: int,
 ) -> dict[str, int]:
     """Return the first argument of the function in C, for one direction of one layer.
 
@@ -368,7 +370,7 @@ def fields_of(
     return {
         "cell": abi.CELL.number(kind),
         "isa": NUMBERS[available().isa()],
-        "threads": openmp.threads(),
+        "threads": threads,
         "reverse": reverse,
         "float_input": matrices[0][1] is None,
         "steps": steps,

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nc.backends.profiling import scaling
 from nc.backends.profiling.onednn_verbose import ExecutedPrimitive
+from nc.backends.profiling.scaling import Prediction
 
 #: Calls in front of the first that counts: fusers compile in the first three.
 WARM_UP = 3
@@ -70,12 +72,15 @@ class Profile:
         call_ms: milliseconds of one call without anything that measures inside, the fastest again.
         calls: how many calls were made of either kind, in turns.
         threads: of torch.
+        predictions: for other numbers of threads, in their order; () where the engine does not know how its
+            steps divide.
     """
 
     steps: tuple[EngineCall, ...]
     call_ms: float
     calls: int
     threads: int
+    predictions: tuple[Prediction, ...] = ()
 
     def parts(self) -> dict[str, float]:
         """Share of the steps' time by role; they sum to 1."""
@@ -116,6 +121,10 @@ class Profile:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"profile: {self.call_ms:.2f} ms per call, the fastest of {self.calls}, {threads}; {parts}"
 
+    def scaling(self) -> str:
+        """Return a table of what other numbers of threads would give, see `nc.backends.profiling.scaling`."""
+        return scaling.table(self.predictions)
+
     def _total(self) -> float:
         return sum(step.ms for step in self.steps) or 1.0
 
@@ -135,7 +144,8 @@ class Profile:
             )
             for step in data["steps"]
         ]
-        return cls(**{**data, "steps": tuple(steps)})
+        predictions = tuple(Prediction.from_dict(each) for each in data.get("predictions", ()))
+        return cls(**{**data, "steps": tuple(steps), "predictions": predictions})
 
 
 def repeat(call: Callable[[], object]) -> None:

@@ -424,6 +424,7 @@ _ROWS = (
                 ),
                 Field("scatters", "whether y is the one with places, else x is"),
                 Field("one_index", "for all rows, else each row has one"),
+                Field("threads", "that rows are copied on, unless y is the one with places"),
             ),
         ),
         least=3,
@@ -718,7 +719,28 @@ LOW_BIT_BLOCKS_WEIGHT = Structure(
         ),
     ),
 )
-STRUCTURES = (LOW_BIT_WEIGHT, LOW_BIT_BLOCKS_WEIGHT)
+#: Of `openmp.h`.
+IN_TURN = Structure(
+    "in_turn",
+    "A call of a function whose parts run one behind the other. All are addresses.",
+    (
+        Field("function"),
+        Field("how", "its first argument"),
+        Field("turns", "memory for what it does"),
+    ),
+)
+TURNS = Structure(
+    "turns",
+    "What such a call did.",
+    (
+        Field("regions", "how often it divided work among threads"),
+        Field("parts", "the most parts of a region; 1 where there is none"),
+        Field("seconds", "of the call", kind="double"),
+        Field("divided", "seconds of all parts", kind="double"),
+        Field("longest", "seconds of the longest part of each region", kind="double"),
+    ),
+)
+STRUCTURES = (LOW_BIT_WEIGHT, LOW_BIT_BLOCKS_WEIGHT, IN_TURN, TURNS)
 
 
 def header() -> str:

@@ -25,12 +25,14 @@ class Function:
         name: in profiles.
         address: of the function.
         set: address of a function that writes an address into the list of tensors.
+        in_turn: address of one that runs it part by part on one thread; it takes `abi.IN_TURN`.
     """
 
     row: abi.FunctionRow
     name: str
     address: int
     set: int
+    in_turn: int
 
     def packed(self, fields: Mapping[str, abi.Value]) -> bytes:
         """Return its first argument.
@@ -50,7 +52,8 @@ def function_of(library: ctypes.CDLL, name: str, shown: str = "") -> Function:
         shown: its name in profiles, if that is another.
     """
     row = abi.FUNCTIONS[name]
-    return Function(row, shown or name, _address(library, row.symbol), _address(library, "nc_set"))
+    others = (_address(library, symbol) for symbol in ("nc_set", "nc_run_in_turn"))
+    return Function(row, shown or name, _address(library, row.symbol), *others)
 
 
 def _address(library: ctypes.CDLL, symbol: str) -> int:

@@ -2,6 +2,7 @@
  * addresses. */
 
 #include <stdint.h>
+#include <time.h>
 
 typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
 static parallel_t gomp_parallel;
@@ -31,6 +32,48 @@ static void each_part(void *data)
         all->work(all->data, part, all->parts);
 }
 
+/* What a call did in parts, while this thread measures it. */
+static __thread struct nc_turns *turns;
+
+static double seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static void each_in_turn(const struct divided *all)
+{
+    const double begin = seconds();
+    double before = begin, longest = 0;
+    for (int64_t part = 0; part < all->parts; part++) {
+        all->work(all->data, part, all->parts);
+        const double now = seconds();
+        longest = now - before > longest ? now - before : longest;
+        before = now;
+    }
+    turns->regions++;
+    turns->parts = all->parts > turns->parts ? all->parts : turns->parts;
+    turns->longest += longest;
+    turns->divided += before - begin;
+}
+
+/* Calls a function on this thread alone, part by part, and notes what it does in parts: as many as it is told
+ * to make by its number of threads, which may be more than this machine has. It computes the same. */
+int nc_run_in_turn(const struct nc_in_turn *call, void *unused, int count, char *const *tensors)
+{
+    struct nc_turns *noted = (struct nc_turns *)(uintptr_t)call->turns;
+    int (*function)(const void *, void *, int, char *const *) =
+        (int (*)(const void *, void *, int, char *const *))(uintptr_t)call->function;
+    const double begin = seconds();
+    *noted = (struct nc_turns){.size = sizeof *noted, .parts = 1};
+    turns = noted;
+    const int status = function((const void *)(uintptr_t)call->how, unused, count, tensors);
+    turns = 0;
+    noted->seconds = seconds() - begin;
+    return status;
+}
+
 /* Do some work in parts, of which there are as many as threads at most.
  *
  * All threads are called, also those that get no part: libgomp ends the threads that a smaller team leaves
@@ -39,7 +82,9 @@ static void each_part(void *data)
 static void in_parts(work_t work, void *data, int64_t parts, int64_t threads)
 {
     struct divided all = {work, data, parts < threads ? parts : threads};
-    if (all.parts > 1 && gomp_parallel)
+    if (turns && all.parts > 1)
+        each_in_turn(&all);
+    else if (all.parts > 1 && gomp_parallel)
         gomp_parallel(each_part, &all, (unsigned)threads, 0);
     else
         work(data, 0, 1);

@@ -6,6 +6,7 @@
  */
 #include <immintrin.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -365,20 +366,39 @@ int nc_norm(const struct nc_norm *how, void *unused, int count, char *const *ten
     return OK;
 }
 
+struct placing {
+    const struct nc_place *how;
+    char *const *tensors;
+    _Atomic int outside; /* set by any thread */
+};
+
+static void place_rows(void *data, int64_t part, int64_t parts)
+{
+    struct placing *job = data;
+    const struct nc_place *how = job->how;
+    const int64_t *indices = (const int64_t *)job->tensors[2];
+    for (int64_t row = how->rows * part / parts; row < how->rows * (part + 1) / parts; row++) {
+        const int64_t place = indices[how->one_index ? 0 : row];
+        char *y = job->tensors[0] + row * how->y_stride, *x = job->tensors[1] + row * how->x_stride;
+        if (place < 0 || place >= how->places) {
+            job->outside = 1;
+            return;
+        }
+        memcpy(y + (how->scatters ? place * how->place_stride : 0),
+            x + (how->scatters ? 0 : place * how->place_stride), how->bytes);
+    }
+}
+
 /* tensors: y, x, int64 indices. Returns OTHER_INDEX where an index is none of the places. */
 int nc_place(const struct nc_place *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_place);
-    const int64_t *indices = (const int64_t *)tensors[2];
+    struct placing job = {how, tensors, 0};
     EXPECT(how->bytes >= 0 && how->rows >= 0, OTHER_SIZE);
-    for (int64_t row = 0; row < how->rows; row++) {
-        const int64_t place = indices[how->one_index ? 0 : row];
-        char *y = tensors[0] + row * how->y_stride, *x = tensors[1] + row * how->x_stride;
-        EXPECT(place >= 0 && place < how->places, OTHER_INDEX);
-        memcpy(y + (how->scatters ? place * how->place_stride : 0),
-            x + (how->scatters ? 0 : place * how->place_stride), how->bytes);
-    }
-    return OK;
+    /* rows that go to one place do so in their order */
+    const int64_t worth = how->scatters ? 1 : 1 + how->rows * how->bytes / 16384;
+    in_parts(place_rows, &job, worth < how->rows ? worth : how->rows, how->threads);
+    return job.outside ? OTHER_INDEX : OK;
 }
 
 INLINE float dot(const float *restrict a, const float *restrict b, int64_t n)

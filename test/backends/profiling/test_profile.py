@@ -19,7 +19,7 @@ import nc
 from nc import BackendError, InputError, UnsupportedError, available_backends
 from nc.backends.base import EngineModel
 from nc.backends.native.operators import avx2
-from nc.backends.profiling import onednn_verbose, process
+from nc.backends.profiling import onednn_verbose, process, scaling
 from nc.backends.profiling.onednn_verbose import ExecutedPrimitive, Partition, parse
 from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.reference import ReferenceBackend
@@ -222,7 +222,8 @@ def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leave
     assert (relu.kernel, relu.share) == (f"in the kernel of {weighted[0].operator}", None)
     head, *rows = str(report).split("\n\n", 1)[1].splitlines()
     assert head.split() == ["operator", "type", "asked", "ran", "share", "kernel", "why"]
-    assert " ".join(" ".join(rows).split()).endswith(report.profile.summary())
+    said = " ".join(" ".join(rows).split())
+    assert f"{report.profile.summary()} {scaling.summary(report.profile.predictions)}".strip() in said
 
 
 @pytest.mark.ipex

@@ -95,7 +95,8 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         more = [torch.full((product.x.tensor.shape[1],), zero_point, dtype=torch.uint8, device="cpu")]
     packed, sums = recorder.weights.formed(weight, form, lambda: make(recorder.in_memory(weight)))
     tensors = [*tensors_of(a, product, finish, packed, sums), *more]
-    recorder.call_function(_function(form), fields_of(product, finish) | shapes, tensors, node, factors=2)
+    fields = fields_of(recorder, product, finish) | shapes
+    recorder.call_function(_function(form), fields, tensors, node, factors=2)
 
 
 def _function(name: str) -> Function:

@@ -38,6 +38,7 @@ def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
         "places": places,
         "scatters": False,
         "one_index": False,
+        "threads": recorder.threads,
     }
     recorder.call_function(function("place"), fields, [result, table, indices], node)
     return result

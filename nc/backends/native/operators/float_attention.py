@@ -23,7 +23,7 @@ from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
 from nc.kernels import caches
-from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
 from nc.kernels.onednn.descriptions import contiguous_strides
@@ -77,7 +77,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     sizes = (batch, heads, rows, wide)
     strides = strides_of(node, sizes)
     result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), torch.float32)
-    threads = openmp.threads()
+    threads = recorder.threads
     room = recorder.new((threads, bytes_of_thread), (bytes_of_thread, 1), torch.uint8)
     fields = {
         **_mask(mask, (batch, heads, rows, keys)),

@@ -26,7 +26,7 @@ from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.kernels import caches, tuning
-from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
 from nc.kernels.onednn.descriptions import contiguous_strides
@@ -159,7 +159,7 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     result = recorder.new(
         sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), a["output_dtype"]
     )
-    threads = openmp.threads()
+    threads = recorder.threads
     parts = parts_of_rows(batch * heads, rows, threads)
     room = recorder.new((threads, _room(keys, width, wide)), (_room(keys, width, wide), 1), torch.uint8)
     followers = (*found.before, *found.behind)

@@ -19,7 +19,6 @@ from nc.backends.native.plans.c_functions import FLOATS, MOST_DIMS
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
-from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import contiguous_strides
 
 _NOTHING = torch.empty(0, dtype=torch.float32)
@@ -59,7 +58,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     added = _NOTHING if bias is None else c_functions.as_fp32(recorder, node, PlanTensor(bias, None))
     tensors: list[PlanTensor | torch.Tensor] = [result, x, sizes, codes, scale, offset, table, added]
     function = compiled.function() if kernel in compiled.KERNELS else compiled_blocks.function()
-    fields = {"rows": rows, "stride": inputs, "block": block, "threads": openmp.threads()}
+    fields = {"rows": rows, "stride": inputs, "block": block, "threads": recorder.threads}
     recorder.call_function(dataclasses.replace(function, name=kernel.name), fields, tensors, node)
     return result if dtype is torch.float32 else c_functions.converted(recorder, node, result, dtype)
 

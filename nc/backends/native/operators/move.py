@@ -164,6 +164,7 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor
         "places": x.tensor.shape[axis],
         "scatters": True,
         "one_index": True,
+        "threads": recorder.threads,
     }
     recorder.call_function(function("place"), fields, [x, source, index], node)
     return x

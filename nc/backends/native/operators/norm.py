@@ -35,7 +35,6 @@ from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_
 from nc.graph.fx_utils import call_function, constant_value, give_values_of, take_over
 from nc.graph.tensor_meta import TENSORS, Traced, same_shape
 from nc.graph.views import Binary
-from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import DST, SCALE, SHIFT, SRC, Attributes, contiguous_strides
 
 _aten = torch.ops.aten
@@ -420,7 +419,7 @@ def _in_c(
         "epsilon": torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"],
         "inverse": 1.0 / codes.scale,
         "zero_point": codes.zero_point,
-        "threads": openmp.threads(),
+        "threads": recorder.threads,
     }
     recorder.call_function(function("norm"), fields, [result, x, *factors], node)
     return result

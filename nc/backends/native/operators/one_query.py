@@ -14,7 +14,7 @@ from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.graph.catalogue import first_input, op_name
-from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code import abi
 
 _aten = torch.ops.aten
 #: The widest head.
@@ -65,7 +65,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
         "v_strides": value.tensor.stride()[:3],
         "y_strides": result.tensor.stride()[:2],
         "factor": a["scale"] if a["scale"] is not None else width**-0.5,
-        "threads": openmp.threads(),
+        "threads": recorder.threads,
     }
     recorder.call_function(function("attention"), fields, [result, *given], node)
     return result

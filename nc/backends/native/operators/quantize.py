@@ -20,7 +20,6 @@ from nc.backends.native.plans.readers import strides_of_codes
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import OutputCodes, PlannedOperator, need
 from nc.backends.native.qdq_rewrites import dequantize, quantize
-from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import DST, SRC, SRC_1, Attributes, Desc, Eltwise, channels_last_strides
 from nc.ops import quantize_per_tensor
 
@@ -95,7 +94,7 @@ def _images(recorder: Recorder, node: fx.Node, x: PlanTensor, codes: OutputCodes
         "pixels": rows * columns,
         "inverse": 1.0 / codes.scale,
         "zero_point": codes.zero_point,
-        "threads": openmp.threads(),
+        "threads": recorder.threads,
     }
     recorder.call_function(function("image"), fields, [result, x], node)
     return result

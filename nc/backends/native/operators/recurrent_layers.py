@@ -56,6 +56,7 @@ def layers(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Sequence[
                 kind,
                 reverse=direction == 1,
                 hidden=hidden,
+                threads=recorder.threads,
             )
             states = [PlanTensor(h.tensor[index], h.root) for h in last]
             cells = states[1] if len(states) > 1 else recurrent.NOTHING

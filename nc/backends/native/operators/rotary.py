@@ -28,7 +28,7 @@ from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_
 from nc.graph.fx_utils import call_function, take_over
 from nc.graph.tensor_meta import TENSORS, same_shape
 from nc.graph.views import Binary
-from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code import abi
 
 #: In reports, of rotary embeddings that stay in single operators.
 NAME = "c:rotary"
@@ -208,7 +208,7 @@ def _in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], codes: Output
         "sine_strides": steps(sine),
         "inverse": 1.0 / codes.scale,
         "zero_point": codes.zero_point,
-        "threads": openmp.threads(),
+        "threads": recorder.threads,
     }
     recorder.call_function(function("rotary"), fields, [result, *given], node)
     return result

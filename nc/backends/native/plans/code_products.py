@@ -16,7 +16,7 @@ from nc.backends.native.plans.products import After, after_of
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import need
 from nc.kernels import tuning
-from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code import abi
 from nc.kernels.c_code.isas import NUMBERS
 from nc.kernels.onednn.descriptions import Geometry, PostOp
 from nc.process.unavailable import Unavailable
@@ -146,10 +146,10 @@ def rows_of(product: Product) -> dict[str, abi.Value]:
     return {"inputs": inputs, "stride": stride, "rows": x.numel() // inputs}
 
 
-def fields_of(product: Product, finish: Finish) -> dict[str, abi.Value]:
+def fields_of(recorder: Recorder, product: Product, finish: Finish) -> dict[str, abi.Value]:
     """Fields that all products of codes have."""
     return {
-        "threads": openmp.threads(),
+        "threads": recorder.threads,
         "outputs": product.weight.tensor.shape[0],
         "to": c_functions.NUMBERS[product.result.tensor.dtype],
         **finish.fields(),
@@ -194,7 +194,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     packed, sums = recorder.weights.formed(weight, "rows ", lambda: _packed(recorder.in_memory(weight)))
     tensors = tensors_of(a, product, plain, packed, sums)
     more = [] if product.other is None else [product.other]
-    fields = fields_of(product, plain) | shapes | {"isa": NUMBERS[found.isa]}
+    fields = fields_of(recorder, product, plain) | shapes | {"isa": NUMBERS[found.isa]}
     recorder.call_function(found.codes, fields, [*tensors, *more], node, factors=2)
 
 

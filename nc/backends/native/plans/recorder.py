@@ -59,6 +59,7 @@ from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.fx_utils import GIVES
 from nc.graph.schemas import writes_into
 from nc.graph.views import called_with, returned
+from nc.kernels.c_code import openmp
 from nc.kernels.c_code.abi import Value
 from nc.kernels.c_code.calls import Function, call_packed
 from nc.kernels.onednn import trials
@@ -118,6 +119,7 @@ class Recorder:
         operators: what is known of operators, by target.
         follow: what is computed from constants of the module alone is computed in each call, so that changes
             of them are seen.
+        threads: those that functions in C divide their work among; None: as many as torch uses.
     """
 
     def __init__(
@@ -127,7 +129,9 @@ class Recorder:
         weights: PackedWeights,
         operators: Mapping[Any, PlannedOperator],
         follow: bool = False,
+        threads: int | None = None,
     ) -> None:
+        self.threads = openmp.threads() if threads is None else threads
         self.module, self.maker, self.weights, self.follow = module, maker.keeping(), weights, follow
         self.operators = operators
         self._entries: list[Entry] = []

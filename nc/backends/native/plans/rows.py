@@ -19,7 +19,7 @@ from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import after_of, bias_of, codes_of, post_ops_of
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import Refused, need
-from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code import abi
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, function_of
 from nc.kernels.c_code.isas import ISAS, NUMBERS
@@ -184,7 +184,7 @@ def round_rows(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[st
     *before, inputs = x.tensor.shape
     rows = math.prod(before)
     memory = recorder.new((form.held(rows, inputs),), (1,), form.dtype)
-    fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": openmp.threads()}
+    fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": recorder.threads}
     tensors = [memory, x]
     if not form.bf16:
         per_row = a["per_row"]
@@ -203,7 +203,7 @@ def norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> list[PlanTe
     memory = recorder.new((form.held(rows, inputs),), (1,), form.dtype)
     normed = _kept(recorder, x.tensor.shape, keeps=a["keeps_normed"])
     fields = _followers(a) | {"rows": rows, "inputs": inputs, "stride": inputs, "bf16": form.bf16}
-    fields |= {"threads": openmp.threads(), "isa": NUMBERS[found.isa]}
+    fields |= {"threads": recorder.threads, "isa": NUMBERS[found.isa]}
     factors = [recorder.constant(a[name]) for name in ("norm_weight", "norm_bias")]
     check_sizes(factors[0].numel() == inputs, node, x.tensor.shape, factors[0].shape)
     recorder.call_function(found.norm, fields, [memory, normed or _NOTHING, x, *factors], node)
@@ -276,7 +276,7 @@ def _product(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str,
         "rows": math.prod(before),
         "inputs": inputs,
         "outputs": outputs,
-        "threads": openmp.threads(),
+        "threads": recorder.threads,
         "bf16": form.bf16,
         "activation": abi.ACTIVATION.number(after.activation),
         "alpha": after.alpha,
