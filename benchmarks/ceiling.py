@@ -1,6 +1,7 @@
 """How fast int8 can be on this CPU at best.
 
-oneDNN's rate on a large product, and the time that a model's multiply-adds take at that rate.
+The limit of the CPU (peak.py), oneDNN's rate on a large product, and the time that a model's multiply-adds
+take at the limit.
 
 python benchmarks/ceiling.py [--models hf-resnet50 bert-base] [--results results/kernels.jsonl]
 
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import peak
 import results_rows
 import torch
 from models import NAMES, build
@@ -76,11 +78,12 @@ def main() -> None:
     }  # the fastest run: this is a bound
     figures = {name: Figure(rounded(found), "1e9 multiply-adds/s") for name, found in rate.items()}
     results_rows.append(options.results, {"measured": "rate", "threads": options.threads}, figures)
+    limits = peak.measured(options.threads, options.results)
     print(
         f"{options.threads} threads, 1e9 multiply-adds per second: int8 {rate['int8']:.0f}, fp32 "
-        f"{rate['fp32']:.0f}\n"
+        f"{rate['fp32']:.0f}; limit: int8 {limits['int8']:.0f}\n"
     )
-    print("| model | 1e9 multiply-adds | at least, ms | eager fp32, ms | speed-up at most |")
+    print("| model | 1e9 multiply-adds | at the limit, ms | eager fp32, ms | speed-up at most |")
     print("|---|---|---|---|---|")
     for name in options.models:
         model, inputs = build(name)
@@ -90,11 +93,11 @@ def main() -> None:
         torch.backends.mha.set_fastpath_enabled(True)
         work = counter.get_total_flops() / 2e9
         eager = statistics.median(best_ms({"eager": lambda m=model, i=inputs: m(**i)}, 10)["eager"])
-        bound = 1e3 * work / rate["int8"]
+        bound = 1e3 * work / limits["int8"]
         print(f"| {name} | {work:.2f} | {bound:.1f} | {eager:.1f} | {eager / bound:.1f} |", flush=True)
         figures = {
             "work": Figure(rounded(work), "1e9 multiply-adds"),
-            "at least": Figure(rounded(bound), "ms"),
+            "at the limit": Figure(rounded(bound), "ms"),
             "eager": Figure(rounded(eager), "ms"),
             "speed at most": Figure(rounded(eager / bound), "x eager"),
         }

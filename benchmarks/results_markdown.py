@@ -21,7 +21,7 @@ class Column:
         where: what a row must have in `what` to stand here.
         mean: the geometric mean of the column stands below it.
         spread: the smallest and the largest measurement stand behind the value.
-        beside: name of a figure of the same row that stands behind the value in parentheses.
+        beside: names of figures of the same row that stand behind the value in parentheses, if there.
     """
 
     header: str
@@ -30,7 +30,7 @@ class Column:
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mean: bool = False
     spread: bool = False
-    beside: str = ""
+    beside: Sequence[str] = ()
 
     def row(self, rows: Iterable[Row]) -> Row | None:
         """Return the row of a line that stands here.
@@ -48,8 +48,8 @@ class Column:
         figure, shown = row.figures[self.figure], [text(row.figures[self.figure].value, self.digits)]
         if self.spread and figure.low is not None and figure.high is not None:
             shown.append(f"({text(figure.low, self.digits)} to {text(figure.high, self.digits)})")
-        if self.beside in row.figures:
-            shown.append(f"({row.figures[self.beside].value})")
+        if more := [str(row.figures[name].value) for name in self.beside if name in row.figures]:
+            shown.append(f"({', '.join(more)})")
         return " ".join(shown)
 
     def value(self, rows: Iterable[Row]) -> float | None:

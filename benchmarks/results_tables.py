@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import results_architectures
 import results_lowbit
 import results_overview
+from results_limit import PART, with_parts
 from results_markdown import Column, Table
 from results_rows import Row
 
@@ -29,6 +30,7 @@ def _beside_openvino() -> list[Column]:
         here = {"batch": batch, "threads": threads}
         columns += [
             Column(f"{words}: nc-native ms", "latency", 1, {**here, "engine": "nc-native"}),
+            Column("of the limit", PART, None, {**here, "engine": "nc-native"}),
             Column("openvino-int8 ms", "latency", 1, {**here, "engine": OPENVINO}),
             Column("speed", "speed", 2, {**here, "engine": "nc-native"}, mean=True),
         ]
@@ -36,7 +38,7 @@ def _beside_openvino() -> list[Column]:
 
 
 def _engines(*names: str) -> list[Column]:
-    return [Column(name, "speed", 2, {"engine": name}, beside="latency") for name in names]
+    return [Column(name, "speed", 2, {"engine": name}, beside=("latency", PART)) for name in names]
 
 
 _MODEL = {"model": "model"}
@@ -228,12 +230,18 @@ TABLES: dict[str, dict[str, Table]] = {
                 Column("function of nc in C, int8", "function in C", 0, spread=True),
             ],
         ),
+        "kernels-limit": Table(
+            {"measured": "limit"},
+            {"threads": "threads"},
+            [Column(kind, kind, 0) for kind in ("int8", "bf16", "fp32")],
+        ),
         "kernels-ceiling": Table(
             {"measured": "ceiling"},
             {**_MODEL, "batch": "batch"},
             [
                 Column("1e9 multiply-adds", "work", 2),
                 Column("at least, ms", "at least", None),
+                Column("at the limit, ms", "at the limit", None),
                 Column("eager fp32, ms", "eager", 1),
                 Column("speed at most, × eager", "speed at most", None),
             ],
@@ -319,7 +327,7 @@ TABLES: dict[str, dict[str, Table]] = {
             {"measured": "recurrent"},
             {"engine": "engine", "int8 products": "int8 products"},
             [
-                Column("errors, %", "errors", 2, beside="standard error"),
+                Column("errors, %", "errors", 2, beside=("standard error",)),
                 Column("more than fp32, %", "more errors"),
                 Column("SQNR, dB", "SQNR", 1),
                 Column("one: speed, × fp32", "speed, one", 2),
@@ -388,7 +396,7 @@ TABLES: dict[str, dict[str, Table]] = {
 
 
 def _table(file: str, table: Table) -> Callable[[Rows], str]:
-    return lambda rows: table.render(rows[file])
+    return lambda rows: table.render(with_parts(rows) if file == "speed" else rows[file])
 
 
 #: Name in a frame → what gives its text.

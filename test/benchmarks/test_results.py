@@ -200,3 +200,53 @@ def _imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
+
+
+def test_a_row_of_speed_has_its_part_of_the_limit(module):
+    """Multiply-adds at the rate of its own machine, threads and numbers; without one of them, nothing."""
+    rows, limit = module("results_rows"), module("results_limit")
+    base = rows.row_of(GOOD)
+
+    def row(what, **figures):
+        made = {name: rows.Figure(value, "x") for name, value in figures.items()}
+        return dataclasses.replace(base, what=what, figures=made)
+
+    kernels = [
+        row({"measured": "limit", "threads": 2}, int8=500, bf16=100),
+        row({"measured": "ceiling", "model": "a", "batch": 1, "threads": 2}, work=10),
+        row({"measured": "ceiling", "model": "b", "batch": 16, "threads": 2}, eager=1),
+    ]
+    what = {"model": "a", "batch": 4, "threads": 2, "engine": "nc-native"}
+    given = [
+        row(what, latency=100),
+        row({**what, "engine": "nc-bf16"}, latency=800),
+        row({**what, "engine": "eager"}, latency=100),
+        row({**what, "threads": 1}, latency=100),
+        row({**what, "model": "b"}, latency=100),
+        row({**what, "limit": "AVX2"}, latency=100),
+        row(what, speed=1),
+        dataclasses.replace(row(what, latency=100), machine="other"),
+    ]
+    found = limit.with_parts({"kernels": kernels, "speed": given})
+    assert [each.value(limit.PART) for each in found] == ["80 %", "50 %", *[None] * 6]
+    assert [dict(each.figures, **{limit.PART: 0}) for each in found] == [
+        {**each.figures, limit.PART: 0} for each in given
+    ]
+
+
+def test_a_cell_has_other_figures_of_its_row_beside_it(module):
+    rows, markdown = module("results_rows"), module("results_markdown")
+    row = dataclasses.replace(rows.row_of(GOOD), figures={n: rows.Figure(n, "x") for n in "ab"})
+    assert markdown.Column("x", "a", beside=("b", "c")).cell([row]) == "a (b)"
+    assert markdown.Column("x", "a", beside=("c",)).cell([row]) == "a"
+
+
+def test_products_of_registers_have_a_rate(module):
+    """Of each kind that this CPU has, on two threads at once."""
+    peak = module("peak")
+    if not peak.flags.compiler(""):
+        pytest.skip("there is no C compiler")
+    has = peak.cpu.detected()
+    for flag, name in (each for products in peak.KINDS.values() for each in products):
+        if flag in has:
+            assert peak.rate(name, 2) > 1e9
