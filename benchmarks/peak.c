@@ -44,7 +44,7 @@ static double seconds(void)
 #define ONES "vpcmpeqd %%xmm12, %%xmm12, %%xmm12\n vpsrlw $15, %%xmm12, %%xmm12\n"
 
 #define VNNI_512(n) "vpdpbusd %%zmm12, %%zmm12, %%zmm" #n "\n"
-#define VNNI_256(n) "{vex} vpdpbusd %%ymm12, %%ymm12, %%ymm" #n "\n"
+#define VNNI_256(n) "%{vex%} vpdpbusd %%ymm12, %%ymm12, %%ymm" #n "\n"
 #define BF16_512(n) "vdpbf16ps %%zmm12, %%zmm12, %%zmm" #n "\n"
 #define FMA_256(n) "vfmadd231ps %%ymm12, %%ymm12, %%ymm" #n "\n"
 #define FMA_512(n) "vfmadd231ps %%zmm12, %%zmm12, %%zmm" #n "\n"
