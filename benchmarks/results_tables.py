@@ -74,6 +74,7 @@ TABLES: dict[str, dict[str, Table]] = {
             },
             [
                 Column("nc-native ms", "latency", 1, {"engine": "nc-native"}),
+                Column("of the limit", PART, None, {"engine": "nc-native"}),
                 Column("openvino-int8 ms", "latency", 1, {"engine": OPENVINO}),
                 Column("speed", "speed", None, {"engine": "nc-native"}),
             ],
@@ -92,6 +93,7 @@ TABLES: dict[str, dict[str, Table]] = {
             _MODEL,
             [
                 Column("native ms", "latency", None, {"engine": "nc-native"}),
+                Column("of the limit", PART, None, {"engine": "nc-native"}),
                 Column("ipex ms", "latency", None, {"engine": "nc-int8"}),
                 Column("speed", "speed", 2, {"engine": "nc-native"}, mean=True),
             ],
