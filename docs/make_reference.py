@@ -27,6 +27,7 @@ from nc.api.report import OpReport, Report
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit.kernel import ANY_ROWS, LowBitKernel
 from nc.backends.native.low_bit_rows import LEAST_ROWS
+from nc.backends.profiling import scaling
 from nc.backends.profiling.verdict import Verdict
 from nc.backends.table import support_table
 from nc.calibration.statistics import Statistics
@@ -376,6 +377,14 @@ def reports() -> str:
             ("field", "meaning"),
             [(f"`{name}`", text(says)) for name, says in meanings(Verdict, "Attributes").items()],
         ),
+        "## More threads",
+        f"A profile on `native` predicts a call on {', '.join(map(str, scaling.COUNTS[1:]))} threads. "
+        "`print(report.profile.scaling())` shows the table. "
+        + inspect.cleandoc(scaling.__doc__ or "").partition("\n\n")[2],
+        f"A barrier calls all threads and waits for the last one. It is assumed to take "
+        f"{1e3 * scaling.BARRIER_MS:g} µs and {1e3 * scaling.BARRIER_MS_PER_THREAD:g} µs for each thread. "
+        f"Steps that one thread does alone for more than {100 * scaling.MOST_ALONE:g} % of a call on "
+        f"{scaling.AT_THREADS} threads are named.",
         "## Reasons why an operator stays fp32",
         "Words in braces are filled in. What an engine adds is explained "
         "[here](../concepts/why-a-layer-stays-float.md).",

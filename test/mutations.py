@@ -797,11 +797,11 @@ MUTATIONS = (
         ("in_turn",),
     ),
     Mutation(
-        "longest-part",
-        "a division takes as long as its longest part",
+        "each-part",
+        "each part of a division has its own time",
         "kernels/c_code/openmp.h",
-        "now - before > longest ? now - before : longest",
-        "now - before",
+        "turns->each[region][part < MOST_PARTS ? part : MOST_PARTS - 1] += taken;",
+        "turns->each[region][0] += taken;",
         ("in_turn",),
     ),
     Mutation(

@@ -187,7 +187,7 @@ class PlannedModel:
         self, inputs: tuple[torch.Tensor, ...], steps: Sequence[EngineCall]
     ) -> tuple[Prediction, ...]:
         """Return what plans for other numbers of threads would take, from how they divide their work."""
-        counts = sorted({*COUNTS, torch.get_num_threads()})
+        counts = sorted({*COUNTS, min(torch.get_num_threads(), max(COUNTS))})
         make = functools.partial(self._recorder, self._module, self._source.maker, self._weights)
         with torch.no_grad():
             plans = {count: make(threads=count).record(inputs) for count in counts}

@@ -292,6 +292,8 @@ class Constants:
         most_inputs: whose products int32 can sum there.
         low_bit_step: to a multiple of which a row of `low_bit` is padded where it is one group.
         blocks_step: to a multiple of which each group of `low_bit_blocks` is padded.
+        most_regions: of a call whose parts run one behind the other, that are noted apart.
+        most_parts: of each of them.
         block_row: as the length of a block of activations: they have one scale for each row.
         block_bf16: as the length of a block of activations: they are not rounded, and are numbers of bf16.
     """
@@ -311,6 +313,8 @@ class Constants:
     most_inputs: int = 65536
     low_bit_step: int = 32
     blocks_step: int = 8
+    most_regions: int = 8
+    most_parts: int = 64
     block_row: int = -1
     block_bf16: int = -2
 
@@ -737,7 +741,12 @@ TURNS = Structure(
         Field("parts", "the most parts of a region; 1 where there is none"),
         Field("seconds", "of the call", kind="double"),
         Field("divided", "seconds of all parts", kind="double"),
-        Field("longest", "seconds of the longest part of each region", kind="double"),
+        Field(
+            "each",
+            "seconds of each part; what is beyond these sizes is added to the last ones",
+            shape=(CONSTANTS.most_regions, CONSTANTS.most_parts),
+            kind="double",
+        ),
     ),
 )
 STRUCTURES = (LOW_BIT_WEIGHT, LOW_BIT_BLOCKS_WEIGHT, IN_TURN, TURNS)

@@ -44,18 +44,16 @@ static double seconds(void)
 
 static void each_in_turn(const struct divided *all)
 {
-    const double begin = seconds();
-    double before = begin, longest = 0;
+    const int64_t region = turns->regions < MOST_REGIONS ? turns->regions : MOST_REGIONS - 1;
     for (int64_t part = 0; part < all->parts; part++) {
+        const double begin = seconds();
         all->work(all->data, part, all->parts);
-        const double now = seconds();
-        longest = now - before > longest ? now - before : longest;
-        before = now;
+        const double taken = seconds() - begin;
+        turns->each[region][part < MOST_PARTS ? part : MOST_PARTS - 1] += taken;
+        turns->divided += taken;
     }
     turns->regions++;
     turns->parts = all->parts > turns->parts ? all->parts : turns->parts;
-    turns->longest += longest;
-    turns->divided += before - begin;
 }
 
 /* Calls a function on this thread alone, part by part, and notes what it does in parts: as many as it is told
@@ -65,12 +63,12 @@ int nc_run_in_turn(const struct nc_in_turn *call, void *unused, int count, char 
     struct nc_turns *noted = (struct nc_turns *)(uintptr_t)call->turns;
     int (*function)(const void *, void *, int, char *const *) =
         (int (*)(const void *, void *, int, char *const *))(uintptr_t)call->function;
-    const double begin = seconds();
     *noted = (struct nc_turns){.size = sizeof *noted, .parts = 1};
     turns = noted;
+    const double begin = seconds();
     const int status = function((const void *)(uintptr_t)call->how, unused, count, tensors);
-    turns = 0;
     noted->seconds = seconds() - begin;
+    turns = 0;
     return status;
 }
 

@@ -99,9 +99,13 @@ def test_parts_in_turn_are_those_of_a_real_run(probe, parts, threads):
     assert all(mark in (0, count) for each, count in zip(real, done, strict=True) for mark in each)
     assert turns.parts == max(done)
     assert turns.regions == sum(count > 1 for count in done)
-    assert 0 <= turns.longest <= turns.divided <= turns.whole
-    assert bool(turns.longest) == bool(turns.regions)
-    assert turns.longest * turns.parts >= turns.divided * (1 - 1e-9)
+    assert [len(each) for each in turns.each] == [turns.parts] * turns.regions
+    divided = [count for count in done if count > 1]
+    for each, count in zip(turns.each, divided, strict=True):
+        assert all(time > 0 for time in each[:count])
+        assert not any(each[count:])
+        assert each[0] == max(each)
+    assert 0 <= turns.longest + turns.alone <= turns.whole * (1 + 1e-9)
 
 
 def test_parts_are_noted_for_one_call_only(probe):
@@ -262,8 +266,17 @@ def test_plans_are_not_made_for_the_threads_of_the_process():
 
 
 def test_least_times_of_two_calls():
-    first, second = Turns(1, 4, 10.0, 8.0, 3.0), Turns(1, 4, 9.0, 8.5, 2.5)
-    assert first.least(second) == Turns(1, 4, 9.0, 8.5, 2.5)
+    first, second = Turns(1, 2, 10.0, 1.0, ((4.0, 5.0),)), Turns(1, 2, 9.0, 2.0, ((5.0, 2.0),))
+    assert first.least(second) == Turns(1, 2, 9.0, 1.0, ((4.0, 2.0),))
+    assert (first.longest, first.least(second).longest) == (5.0, 4.0)
+
+
+def test_what_is_beyond_the_sizes_of_a_note_is_added_to_its_last_part(probe):
+    """More parts than it holds, and nothing is written behind it."""
+    _, turns = probe((150, 2), 120, turned=True)
+    assert turns.parts == 120
+    assert [len(each) for each in turns.each] == [abi.CONSTANTS.most_parts] * 2
+    assert all(time > 0 for time in turns.each[0])
 
 
 STEPS = (

@@ -23,7 +23,7 @@ from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import in_memory
 
 #: Runs of which the fastest counts for each step: fewest, most, and seconds from which on there is no other.
-_FEWEST, _MOST, _SECONDS = 3, 15, 0.4
+_FEWEST, _MOST, _SECONDS = 4, 15, 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,21 +34,28 @@ class Turns:
         regions: how often it divided work among threads.
         parts: the most parts of a region; 1 where there is none.
         whole: time of the call.
-        divided: of all parts.
-        longest: of the longest part of each region.
+        alone: outside of all parts.
+        each: of each part, for each region.
     """
 
     regions: int
     parts: int
     whole: float
-    divided: float
-    longest: float
+    alone: float
+    each: tuple[tuple[float, ...], ...]
+
+    @property
+    def longest(self) -> float:
+        """Time of the longest part of each region."""
+        return sum(max(parts) for parts in self.each)
 
     def least(self, other: Turns) -> Turns:
         """Return the least times of two calls that divide alike."""
-        whole, longest = min(self.whole, other.whole), min(self.longest, other.longest)
-        alone = min(self.whole - self.divided, other.whole - other.divided)
-        return Turns(self.regions, self.parts, whole, whole - min(alone, whole), longest)
+        each = tuple(
+            tuple(map(min, mine, others)) for mine, others in zip(self.each, other.each, strict=True)
+        )
+        whole, alone = min(self.whole, other.whole), min(self.alone, other.alone)
+        return Turns(self.regions, self.parts, whole, alone, each)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +66,12 @@ class _Note:
     how: ctypes.Array[ctypes.c_int64]
 
     def read(self) -> Turns:
+        """Return what the last call did."""
         _, regions, parts, *seconds = struct.unpack(abi.TURNS.format, bytes(self.memory))
-        return Turns(regions, parts, *(1e3 * value for value in seconds))
+        whole, divided, *each = (1e3 * value for value in seconds)
+        most, kept = abi.CONSTANTS.most_parts, min(regions, abi.CONSTANTS.most_regions)
+        noted = (each[i * most : i * most + min(parts, most)] for i in range(kept))
+        return Turns(regions, parts, whole, max(0.0, whole - divided), tuple(map(tuple, noted)))
 
 
 def in_turn(plan: ExecutionPlan) -> tuple[ExecutionPlan, list[_Note | None]]:
@@ -148,7 +159,7 @@ def _of_function(entry: Entry, turns: Turns) -> DividedStep:
         operators=entry.step.operators,
         parts=turns.parts,
         barriers=turns.regions,
-        alone_ms=turns.whole - turns.divided,
+        alone_ms=turns.alone,
         divided_ms=turns.longest,
     )
 
