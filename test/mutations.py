@@ -797,6 +797,14 @@ MUTATIONS = (
         ("in_turn",),
     ),
     Mutation(
+        "recording-ends",
+        "what a plan was recorded with goes at once",
+        "backends/native/plans/recorder.py",
+        "self._waiting.clear()  # they refer to this, and to all that was computed",
+        "",
+        ("plans",),
+    ),
+    Mutation(
         "each-part",
         "each part of a division has its own time",
         "kernels/c_code/openmp.h",

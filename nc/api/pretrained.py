@@ -26,6 +26,7 @@ from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError,
 from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
+from nc.process.malloc import give_back_large_pieces
 from nc.storage import folder, pretrained_class
 from nc.storage.json_file import json_object
 from nc.storage.tensor_file import Source
@@ -35,7 +36,6 @@ from nc.weights.files import artefact
 from nc.weights.files.streamed import StreamedWeights, shards, take_values_from
 from nc.weights.files.transformers_files import experts_of, sources_of
 from nc.weights.history import note
-from nc.weights.malloc import give_back_large_pieces
 
 
 def quantize_folder(

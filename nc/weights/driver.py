@@ -40,8 +40,8 @@ from nc.nn.result import LayerResult
 from nc.numerics.group_ranges import refuse_underflow
 from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import WeightPlan
+from nc.process.malloc import give_back_small_pieces
 from nc.weights.experts import is_expert
-from nc.weights.malloc import give_back_small_pieces
 from nc.weights.shared_work import Share
 from nc.weights.swap import replace
 

@@ -218,7 +218,7 @@ class TestMemory:
         """In a process of its own: what others leave in the heap changes what is given back."""
         program = """
             from pathlib import Path
-            from nc.weights.malloc import give_back_small_pieces
+            from nc.process.malloc import give_back_small_pieces
 
             def pages():
                 return int(Path("/proc/self/statm").read_text().split()[1])

@@ -30,6 +30,7 @@ from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor
+from nc.process.malloc import give_back_small_pieces
 
 #: When the kernels for the example are compared.
 ALWAYS, IN_DOUBT = "always", "in doubt"
@@ -94,6 +95,7 @@ def lower(
     dynamic = packed_bytes(graph.module, in_plans)
 
     running.forget(lambda: again(running.products)[0])
+    give_back_small_pieces()  # half of what a transformer needs lies between its packed weights
 
     def report() -> EngineReport:
         module, outcome = lowered(running.products)

@@ -23,12 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nc.algorithms.inputs.layers import is_low_bit
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError
 from nc.numerics.packed_weight import PARTS
+from nc.process.malloc import give_back_small_pieces
 from nc.storage import folder
 from nc.storage.atomic import replaced
 from nc.storage.json_file import json_object
 from nc.storage.tensor_file import FLOATS, Source, StoredTensor, stored_in
 from nc.weights.files import artefact
-from nc.weights.malloc import give_back_small_pieces
 
 _JOB = "job.json"
 

@@ -428,6 +428,25 @@ def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch
     assert made == ["before", "given up", "too much", "behind"]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_plan_was_recorded_with_goes_at_once(name):
+    """Activations of the recording are as large as those of a call; the collector may come much later."""
+    make, inputs = CASES[name]
+    _, module, call = planned(make(), inputs[0])
+    made = recorder.Recorder(module, provider().maker, call._weights, operators.table())
+    gone = weakref.ref(made)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            plan = made.record(inputs[0])
+        del made
+        assert plan.entries
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_weights_that_were_packed_for_a_way_that_was_given_up_go(monkeypatch):
     _, module, call = planned(nn.Sequential(nn.Linear(64, 32)), torch.randn(2, 64))
     plan = recorder.Recorder(module, provider().maker, call._weights, {})

@@ -181,6 +181,7 @@ class Recorder:
             for source in ends.get(node, ()) if node.op != "output" else ():
                 del self._env[source]  # its memory is free for the next
         outputs = [self._output(value) for value in self._arguments(returned(self.module))]
+        self._waiting.clear()  # they refer to this, and to all that was computed
         return self._plan([value.root for value in given], outputs)
 
     def watched(self) -> list[Watched]:
