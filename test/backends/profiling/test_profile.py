@@ -211,7 +211,7 @@ def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leave
     for op in weighted:
         kernel = kernels[op.operator]
         assert (op.ran, kernel.reads) == ("int8", ("u8", "s8"))
-        ours = () if avx2.why_unavailable() else ("c:product avx2",)
+        ours = () if avx2.why_unavailable() else ("c:product avx2", "c:code_product")
         assert any(name in kernel.implementation for name in ("jit", "brg", "gemm", *ours)), kernel
         assert str(kernel) in op.kernel
         assert op.share > 0
