@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nc.formats import Capabilities, DynamicCost, OpSupport
+from nc.graph.catalogue import CONVOLUTIONS
 from nc.kernels import tuning
 from nc.kernels.c_code import limit
 from nc.process import env
@@ -179,11 +180,14 @@ def capabilities(
             whose sums are exact.
     """
     narrow: set[tuple[str, str]] = set()
+    windows = [row for row in ops if row.kind in CONVOLUTIONS]  # oneDNN computes these, also dynamic ones
     if not accumulates_wide():
         narrow |= {(row.kind, dtype) for row in ops for dtype in row.activations if row.kind != "add"}
         narrow -= {(kind, "int8") for kind in halved}
+        narrow |= {(row.kind, granularity) for row in windows for granularity in row.dynamic}
     if not fbgemm_accumulates_wide():
-        narrow |= {(row.kind, granularity) for row in ops for granularity in row.dynamic} - exact
+        others = (row for row in ops if row.kind not in CONVOLUTIONS)
+        narrow |= {(row.kind, granularity) for row in others for granularity in row.dynamic} - exact
     fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
     found = Capabilities(
         backend=backend,

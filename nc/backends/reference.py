@@ -15,7 +15,7 @@ from nc.backends.base import Backend, EngineModel, EngineReport, OpRun
 from nc.backends.profiling.nodes import profile_nodes
 from nc.formats import DTYPES, Capabilities, OpSupport
 from nc.formats.rule_key import KIND_NAMES
-from nc.graph.catalogue import RECURRENT, WEIGHTED
+from nc.graph.catalogue import CONVOLUTIONS, RECURRENT, WEIGHTED
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.fx_utils import call_graph
 from nc.graph.plan import Decision
@@ -46,7 +46,7 @@ class ReferenceBackend(Backend):
                 activations=() if kind in RECURRENT else ("uint8", "int8"),
                 weights=("int8",) if kind in weighted else (),
                 fake=tuple(DTYPES) if kind in WEIGHTED else (),
-                dynamic=_DYNAMIC if kind == "linear" or kind in RECURRENT else (),
+                dynamic=_dynamic(kind),
                 projections=_DYNAMIC,
                 affine_only=kind in RECURRENT,
                 note=_NOTE,
@@ -79,6 +79,13 @@ class ReferenceBackend(Backend):
             report=report,
             profile=functools.partial(profile_nodes, graph.module, graph.module, CONVERTERS),
         )
+
+
+def _dynamic(kind: str) -> tuple[str, ...]:
+    """Granularities of ranges that are found in each call."""
+    if kind in CONVOLUTIONS:
+        return ("per_tensor",)  # rows of an image's last dimension mean nothing to a window
+    return _DYNAMIC if kind == "linear" or kind in RECURRENT else ()
 
 
 def _simulated(decision: Decision) -> str:

@@ -24,6 +24,8 @@ from nc.graph.tensor_meta import TENSORS
 WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 )
+#: Those of them with a window that is read at each place of the result.
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 #: Kinds with two activations.
 BINARY = frozenset({"matmul", "add"})
 #: Kinds that can compute in bf16 where they do not in int8: where the multiply-adds are.

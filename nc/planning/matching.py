@@ -19,6 +19,7 @@ from nc.errors import UnmatchedRuleError, UnmatchedTypeWarning
 from nc.formats import OpSupport
 from nc.formats.reasons import DecidingRule, Level
 from nc.formats.rule_key import KIND_NAMES, ParsedKey, fused_names, kind_of
+from nc.graph.catalogue import CONVOLUTIONS
 from nc.process.warn import warn
 
 #: The source of a field that no rule sets.
@@ -93,7 +94,11 @@ def matches_of(
                 found.append(Match(DecidingRule(level, rule.key.text), rule.config))
     # of several global strategies, those with a kernel for this kind of operator come first
     order = {
-        id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or has_kernel(m.config, row), i)
+        id(m): (
+            m.rule.level,
+            m.rule.level is not Level.GLOBAL or (has_kernel(m.config, row) and not only_named(m, op.kind)),
+            i,
+        )
         for i, m in enumerate(found)
     }
     return sorted(found, key=lambda m: order[id(m)], reverse=True)
@@ -102,6 +107,14 @@ def matches_of(
 def has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
     """Whether the row of a capability table has a kernel for a strategy."""
     return row is not None and row.supports(config.family)
+
+
+def only_named(match: Match, kind: str) -> bool:
+    """Whether a strategy is for operators of this kind only where a rule or the white list names them.
+
+    Ranges that are found in each call suit linears and recurrent layers; a convolution gets them on request.
+    """
+    return match.config.family == "dynamic" and kind in CONVOLUTIONS and match.rule.level is Level.GLOBAL
 
 
 def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:

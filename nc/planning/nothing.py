@@ -9,6 +9,8 @@ from nc.errors import InputError, UnsupportedError
 from nc.formats.reasons import Cause
 from nc.graph.plan import Decision, Plan
 
+#: Reasons of a strategy that has nothing for an operator, or not unasked.
+_NOT_FOR_IT = (Cause.NO_KERNEL, Cause.ONLY_NAMED)
 _OTHER_DTYPE = (Cause.NOT_FP32, Cause.WEIGHTS_NOT_FP32)
 #: Reasons that a configuration gives on purpose.
 _WISHES = (
@@ -53,13 +55,17 @@ def nothing_quantized(plan: Plan, config: AnyConfig) -> Nothing | None:
     return Nothing(
         text,
         UnsupportedError
-        if _is_dynamic(config) and any(d.stays_for(Cause.NO_KERNEL) for d in products)
+        if _is_dynamic(config) and any(map(_has_no_kernel, products))
         else None,
     )
 
 
 def _is_wish(decision: Decision) -> bool:
     return any(map(decision.stays_for, _WISHES))
+
+
+def _has_no_kernel(decision: Decision) -> bool:
+    return any(map(decision.stays_for, _NOT_FOR_IT))
 
 
 def _is_dynamic(config: AnyConfig) -> bool:
@@ -88,11 +94,11 @@ def _advice(decisions: list[Decision], config: AnyConfig) -> str:
         return "Write model.float(), and give example_inputs and calibration data in fp32."
     if all(d.stays_for(Cause.SLOW) for d in decisions):
         return "skip_slow=False quantizes them anyway."
-    if any(d.stays_for(Cause.NO_KERNEL) for d in decisions):
+    if any(map(_has_no_kernel, decisions)):
         if _is_dynamic(config):
             return (
-                "Ranges found at each call are for linears, LSTM, GRU, RNN; nc.StaticQuantConfig() "
-                "quantizes convolutions and matmuls."
+                "Ranges found at each call are for linears, LSTM, GRU, RNN, and for convolutions that a rule "
+                "names; nc.StaticQuantConfig() quantizes convolutions and matmuls."
             )
         return "nc.DynamicQuantConfig() quantizes LSTM, GRU and RNN, and nc.StaticQuantConfig() the rest."
     if any(map(_is_wish, decisions)):

@@ -37,7 +37,7 @@ from nc.graph.plan import INPUTS, OUTPUTS, Decision, Plan
 from nc.graph.recurrent import float_weights, is_projected
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
-from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged
+from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged, only_named
 
 
 def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
@@ -370,6 +370,8 @@ def _why_no_kernel(
     """
     if row is None or not has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
+    if only_named(match, op.kind):
+        return Cause.ONLY_NAMED(kind=op.kind)
     _check_dtypes(op.name, spec, row, match.rule, capabilities)
     return None
 

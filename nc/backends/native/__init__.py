@@ -29,15 +29,23 @@ _ACTIVATIONS = ("uint8", "int8")
 _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_pointwise")
 _ROWS = ("per_token", "per_tensor")
 _PLANS = "in plans of oneDNN primitives"
+_IMAGES = ("per_tensor",)
+_ON_REQUEST = f"dynamic where a rule names it; {_PLANS}"
 _TRANSPOSED = f"groups=1 per channel, else per tensor; {_PLANS}"
 
 OPS = (
     OpSupport(
         kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")
     ),
-    OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
-    OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
-    OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(
+        kind="conv1d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST
+    ),
+    OpSupport(
+        kind="conv2d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST
+    ),
+    OpSupport(
+        kind="conv3d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST
+    ),
     OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),

@@ -438,6 +438,30 @@ _ROWS = (
     FunctionRow(
         "steps",
         Structure(
+            "round_images",
+            "Images of fp32 to uint8 with channels last, and the scale and the zero point of all.",
+            (
+                *(Field("images"), Field("channels"), Field("pixels")),
+                Field("channels_last", "whether x lies so; else pixels lie next to each other"),
+                *(Field("symmetric", "whether the zero point is 128"), Field("threads")),
+            ),
+        ),
+        least=4,
+        most=4,
+    ),
+    FunctionRow(
+        "steps",
+        Structure(
+            "spoil",
+            "Fill y, fp32, with what is no number where the scale of what it was computed from is none.",
+            (Field("elements"),),
+        ),
+        least=2,
+        most=2,
+    ),
+    FunctionRow(
+        "steps",
+        Structure(
             "attention",
             "Attention of one query per head. Strides are in elements.",
             (

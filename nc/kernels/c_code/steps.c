@@ -626,5 +626,159 @@ int nc_image(const struct nc_image *how, void *unused, int count, char *const *t
     return OK;
 }
 
+/* ---- images whose range is found in each call ---- */
+
+#define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
+/* Distance of a quotient from half a code below which its rounding is not sure. */
+#define SURE 0.4999f
+
+/* The least and the largest of some numbers and 0; both are no number where one of them is none. */
+struct range {
+    float least, most;
+};
+
+struct rounding {
+    const struct nc_round_images *how;
+    const float *x;
+    uint8_t *y;
+    struct range *ranges; /* of each part */
+    float scale;
+    int32_t zero_point;
+};
+
+INLINE struct range any_range_of(const float *x, int64_t n)
+{
+    float low[32] = {0}, high[32] = {0};
+    int unknown[32] = {0};
+    struct range all = {0, 0};
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+        for (int64_t j = 0; j < 32; j++) {
+            low[j] = x[i + j] < low[j] ? x[i + j] : low[j];
+            high[j] = x[i + j] > high[j] ? x[i + j] : high[j];
+            unknown[j] |= x[i + j] != x[i + j];
+        }
+    for (; i < n; i++) {
+        low[0] = x[i] < low[0] ? x[i] : low[0];
+        high[0] = x[i] > high[0] ? x[i] : high[0];
+        unknown[0] |= x[i] != x[i];
+    }
+    for (int64_t j = 0; j < 32; j++) {
+        if (unknown[j])
+            return (struct range){NAN, NAN};
+        all.least = low[j] < all.least ? low[j] : all.least;
+        all.most = high[j] > all.most ? high[j] : all.most;
+    }
+    return all;
+}
+FOR_EACH_CPU(struct range, range_of, (const float *x, int64_t n), (x, n))
+
+static void measure_part(void *data, int64_t part, int64_t parts)
+{
+    const struct rounding *r = data;
+    const int64_t n = r->how->images * r->how->channels * r->how->pixels, begin = n * part / parts;
+    r->ranges[part] = range_of(r->x + begin, n * (part + 1) / parts - begin);
+}
+
+/* Scale and zero point of all parts. With an infinite number, or with what is none, the scale is no number. */
+static void choose(struct rounding *r, int64_t parts)
+{
+    double least = 0, most = 0;
+    for (int64_t part = 0; part < parts; part++) {
+        least = !(r->ranges[part].least >= least) ? r->ranges[part].least : least;
+        most = !(r->ranges[part].most <= most) ? r->ranges[part].most : most;
+        if (least != least)
+            break;
+    }
+    const double amax = -least > most ? -least : most;
+    double step = r->how->symmetric ? amax / 127 : (most - least) / 255, zero = r->how->symmetric ? 128 : 0;
+    if (amax < TINY_AMAX)
+        step = 1;
+    else if (!r->how->symmetric && isfinite(step))
+        zero = fmin(fmax(-rint(least / step), 0), 255);
+    r->scale = isfinite(amax) ? (float)step : NAN;
+    r->zero_point = (int32_t)zero;
+}
+
+/* Codes of n numbers: round(x / scale) + zero point. x * inverse is x / scale but for some units of the last
+ * place, which matter only near half a code: there it is divided. */
+INLINE void any_encode(const struct rounding *r, const float *restrict x, uint8_t *restrict y, int64_t n)
+{
+    const float scale = r->scale, inverse = 1 / scale, zero_point = (float)r->zero_point;
+    float whole[64];
+    for (int64_t start = 0; start < n; start += 64) {
+        const int64_t part = n - start < 64 ? n - start : 64;
+        int unsure = 0;
+        for (int64_t i = 0; i < part; i++) {
+            const float value = x[start + i] * inverse;
+            whole[i] = rintf(value);
+            unsure |= !(fabsf(value - whole[i]) < SURE);
+        }
+        for (int64_t i = 0; unsure && i < part; i++)
+            whole[i] = rintf(x[start + i] / scale);
+        for (int64_t i = 0; i < part; i++) {
+            float code = whole[i] + zero_point;
+            code = code > 0 ? code : 0; /* also where it is not a number */
+            y[start + i] = (uint8_t)(int)(code < 255 ? code : 255);
+        }
+    }
+}
+FOR_EACH_CPU(void, encode, (const struct rounding *r, const float *restrict x, uint8_t *restrict y, int64_t n),
+    (r, x, y, n))
+
+static void encode_flat(void *data, int64_t part, int64_t parts)
+{
+    const struct rounding *r = data;
+    const int64_t n = r->how->images * r->how->channels * r->how->pixels, begin = n * part / parts;
+    encode(r, r->x + begin, r->y + begin, n * (part + 1) / parts - begin);
+}
+
+/* Codes of images whose pixels lie next to each other, with the channels next to each other. */
+static void encode_turned(void *data, int64_t part, int64_t parts)
+{
+    const struct rounding *r = data;
+    const int64_t pixels = r->how->pixels, channels = r->how->channels, each = (pixels + PIXELS - 1) / PIXELS,
+        units = r->how->images * each;
+    for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; unit++) {
+        const int64_t image = unit / each, start = unit % each * PIXELS;
+        const int64_t n = pixels - start < PIXELS ? pixels - start : PIXELS;
+        uint8_t *y = r->y + (image * pixels + start) * channels, codes[PIXELS];
+        for (int64_t c = 0; c < channels; c++) {
+            encode(r, r->x + (image * channels + c) * pixels + start, codes, n);
+            for (int64_t i = 0; i < n; i++)
+                y[i * channels + c] = codes[i];
+        }
+    }
+}
+
+/* tensors: y; scale (fp32) and zero point (int32), one behind the other; x; memory for a range of each thread */
+int nc_round_images(const struct nc_round_images *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_round_images);
+    EXPECT(how->images >= 0 && how->channels >= 0 && how->pixels >= 0 && how->threads > 0, OTHER_SIZE);
+    struct rounding r = {.how = how, .y = (uint8_t *)tensors[0], .x = (const float *)tensors[2],
+        .ranges = (struct range *)tensors[3]};
+    const int64_t worth = 1 + how->images * how->channels * how->pixels / 16384,
+        parts = worth < how->threads && gomp_parallel ? worth : gomp_parallel ? how->threads : 1;
+    in_parts(measure_part, &r, parts, how->threads);
+    choose(&r, parts);
+    memcpy(tensors[1], &r.scale, 4);
+    memcpy(tensors[1] + 4, &r.zero_point, 4);
+    in_parts(how->channels_last ? encode_flat : encode_turned, &r, parts, how->threads);
+    return OK;
+}
+
+/* tensors: y, scale */
+int nc_spoil(const struct nc_spoil *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_spoil);
+    EXPECT(how->elements >= 0, OTHER_SIZE);
+    float scale;
+    memcpy(&scale, tensors[1], 4);
+    for (int64_t i = 0; scale != scale && i < how->elements; i++)
+        ((float *)tensors[0])[i] = NAN;
+    return OK;
+}
+
 /* Each function has code for any CPU besides. */
 int64_t nc_isas(void) { return CLONES; }
