@@ -56,7 +56,7 @@ def replace_dynamic(module: fx.GraphModule) -> None:
     for node in [n for n in module.graph.nodes if _is_dynamic(n)]:
         with module.graph.inserting_before(node):
             if node.target is quantize_dequantize_dynamic:
-                if not _finds_range_itself(node):
+                if not _finds_range_itself(node) and any(map(_is_dynamic, node.users)):
                     rows[node] = _rows(functools.partial(call_function, module.graph), node)
                 continue
             if _is_layer_of_torch(node):
@@ -73,8 +73,15 @@ def replace_dynamic(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def why_not_dynamic(node: fx.Node) -> str:
-    """Why `replace_dynamic` left an operator alone that finds its ranges in each call; "" for other nodes."""
+def why_not_dynamic(node: fx.Node, *, besides: Collection[str] = ()) -> str:
+    """Why `replace_dynamic` left an operator alone that finds its ranges in each call; "" for other nodes.
+
+    Args:
+        node: the operator.
+        besides: kinds of operators that get kernels elsewhere.
+    """
+    if kind_of_node(node) in besides:
+        return ""
     source = first_input(node)
     per_tensor = node.target in _RECURRENT and not Recurrent.of(node).per_token
     dynamic = per_tensor or (source is not None and source.target is quantize_dequantize_dynamic)

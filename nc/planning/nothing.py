@@ -54,9 +54,7 @@ def nothing_quantized(plan: Plan, config: AnyConfig) -> Nothing | None:
         return Nothing(text, InputError)
     return Nothing(
         text,
-        UnsupportedError
-        if _is_dynamic(config) and any(map(_has_no_kernel, products))
-        else None,
+        UnsupportedError if _is_dynamic(config) and any(map(_has_no_kernel, products)) else None,
     )
 
 

@@ -79,7 +79,8 @@ def test_a_model_in_another_dtype_is_refused_with_what_to_write(dtype, config):
 
 def test_a_model_for_which_there_is_no_kernel_is_refused():
     with pytest.raises(
-        nc.errors.UnsupportedError, match=r"for a conv2d only where a rule names it.*nc\.StaticQuantConfig\(\)"
+        nc.errors.UnsupportedError,
+        match=r"for a conv2d only where a rule names it.*nc\.StaticQuantConfig\(\)",
     ):
         quantized(convolutions(), nc.DynamicQuantConfig(), IMAGE)
     with pytest.warns(nc.NCWarning, match="for a conv2d only where a rule names it"):

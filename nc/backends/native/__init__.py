@@ -37,15 +37,9 @@ OPS = (
     OpSupport(
         kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")
     ),
-    OpSupport(
-        kind="conv1d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST
-    ),
-    OpSupport(
-        kind="conv2d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST
-    ),
-    OpSupport(
-        kind="conv3d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST
-    ),
+    OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST),
+    OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST),
+    OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",), dynamic=_IMAGES, note=_ON_REQUEST),
     OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),

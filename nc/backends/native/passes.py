@@ -19,6 +19,7 @@ from nc.backends.native.merge import merge
 from nc.backends.native.operators import norm, rotary, row_linear
 from nc.backends.native.operators.bf16_attention import replace_bf16_attention
 from nc.backends.native.operators.bf16_linear import replace_bf16_linears
+from nc.backends.native.operators.dynamic_convolution import fuse_dynamic, why_not_dynamic_convolution
 from nc.backends.native.operators.mask import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.operators.row_chain import chain_rows
@@ -29,6 +30,7 @@ from nc.backends.passes import Pass
 from nc.backends.rewrites.attention import recompose
 from nc.backends.rewrites.codes import hoist, unsigned
 from nc.backends.torchscript import explicit_clamps
+from nc.graph.catalogue import CONVOLUTIONS
 from nc.graph.fx_utils import drop_unused, inline
 
 
@@ -40,8 +42,8 @@ def kernels(
     Args:
         example: flat inputs, whose sizes a program's weights are laid out for.
         program: for AOTInductor, which compiles low-bit operators by itself.
-        products: also products of two activations, transposed convolutions and rotary embeddings, for which
-            plans have kernels and torch has not.
+        products: also products of two activations, transposed and dynamic convolutions and rotary embeddings,
+            for which plans have kernels and torch has not.
     """
     right_sides = (Pass("signed_codes", signed, why_not_product, "int8"),) if products else ()
     own = (
@@ -49,12 +51,14 @@ def kernels(
             Pass("rotary", rotary.recompose_rotary, rotary.why_not_rotary, rotary.NAME),
             Pass("products", fuse_products),
             Pass("transposed", fuse_transposed, why_not_transposed, "int8"),
+            Pass("dynamic_convolutions", fuse_dynamic, why_not_dynamic_convolution, "int8"),
         )
         if products
         else ()
     )
     # asked why not in each graph: where none of its linears is taken, no plan may run it
     replace_rows = row_linear.replace_row_linears if products else lambda _: None
+    why_not_torch = functools.partial(why_not_dynamic, besides=CONVOLUTIONS if products else ())
     shapes, low_bit = (
         Pass("shapes", functools.partial(note_shapes, example=example)),
         Pass("low_bit_kernels", functools.partial(replace_low_bit, backend="native")),
@@ -65,7 +69,7 @@ def kernels(
         shapes if program else low_bit,
         Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),
         Pass("row_linears", replace_rows, row_linear.why_not_row_linear, row_linear.NAME),
-        Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
+        Pass("dynamic_kernels", replace_dynamic, why_not_torch, "int8"),
         *(
             (Pass("bf16_attention", replace_bf16_attention), Pass("bf16_linears", replace_bf16_linears))
             if products

@@ -16,14 +16,15 @@ from nc.graph.views import Binary, Quantize, options
 from nc.ops import dequantize_per_tensor, quantize_per_tensor, to_bf16
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
-_TRANSPOSED = frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"})
+#: Activations behind convolutions that plans alone have kernels for.
+IN_PLANS = frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"})
 #: Activations that a kernel computes on its way out.
 ACTIVATIONS = {
     "linear": frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"}),
     "conv1d": frozenset({"relu"}),
     "conv2d": frozenset({"relu", "swish", "hardtanh", "hardswish"}),
     "conv3d": frozenset(),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _TRANSPOSED),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), IN_PLANS),
 }
 
 
@@ -65,18 +66,24 @@ class Region:
     limits: tuple[int, int] | None = None
 
 
-def region_of(anchor: fx.Node) -> Region:
-    """Return the longest region that a kernel can compute from this operator on."""
+def region_of(anchor: fx.Node, *, planned: bool = False) -> Region:
+    """Return the longest region that a kernel can compute from this operator on.
+
+    Args:
+        anchor: the linear or convolution.
+        planned: the kernel is a convolution that plans alone have. It knows more activations than torch's
+            operators do, and adds fp32 whatever it gives.
+    """
     kind = kind_of_node(anchor) or ""
-    known = ACTIVATIONS[kind]
+    known = IN_PLANS if planned else ACTIVATIONS[kind]
     nodes = [anchor]
     other: fx.Node | None = None
     user = only_user(anchor)
-    if user is not None and is_sum(user, anchor) and kind in ("linear", "conv2d"):
+    if user is not None and is_sum(user, anchor) and (planned or kind in ("linear", "conv2d")):
         left, right = Binary.of(user).sides
         other = right if left is anchor else left
         nodes.append(user)
-        known = frozenset({"relu"})
+        known = known if planned else frozenset({"relu"})
     activation = Activation()
     user = only_user(nodes[-1])
     found = activation_of(user) if user is not None else None
@@ -90,7 +97,7 @@ def region_of(anchor: fx.Node) -> Region:
         activation = Activation(
             "hardtanh", tuple((limit - narrow.numbers[1]) * narrow.numbers[0] for limit in limits)
         )
-    if other is not None and codes is not None and not _adds_codes(other, codes[2]):
+    if other is not None and codes is not None and not planned and not _adds_codes(other, codes[2]):
         codes = None
     bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
     return Region(anchor, other, activation, tuple(nodes), codes, bf16, limits)

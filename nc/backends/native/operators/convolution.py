@@ -11,12 +11,22 @@ from torch import fx
 from nc.backends.native.operators import avx2
 from nc.backends.native.plans.code_products import Product, multiply
 from nc.backends.native.plans.layouts import channels_last, is_channels_last
-from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
+from nc.backends.native.plans.operands import Later, PlanTensor, WeightToPack, check_sizes
 from nc.backends.native.plans.products import bias_of, codes_of, output_sizes, post_ops_of, product_attributes
 from nc.backends.native.plans.readers import PADS
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, need
-from nc.kernels.onednn.descriptions import BIAS, DST, SRC, WEIGHTS, Desc, Geometry, Sum, channels_last_strides
+from nc.kernels.onednn.descriptions import (
+    BIAS,
+    DST,
+    SRC,
+    WEIGHTS,
+    Attributes,
+    Desc,
+    Geometry,
+    Sum,
+    channels_last_strides,
+)
 from nc.kernels.onednn.primitives import Layout, Primitive
 from nc.kernels.onednn.trials import Convolution
 
@@ -32,25 +42,9 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         bias_of(recorder, a["bias"]),
     )
     post = post_ops_of(a, "attr", "unary_attr")
-    dims = weight.tensor.dim() - 2
     need(x.tensor.dim() == weight.tensor.dim(), "its input has no batch dimension")
     x = channels_last(recorder, x, node)
-    pads = _each(a["padding"], dims)
-    geometry = Geometry(
-        _each(a["stride"], dims),
-        tuple(p + q for p, q in zip(pads, before or [0] * dims, strict=True)),
-        tuple(p + q for p, q in zip(pads, after or [0] * dims, strict=True)),
-        _each(a["dilation"], dims),
-        window=tuple(weight.tensor.shape[2:]),
-        channels=weight.tensor.shape[1],
-    )
-    sizes = (
-        x.tensor.shape[0],
-        weight.tensor.shape[0],
-        *output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry),
-    )
-    fit = x.tensor.shape[1] == weight.tensor.shape[1] * a["groups"] and min(sizes[2:]) > 0
-    check_sizes(fit, node, x.tensor.shape, weight.tensor.shape)
+    geometry, sizes = window_of(node, x, weight, a, before, after)
     dtype = a["output_dtype"] or torch.uint8
     accumulator = recorder.optional(a.get("qaccum"))
     if accumulator is not None:
@@ -78,27 +72,94 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         return result
 
     def by_onednn() -> PlanTensor:
-        shape = (
-            (groups, weight.tensor.shape[0] // groups, *weight.tensor.shape[1:])
-            if groups > 1
-            else tuple(weight.tensor.shape)
-        )
-        tensors: dict[int, Any] = {SRC: x, DST: result}
-        attributes = product_attributes(a, tensors, scales, 3 if groups > 1 else 1, dtype, post)
-        bias_desc = None if bias is None else Desc.dense((weight.tensor.shape[0],), torch.float32)
-        if bias is not None:
-            tensors[BIAS] = bias
-
-        def make(weights: Desc | Layout) -> Primitive:
-            return recorder.convolution(
-                Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node
-            )
-
-        primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc.dense(shape, torch.int8))
-        recorder.call(primitive, tensors, node)
-        return result
+        tensors: dict[int, Any] = {}
+        attributes = product_attributes(a, tensors, scales, mask_of(groups), dtype, post)
+        return call_onednn(recorder, node, product, geometry, attributes, tensors)
 
     return recorder.first_possible({"C": in_rows_of_codes, "AVX2": by_avx2, "oneDNN": by_onednn})
+
+
+def mask_of(groups: int) -> int:
+    """Return the mask of scales of a weight that has one for each output."""
+    return 3 if groups > 1 else 1
+
+
+def window_of(
+    node: fx.Node,
+    x: PlanTensor,
+    weight: WeightToPack,
+    a: Mapping[str, Any],
+    before: Sequence[int] | None = None,
+    after: Sequence[int] | None = None,
+) -> tuple[Geometry, tuple[int, ...]]:
+    """Return how the window of a convolution moves, and the sizes of its result.
+
+    Args:
+        node: of the graph, for messages.
+        x: [N, C, ...].
+        weight: [out, C / groups, ...].
+        a: arguments of the node: "stride", "padding", "dilation" and "groups".
+        before: more pads in front of the first element; None: no more.
+        after: likewise behind the last one.
+    """
+    dims = weight.tensor.dim() - 2
+    pads = _each(a["padding"], dims)
+    geometry = Geometry(
+        _each(a["stride"], dims),
+        tuple(p + q for p, q in zip(pads, before or [0] * dims, strict=True)),
+        tuple(p + q for p, q in zip(pads, after or [0] * dims, strict=True)),
+        _each(a["dilation"], dims),
+        window=tuple(weight.tensor.shape[2:]),
+        channels=weight.tensor.shape[1],
+    )
+    sizes = (
+        x.tensor.shape[0],
+        weight.tensor.shape[0],
+        *output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry),
+    )
+    fit = x.tensor.shape[1] == weight.tensor.shape[1] * a["groups"] and min(sizes[2:]) > 0
+    check_sizes(fit, node, x.tensor.shape, weight.tensor.shape)
+    return geometry, sizes
+
+
+def call_onednn(
+    recorder: Recorder,
+    node: fx.Node,
+    product: avx2.Product,
+    geometry: Geometry,
+    attributes: Attributes,
+    tensors: Mapping[int, Any],
+) -> PlanTensor:
+    """Append a convolution by oneDNN; return its result.
+
+    Args:
+        recorder: of the plan.
+        node: of the graph.
+        product: what it computes.
+        geometry: how its window moves.
+        attributes: scales, zero points and what follows.
+        tensors: what the attributes name.
+    """
+    x, result, weight, bias, groups = (
+        product.x,
+        product.result,
+        product.weight,
+        product.bias,
+        product.groups,
+    )
+    outputs, *rest = weight.tensor.shape
+    shape = (groups, outputs // groups, *rest) if groups > 1 else (outputs, *rest)
+    bias_desc = None if bias is None else Desc.dense((outputs,), torch.float32)
+    given = {SRC: x, DST: result, **tensors, **({} if bias is None else {BIAS: bias})}
+
+    def make(weights: Desc | Layout) -> Primitive:
+        return recorder.convolution(
+            Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node
+        )
+
+    primitive, given[WEIGHTS] = recorder.packed(make, weight, Desc.dense(shape, torch.int8))
+    recorder.call(primitive, given, node)
+    return result
 
 
 def _unpadded(
