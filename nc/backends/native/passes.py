@@ -19,7 +19,11 @@ from nc.backends.native.merge import merge
 from nc.backends.native.operators import norm, rotary, row_linear
 from nc.backends.native.operators.bf16_attention import replace_bf16_attention
 from nc.backends.native.operators.bf16_linear import replace_bf16_linears
-from nc.backends.native.operators.dynamic_convolution import fuse_dynamic, why_not_dynamic_convolution
+from nc.backends.native.operators.dynamic_convolution import (
+    fuse_rounded,
+    round_inputs,
+    why_not_dynamic_convolution,
+)
 from nc.backends.native.operators.mask import restore_masks
 from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.operators.row_chain import chain_rows
@@ -51,11 +55,11 @@ def kernels(
             Pass("rotary", rotary.recompose_rotary, rotary.why_not_rotary, rotary.NAME),
             Pass("products", fuse_products),
             Pass("transposed", fuse_transposed, why_not_transposed, "int8"),
-            Pass("dynamic_convolutions", fuse_dynamic, why_not_dynamic_convolution, "int8"),
         )
         if products
         else ()
     )
+    rounded = (Pass("rounded_images", round_inputs, why_not_dynamic_convolution, "int8"),) if products else ()
     # asked why not in each graph: where none of its linears is taken, no plan may run it
     replace_rows = row_linear.replace_row_linears if products else lambda _: None
     why_not_torch = functools.partial(why_not_dynamic, besides=CONVOLUTIONS if products else ())
@@ -87,8 +91,10 @@ def kernels(
         Pass("bf16_round_trips", drop_round_trips),
         Pass("merged_linears", merge),
         *own,
+        *rounded,
         Pass("static_kernels", fuse, why_not_int8, "int8"),
         *((Pass("row_chains", chain_rows),) if products else ()),
+        *((Pass("dynamic_convolutions", fuse_rounded),) if products else ()),
     )
 
 

@@ -71,8 +71,8 @@ def region_of(anchor: fx.Node, *, planned: bool = False) -> Region:
 
     Args:
         anchor: the linear or convolution.
-        planned: the kernel is a convolution that plans alone have. It knows more activations than torch's
-            operators do, and adds fp32 whatever it gives.
+        planned: the kernel is a convolution that plans alone have, which knows more activations and sums than
+            torch's operators do.
     """
     kind = kind_of_node(anchor) or ""
     known = IN_PLANS if planned else ACTIVATIONS[kind]
@@ -97,7 +97,7 @@ def region_of(anchor: fx.Node, *, planned: bool = False) -> Region:
         activation = Activation(
             "hardtanh", tuple((limit - narrow.numbers[1]) * narrow.numbers[0] for limit in limits)
         )
-    if other is not None and codes is not None and not planned and not _adds_codes(other, codes[2]):
+    if other is not None and codes is not None and not _adds_codes(other, codes[2]):
         codes = None
     bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
     return Region(anchor, other, activation, tuple(nodes), codes, bf16, limits)

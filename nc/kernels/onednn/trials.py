@@ -20,11 +20,9 @@ from nc.errors import BackendError
 from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
-    POST_OP,
     SCALES,
     SCRATCHPAD,
     SRC,
-    SRC_1,
     WEIGHTS,
     ZERO_POINTS,
     Attributes,
@@ -127,8 +125,8 @@ def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
     values, 16 places). Thousands of random convolutions by other kernels were right. ResNet-50 has one kernel
     to try, BERT none.
     """
-    if primitive.is_reference:
-        return False
+    if primitive.is_reference or any(isinstance(each, BinaryOp) for each in wanted.attributes.post_ops):
+        return False  # no convolution of a plan has a binary operation behind it
     return wanted.geometry.transposed or ("amx" in primitive.kernel and fills_tiles_in_part(wanted))
 
 
@@ -237,9 +235,6 @@ def _numbers(wanted: Convolution) -> dict[int, torch.Tensor]:
     result |= (
         {BIAS: torch.arange(outputs, dtype=torch.float32) % 5 / 4 - 0.5} if wanted.bias is not None else {}
     )
-    for place, each in enumerate(wanted.attributes.post_ops, 1):
-        if isinstance(each, BinaryOp):
-            result[POST_OP * place | SRC_1] = _noise(each.other, -1, 1)
     for argument, zero in ((SRC, _SOURCE_ZERO), (DST, _RESULT_ZERO)):
         if argument in wanted.attributes.zero_points:
             result[ZERO_POINTS | argument] = torch.tensor([zero], dtype=torch.int32)
@@ -296,10 +291,8 @@ def _values(
     shape = -1, *[1] * len(grid)
     values = sums * (numbers[SCALES | SRC].double() * numbers[SCALES | WEIGHTS].double()).view(shape)
     values = values + numbers[BIAS].double().view(shape) if BIAS in numbers else values
-    for place, each in enumerate(wanted.attributes.post_ops, 1):
-        if isinstance(each, BinaryOp):  # plans add only
-            values = values + _at(numbers[POST_OP * place | SRC_1], grid).double()
-        elif isinstance(each, Sum):
+    for each in wanted.attributes.post_ops:
+        if isinstance(each, Sum):
             values = values + (_at(before, grid).double() - each.zero_point) * each.scale
         elif isinstance(each, Eltwise):
             values = FUNCTIONS[each.name](values, each)

@@ -17,35 +17,42 @@ import torch
 from torch import fx
 
 from nc.backends.dynamic import DYNAMIC_KERNEL
-from nc.backends.native.fuse import constant, put, weight_of
+from nc.backends.native.fuse import constant, is_kernel, put, weight_of
 from nc.backends.native.grouped import join, joined
 from nc.backends.native.operators import avx2
 from nc.backends.native.operators.convolution import call_onednn, mask_of, window_of
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
-from nc.backends.native.plans.layouts import channels_last, is_channels_last
+from nc.backends.native.plans.layouts import channels_last, copy, is_channels_last
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import bias_of, codes_of, post_ops_of, with_qparams
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, need, why_refused
-from nc.backends.native.regions import activation_of, region_of
+from nc.backends.native.regions import Region, activation_of, region_of
 from nc.backends.native.torch_library import define, prepack
 from nc.errors import BackendError
-from nc.graph.catalogue import CONVOLUTIONS, MOVES, POOLS, climb, kind_of_node, op_name, works_in_place
+from nc.graph.catalogue import (
+    CONVOLUTIONS,
+    MOVES,
+    POOLS,
+    climb,
+    kind_of_node,
+    op_name,
+    schema_arguments,
+    works_in_place,
+)
 from nc.graph.fx_utils import call_function, constant_value, give_values_of, note_value_of
-from nc.graph.views import Conv, Dequantize, DynamicQDQ
+from nc.graph.views import Conv, Dequantize, DynamicQDQ, set_argument
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import (
     DST,
-    POST_OP,
     SCALES,
     SRC,
-    SRC_1,
     WEIGHTS,
     ZERO_POINTS,
     Attributes,
-    BinaryOp,
     PostOp,
+    Sum,
     channels_last_strides,
 )
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
@@ -58,11 +65,14 @@ _QPARAMS = 8
 
 @functools.cache
 def rounded_images() -> torch._ops.OpOverload:
-    """Return what rounds images; only `dynamic_convolution` can read the result, of the shape of `x`."""
+    """Return what rounds images; only `dynamic_convolution` can read the result, of the shape of `x`.
+
+    `zero_point`: they may have one other than 0.
+    """
     return define(
-        "rounded_images(Tensor x, bool symmetric) -> Tensor",
+        "rounded_images(Tensor x, bool symmetric, bool zero_point) -> Tensor",
         _only_in_plans,
-        lambda x, _: torch.empty_like(x, dtype=torch.uint8),
+        lambda x, *_: torch.empty_like(x, dtype=torch.uint8),
     )
 
 
@@ -70,12 +80,14 @@ def rounded_images() -> torch._ops.OpOverload:
 def dynamic_convolution() -> torch._ops.OpOverload:
     """Return the convolution of rounded images: `activation(convolution + bias + other)`, fp32 or codes.
 
-    `zero_point`: rounded images may have one. `weight` is packed as for oneDNN's linears.
+    `zero_point`: see `rounded_images`. `weight` is packed as for oneDNN's linears. `other` has the dtype of
+    the result, which is written there with `in_place`.
     """
     return define(
         "dynamic_convolution(Tensor images, bool zero_point, Tensor weight, Tensor w_scale, Tensor? bias, "
-        "Tensor? other, int[] stride, int[] padding, int[] dilation, int groups, float output_scale, int "
-        "output_zero_point, ScalarType output_dtype, str attr, float[] scalars, str algorithm) -> Tensor",
+        "Tensor? other, float other_scale, int other_zero_point, bool in_place, int[] stride, int[] padding, "
+        "int[] dilation, int groups, float output_scale, int output_zero_point, ScalarType output_dtype, "
+        "str attr, float[] scalars, str algorithm) -> Tensor",
         _only_in_plans,
         _only_in_plans,
     )
@@ -89,27 +101,36 @@ def _only_in_plans(*_: Any) -> torch.Tensor:
 # ---- how it is found in a graph ----
 
 
-def fuse_dynamic(module: fx.GraphModule) -> None:
-    """Replace every convolution whose input has a range that is found in each call."""
-    found = [
-        node for node in module.graph.nodes if _is_dynamic(node) and not why_not_dynamic_convolution(node)
-    ]
-    signed = {node: _may_be_negative(DynamicQDQ.of(Conv.of(node).input).input) for node in found}
+def round_inputs(module: fx.GraphModule) -> None:
+    """Let convolutions read rounded images where they read what has a range that is found in each call."""
     rounded: dict[fx.Node, fx.Node] = {}
-    for node in found:
+    for node in [n for n in module.graph.nodes if _is_dynamic(n) and not why_not_dynamic_convolution(n)]:
         ranges = Conv.of(node).input
         if ranges not in rounded:
             rounded[ranges] = _rounded(module, ranges)
-        view = DynamicQDQ.of(ranges)
-        _replace(module, node, rounded[ranges], zero_point=view.symmetric or signed[node])
-    ours = (quantize_dequantize_dynamic, dequantize_per_channel, dequantize_per_tensor)
+        set_argument(node, "input", rounded[ranges])
+    _drop_unused(module, quantize_dequantize_dynamic)
+
+
+def fuse_rounded(module: fx.GraphModule) -> None:
+    """Replace every convolution of rounded images, and what follows it, by one call.
+
+    It comes behind all other kernels: what it adds may be overwritten where only kernels in front read it.
+    """
+    for node in list(module.graph.nodes):
+        if kind_of_node(node) in CONVOLUTIONS and Conv.of(node).input.target is rounded_images():
+            _replace(module, node)
+    _drop_unused(module, dequantize_per_channel, dequantize_per_tensor)
+
+
+def _drop_unused(module: fx.GraphModule, *targets: object) -> None:
     for node in reversed(module.graph.nodes):
-        if not node.users and node.target in ours:
+        if not node.users and node.target in targets:
             module.graph.erase_node(node)
 
 
 def why_not_dynamic_convolution(node: fx.Node) -> str:
-    """Why `fuse_dynamic` leaves a convolution in fp32; "" where it does not, and for other operators."""
+    """Why `round_inputs` leaves a convolution in fp32; "" where it does not, and for other operators."""
     return why_refused(_check, node) if _is_dynamic(node) else ""
 
 
@@ -164,13 +185,14 @@ def _rounded(module: fx.GraphModule, ranges: fx.Node) -> fx.Node:
     """Return what rounds the input of dynamic convolutions."""
     view = DynamicQDQ.of(ranges)
     with module.graph.inserting_before(ranges):
-        codes = call_function(module.graph, rounded_images(), (view.input, view.symmetric))
+        zero_point = view.symmetric or _may_be_negative(view.input)
+        codes = call_function(module.graph, rounded_images(), (view.input, view.symmetric, zero_point))
     note_value_of(codes, view.input)
     give_values_of(codes)
     return codes
 
 
-def _replace(module: fx.GraphModule, node: fx.Node, images: fx.Node, *, zero_point: bool) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node) -> None:
     region, conv = region_of(node, planned=True), Conv.of(node)
     codes, scales = weight_of(module, conv.weight)
     stride, padding, dilation = conv.sizes(codes.dim() - 2)
@@ -182,12 +204,12 @@ def _replace(module: fx.GraphModule, node: fx.Node, images: fx.Node, *, zero_poi
             weight = constant(module, f"{node.name}_joined", join(codes, groups, together))
             groups //= together
         arguments = (
-            images,
-            zero_point,
+            conv.input,
+            schema_arguments(conv.input)["zero_point"],
             call_function(module.graph, prepack("linear"), (weight, None)),
             constant(module, f"{node.name}_scales", scales.float()),
             conv.bias,
-            region.other,
+            *_added(region),
             stride,
             padding,
             dilation,
@@ -200,6 +222,33 @@ def _replace(module: fx.GraphModule, node: fx.Node, images: fx.Node, *, zero_poi
         call = call_function(module.graph, dynamic_convolution(), arguments)
     put(module, call, region.nodes, converted=region.codes is not None)
     call.meta[DYNAMIC_KERNEL] = True
+
+
+def _added(region: Region) -> tuple[fx.Node | None, float, int, bool]:
+    """Return what a region adds, its scale and zero point, and whether the result may overwrite it."""
+    side = region.other
+    if side is None:
+        return None, 1.0, 0, False
+    if region.codes is None:
+        return side, 1.0, 0, _is_free(side, region)
+    view = Dequantize.of(side)
+    return view.codes, *view.numbers, len(side.users) == 1 and _is_free(view.codes, region)
+
+
+def _is_free(value: fx.Node, region: Region) -> bool:
+    """Whether nothing needs a tensor once a region has run.
+
+    A kernel made it, and only kernels in front of the region's end read it.
+    """
+    own = set(region.nodes) | {region.other}
+    others = [user for user in value.users if user not in own and user.users]
+    reads_at_once = all(_is_kernel(user) or user.target is rounded_images() for user in others)
+    return _is_kernel(value) and reads_at_once and all(user < region.nodes[-1] for user in others)
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether a node calls a kernel that writes memory of its own."""
+    return is_kernel(node) or node.target is dynamic_convolution()
 
 
 # ---- how plans compute it ----
@@ -249,7 +298,6 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     need(x.tensor.dtype is torch.uint8 and x.root is not None, "its input is not rounded")
     geometry, sizes = window_of(node, x, weight, a)
     dtype, groups = a["output_dtype"], a["groups"]
-    result = recorder.new(sizes, channels_last_strides(sizes), dtype)
     scale, zero_point = _qparams(x)
     tensors: dict[int, Any] = {
         SCALES | SRC: scale,
@@ -257,12 +305,8 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     }
     post: tuple[PostOp, ...] = post_ops_of(a, "attr")
     spoils = bool(post) and dtype is torch.float32  # maxima and minima make numbers of what is none
-    other = recorder.optional(a["other"])
-    if other is not None:
-        check_sizes(tuple(other.tensor.shape) == sizes, node, other.tensor.shape, sizes)
-        other = channels_last(recorder, other, node)
-        post = (BinaryOp("add", other.desc.plain(channels_last=True)), *post)
-        tensors[POST_OP | SRC_1] = other
+    result, sums = _result(recorder, node, a, sizes)
+    post = (*sums, *post)
     masks = {SRC: 0, WEIGHTS: mask_of(groups) if scales.numel() > 1 else 0}
     attributes = Attributes(masks, {}, post)
     if a["zero_point"]:
@@ -278,7 +322,24 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     return result
 
 
+def _result(
+    recorder: Recorder, node: fx.Node, a: Mapping[str, Any], sizes: tuple[int, ...]
+) -> tuple[PlanTensor, tuple[Sum, ...]]:
+    """Return memory for the result, which holds what is added, and how that is added."""
+    other, dtype = recorder.optional(a["other"]), a["output_dtype"]
+    if other is None:
+        return recorder.new(sizes, channels_last_strides(sizes), dtype), ()
+    check_sizes(tuple(other.tensor.shape) == sizes, node, other.tensor.shape, sizes)
+    need(other.tensor.dtype is dtype, f"it adds {other.tensor.dtype} to {dtype}")
+    sums = (Sum(),) if dtype is torch.float32 else (Sum(a["other_scale"], a["other_zero_point"], dtype),)
+    if a["in_place"] and other.root is not None and is_channels_last(other.tensor):
+        return other, sums
+    result = recorder.new(sizes, channels_last_strides(sizes), dtype)
+    copy(recorder, other, result, node)
+    return result, sums
+
+
 OPERATORS = (
     PlannedOperator((rounded_images(),), {"C": round_images}),
-    PlannedOperator((dynamic_convolution(),), {"oneDNN": convolve}),
+    PlannedOperator((dynamic_convolution(),), {"oneDNN": convolve}, plain=True),
 )

@@ -456,7 +456,7 @@ class Recorder:
             return self.first_possible(ways)
         except Refused as refused:
             why = str(refused)
-        if _is_of_onednn(node.target):
+        if known.plain or _is_of_onednn(node.target):
             return self._with_reference_kernels(node, ways)
         args, kwargs = self._computed(args), {key: self._computed(value) for key, value in kwargs.items()}
         count = len(self._entries)  # behind those of arguments that waited
@@ -466,9 +466,9 @@ class Recorder:
         return result
 
     def _with_reference_kernels(self, node: fx.Node, ways: Mapping[str, Callable[[], T]]) -> T:
-        """Return the result of one of oneDNN's operators.
+        """Return the result of an operator that torch is not to compute: it can't, or it is one of oneDNN's.
 
-        Torch's own may add in place, which its schema does not tell.
+        Those may add in place, which their schema does not tell.
         """
         self._takes_reference = True
         try:

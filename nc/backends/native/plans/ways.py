@@ -61,6 +61,8 @@ class PlannedOperator:
         ways: by their names in reports, the best first.
         to_codes: those that write codes.
         waits: whether a node waits for its readers, which may take it into their own kernels.
+        plain: where no way has a fast kernel of oneDNN's, the same ways take its plain C++, since torch can't
+            compute the operator.
         of_one_token: these ways take the place of others in graphs of one token, whose tensors are small.
     """
 
@@ -68,4 +70,5 @@ class PlannedOperator:
     ways: Mapping[str, Way | WayToSeveral] = dataclasses.field(default_factory=dict)
     to_codes: Mapping[str, WayToCodes] = dataclasses.field(default_factory=dict)
     waits: Callable[[fx.Node], bool] | None = None
+    plain: bool = False
     of_one_token: bool = False
