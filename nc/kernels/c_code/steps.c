@@ -701,30 +701,80 @@ static void choose(struct rounding *r, int64_t parts)
 }
 
 /* Codes of n numbers: round(x / scale) + zero point. x * inverse is x / scale but for some units of the last
- * place, which matter only near half a code: there it is divided. */
-INLINE void any_encode(const struct rounding *r, const float *restrict x, uint8_t *restrict y, int64_t n)
+ * place, which matter only near half a code: there it is divided. What is not a number becomes 0. */
+static void encode_any(const struct rounding *r, const float *restrict x, uint8_t *restrict y, int64_t n)
 {
-    const float scale = r->scale, inverse = 1 / scale, zero_point = (float)r->zero_point;
-    float whole[64];
-    for (int64_t start = 0; start < n; start += 64) {
-        const int64_t part = n - start < 64 ? n - start : 64;
-        int unsure = 0;
-        for (int64_t i = 0; i < part; i++) {
-            const float value = x[start + i] * inverse;
-            whole[i] = rintf(value);
-            unsure |= !(fabsf(value - whole[i]) < SURE);
-        }
-        for (int64_t i = 0; unsure && i < part; i++)
-            whole[i] = rintf(x[start + i] / scale);
-        for (int64_t i = 0; i < part; i++) {
-            float code = whole[i] + zero_point;
-            code = code > 0 ? code : 0; /* also where it is not a number */
-            y[start + i] = (uint8_t)(int)(code < 255 ? code : 255);
-        }
+    const float inverse = 1 / r->scale;
+    for (int64_t i = 0; i < n; i++) {
+        const float value = x[i] * inverse;
+        float code = rintf(value);
+        if (!(fabsf(value - code) < SURE))
+            code = rintf(x[i] / r->scale);
+        code += (float)r->zero_point;
+        code = code > 0 ? code : 0;
+        y[i] = (uint8_t)(int)(code < 255 ? code : 255);
     }
 }
-FOR_EACH_CPU(void, encode, (const struct rounding *r, const float *restrict x, uint8_t *restrict y, int64_t n),
-    (r, x, y, n))
+
+#if CLONES
+#define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+__attribute__((target("avx512f"))) static void encode_512(const struct rounding *r, const float *x,
+    uint8_t *y, int64_t n)
+{
+    const __m512 scale = _mm512_set1_ps(r->scale), inverse = _mm512_set1_ps(1 / r->scale),
+                 zero_point = _mm512_set1_ps((float)r->zero_point), most = _mm512_set1_ps(255.0f);
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = n - i < 16 ? (__mmask16)((1 << (n - i)) - 1) : 0xffff;
+        const __m512 v = _mm512_maskz_loadu_ps(mask, x + i), quotient = _mm512_mul_ps(v, inverse);
+        __m512 code = _mm512_roundscale_ps(quotient, NEAREST);
+        if (_mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_sub_ps(quotient, code)), _mm512_set1_ps(SURE),
+                _CMP_NLT_UQ))
+            code = _mm512_roundscale_ps(_mm512_div_ps(v, scale), NEAREST);
+        code = _mm512_min_ps(_mm512_max_ps(_mm512_add_ps(code, zero_point), _mm512_setzero_ps()), most);
+        _mm512_mask_cvtusepi32_storeu_epi8(y + i, mask, _mm512_cvtps_epi32(code));
+    }
+}
+
+__attribute__((target("avx2"))) static __m256i codes_of_8(const struct rounding *r, const float *x)
+{
+    const __m256 v = _mm256_loadu_ps(x), quotient = _mm256_mul_ps(v, _mm256_set1_ps(1 / r->scale));
+    __m256 code = _mm256_round_ps(quotient, NEAREST);
+    const __m256 off = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_sub_ps(quotient, code));
+    if (_mm256_movemask_ps(_mm256_cmp_ps(off, _mm256_set1_ps(SURE), _CMP_NLT_UQ)))
+        code = _mm256_round_ps(_mm256_div_ps(v, _mm256_set1_ps(r->scale)), NEAREST);
+    code = _mm256_max_ps(_mm256_add_ps(code, _mm256_set1_ps((float)r->zero_point)), _mm256_setzero_ps());
+    return _mm256_cvtps_epi32(_mm256_min_ps(code, _mm256_set1_ps(255.0f)));
+}
+
+__attribute__((target("avx2"))) static void encode_256(const struct rounding *r, const float *x, uint8_t *y,
+    int64_t n)
+{
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        const __m256i low = _mm256_packs_epi32(codes_of_8(r, x + i), codes_of_8(r, x + i + 8)),
+                      high = _mm256_packs_epi32(codes_of_8(r, x + i + 16), codes_of_8(r, x + i + 24));
+        /* packed within halves: their words of 4 codes go back into order */
+        _mm256_storeu_si256((__m256i *)(y + i),
+            _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high),
+                _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+    }
+    encode_any(r, x + i, y + i, n - i);
+}
+#endif
+
+static void encode(const struct rounding *r, const float *x, uint8_t *y, int64_t n)
+{
+#if CLONES
+    const int64_t isa = nc_step_isa();
+    if (isa == ISA_AVX512)
+        encode_512(r, x, y, n);
+    else if (isa == ISA_AVX2)
+        encode_256(r, x, y, n);
+    else
+#endif
+        encode_any(r, x, y, n);
+}
 
 static void encode_flat(void *data, int64_t part, int64_t parts)
 {

@@ -118,7 +118,7 @@ def fuse_rounded(module: fx.GraphModule) -> None:
     It comes behind all other kernels: what it adds may be overwritten where only kernels in front read it.
     """
     for node in list(module.graph.nodes):
-        if kind_of_node(node) in CONVOLUTIONS and Conv.of(node).input.target is rounded_images():
+        if _reads_rounded(node):
             _replace(module, node)
     _drop_unused(module, dequantize_per_channel, dequantize_per_tensor)
 
@@ -247,8 +247,13 @@ def _is_free(value: fx.Node, region: Region) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether a node calls a kernel that writes memory of its own."""
-    return is_kernel(node) or node.target is dynamic_convolution()
+    """Whether a node calls a kernel that writes memory of its own, or is about to become one."""
+    return is_kernel(node) or node.target is dynamic_convolution() or _reads_rounded(node)
+
+
+def _reads_rounded(node: fx.Node) -> bool:
+    """Whether a node is a convolution of rounded images."""
+    return kind_of_node(node) in CONVOLUTIONS and Conv.of(node).input.target is rounded_images()
 
 
 # ---- how plans compute it ----
