@@ -380,6 +380,47 @@ def case_image() -> str:
     return f"{images} {pixels}"
 
 
+def case_round_images() -> str:
+    images, channels, pixels = (
+        random.choice(sizes) for sizes in ((0, 1, 3), (1, 3, 17, 64), (1, 5, 255, 256, 257, 1500))
+    )
+    last, symmetric = random.random() < 0.5, random.random() < 0.5
+    x = torch.randn(images, channels, pixels) * 10.0 ** random.randrange(-3, 4)
+    x = random.choice((x, x.abs(), -x.abs(), x * 0, (x * 100).round() / 2))
+    count = threads()
+    fields = {
+        "images": images,
+        "channels": channels,
+        "pixels": pixels,
+        "channels_last": last,
+        "symmetric": symmetric,
+        "threads": count,
+    }
+    y, found = torch.zeros(images, pixels, channels, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
+    given = x.mT.contiguous() if last else x
+    tensors = [y, found, given, torch.zeros(count, 2)]
+    call(c_functions.function("round_images"), fields, tensors, (0, 1, 3))
+    if images:
+        scale, zero_point = affine.choose_qparams(
+            *x.aminmax(), quant_min=0, quant_max=255, symmetric=symmetric
+        )
+        assert found[:1].view(torch.float32) == scale
+        assert found[1] == zero_point
+        expected = ((x / scale).round() + zero_point).clamp(0, 255)
+        assert torch.equal(y.mT.float(), expected)
+    return f"{images} {channels} {pixels} {last} {symmetric}"
+
+
+def case_spoil() -> str:
+    elements, scale = random.choice((0, 1, 15, 16, 1000)), random.choice((0.5, math.nan))
+    y = torch.randn(elements)
+    expected = y * math.nan if math.isnan(scale) else y.clone()
+    call(c_functions.function("spoil"), {"elements": elements}, [y, torch.tensor([scale])])
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.nan_to_num(), expected.nan_to_num())
+    return f"{elements} {scale}"
+
+
 def case_int8_attention() -> str:
     batch, heads, rows = random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3, 4, 7, 20))
     keys, width, wide = (

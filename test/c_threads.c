@@ -242,6 +242,18 @@ static int image_by_all(void)
     return CALL(nc_image, pixels);
 }
 
+static int rounding_by_all(void)
+{
+    void *tensors[] = {calloc(180000, 1), calloc(2, 4), floats(180000), floats(2 * TEAM)};
+    for (int last = 0; last < 2; last++) {
+        HOW(nc_round_images, .images = 2, .channels = 3, .pixels = 30000, .channels_last = last,
+            .threads = TEAM);
+        if (CALL(nc_round_images, tensors))
+            return 1;
+    }
+    return 0;
+}
+
 static int attention_by_all(void)
 {
     enum { HEADS = 8, KEYS = 600, WIDE = 64 };
@@ -264,7 +276,8 @@ static int place_by_all(void)
 
 static int work_of_all(void)
 {
-    return norm_by_all() || rotary_by_all() || image_by_all() || attention_by_all() || place_by_all();
+    return norm_by_all() || rotary_by_all() || image_by_all() || rounding_by_all() || attention_by_all()
+        || place_by_all();
 }
 #endif
 

@@ -49,6 +49,13 @@ def image():
     return lambda: call_once(c_functions.function("image"), fields, [y, x])
 
 
+def rounding():
+    x, y = torch.randn(1, 3, 64, 300), torch.zeros(64 * 300 * 3, dtype=torch.uint8)
+    fields = {"images": 1, "channels": 3, "pixels": 64 * 300, "channels_last": False, "symmetric": False}
+    tensors = [y, torch.zeros(2), x, torch.zeros(THREADS, 2)]
+    return lambda: call_once(c_functions.function("round_images"), fields | {"threads": THREADS}, tensors)
+
+
 def attention():
     made = case(batch=1, count=2, rows=64, keys=64, width=64, wide=64)
     planned = made.planned()
@@ -71,6 +78,7 @@ def low_bit():
 CALLS = {
     "norm": (norm, ""),
     "image": (image, ""),
+    "rounding": (rounding, ""),
     "attention": (attention, int8_attention.why_unavailable() if not _WHY else ""),
     "product": (product, "" if "avx2" in cpu.detected() else "this CPU has no AVX2"),
     "low-bit": (low_bit, "" if HERE else "this CPU has none of the instruction sets"),

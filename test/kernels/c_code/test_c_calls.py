@@ -201,6 +201,13 @@ WRONG = {
         ("images", (), -1, "size"),
         ("pixels", (), -1, "size"),
     ],
+    "round_images": [
+        ("images", (), -1, "size"),
+        ("channels", (), -1, "size"),
+        ("pixels", (), -1, "size"),
+        ("threads", (), 0, "size"),
+    ],
+    "spoil": [("elements", (), -1, "size")],
     "attention": [
         ("batch", (), -1, "size"),
         ("heads", (), -1, "size"),
