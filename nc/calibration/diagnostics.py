@@ -15,6 +15,7 @@ from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
 from nc.formats import PER_TENSOR, OpSpec, QParams, TensorSpec
 from nc.formats.reasons import Cause
+from nc.graph.catalogue import CONVOLUTIONS
 from nc.graph.placement import Edge, edge_key
 from nc.graph.plan import Plan
 from nc.graph.qdq import Finding
@@ -34,6 +35,10 @@ GROWTH = 0.05
 _SHARED = (
     "all rows of a call share one range: the result of a row depends on the other rows. "
     'act_granularity="per_token" gives each row its own'
+)
+_SHARED_IMAGES = (
+    "all images of a call share one range: the result of an image depends on the others. Calls of one image "
+    "each give it its own"
 )
 
 
@@ -60,7 +65,9 @@ def examine(
         for name in missing
     ]
     findings += [
-        Finding("shared_range", d.operator, 1.0, _SHARED) for d in plan.quantized if _shares_range(d.spec)
+        Finding("shared_range", d.operator, 1.0, _SHARED_IMAGES if d.kind in CONVOLUTIONS else _SHARED)
+        for d in plan.quantized
+        if _shares_range(d.spec)
     ]
     for key, edge in {edge_key(e): e for e in reversed(edges)}.items():
         name = observer_key(edge)

@@ -164,7 +164,8 @@ class DynamicQuantConfig(QuantConfig):
         act_dtype: "uint8", "int8" (the same results: both have 256 levels around a zero point), "fp32" or
             "bf16".
         act_sym: symmetric activations.
-        act_granularity: "per_token" (one range for each row) or "per_tensor".
+        act_granularity: "per_token" (one range for each row) or "per_tensor". Convolutions, which are
+            quantized only where a rule or the white list names them or their type, have "per_tensor".
         act_algo: "minmax".
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.

@@ -30,7 +30,7 @@ _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_poi
 _ROWS = ("per_token", "per_tensor")
 _PLANS = "in plans of oneDNN primitives"
 _IMAGES = ("per_tensor",)
-_ON_REQUEST = f"dynamic where a rule names it; {_PLANS}"
+_ON_REQUEST = f"dynamic: where a rule names it, {_PLANS}"
 _TRANSPOSED = f"groups=1 per channel, else per tensor; {_PLANS}"
 
 OPS = (
