@@ -156,6 +156,9 @@ class SmoothQuantConfig(QuantConfig):
 class DynamicQuantConfig(QuantConfig):
     """Dynamic int8 quantization: int8 weights, activation ranges computed in each call. Needs no calibration.
 
+    It is for linears and recurrent layers, and for convolutions that a rule or the white list names, or their
+    type: `StaticQuantConfig().set_local(torch.nn.Conv2d, DynamicQuantConfig())`.
+
     Args:
         w_dtype: "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         w_sym: symmetric weights; False is refused, as for static quantization.
@@ -164,8 +167,8 @@ class DynamicQuantConfig(QuantConfig):
         act_dtype: "uint8", "int8" (the same results: both have 256 levels around a zero point), "fp32" or
             "bf16".
         act_sym: symmetric activations.
-        act_granularity: "per_token" (one range for each row) or "per_tensor". Convolutions, which are
-            quantized only where a rule or the white list names them or their type, have "per_tensor".
+        act_granularity: "per_token" (one range for each row) or "per_tensor". Convolutions
+            have "per_tensor", so the result of an image depends on the others of its call.
         act_algo: "minmax".
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.
