@@ -76,14 +76,9 @@ def region_of(anchor: fx.Node, *, planned: bool = False) -> Region:
     """
     kind = kind_of_node(anchor) or ""
     known = IN_PLANS if planned else ACTIVATIONS[kind]
-    nodes = [anchor]
-    other: fx.Node | None = None
-    user = only_user(anchor)
-    if user is not None and is_sum(user, anchor) and (planned or kind in ("linear", "conv2d")):
-        left, right = Binary.of(user).sides
-        other = right if left is anchor else left
-        nodes.append(user)
-        known = known if planned else frozenset({"relu"})
+    add, other = _sum_behind(anchor) if planned or kind in ("linear", "conv2d") else (None, None)
+    nodes = [anchor, *filter(None, [add])]
+    known = known if add is None or planned else frozenset({"relu"})
     activation = Activation()
     user = only_user(nodes[-1])
     found = activation_of(user) if user is not None else None
@@ -101,6 +96,15 @@ def region_of(anchor: fx.Node, *, planned: bool = False) -> Region:
         codes = None
     bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
     return Region(anchor, other, activation, tuple(nodes), codes, bf16, limits)
+
+
+def _sum_behind(anchor: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """Return the sum that is all that reads an operator, and its other side; None twice where there is none."""
+    user = only_user(anchor)
+    if user is None or not is_sum(user, anchor):
+        return None, None
+    left, right = Binary.of(user).sides
+    return user, right if left is anchor else left
 
 
 def _adds_codes(other: fx.Node, dtype: torch.dtype) -> bool:

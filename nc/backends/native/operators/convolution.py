@@ -125,7 +125,7 @@ def window_of(
 def call_onednn(
     recorder: Recorder,
     node: fx.Node,
-    product: avx2.Product,
+    product: Product,
     geometry: Geometry,
     attributes: Attributes,
     tensors: Mapping[int, Any],

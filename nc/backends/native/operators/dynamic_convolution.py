@@ -19,10 +19,10 @@ from torch import fx
 from nc.backends.dynamic import DYNAMIC_KERNEL
 from nc.backends.native.fuse import constant, is_kernel, put, weight_of
 from nc.backends.native.grouped import join, joined
-from nc.backends.native.operators import avx2
 from nc.backends.native.operators.convolution import call_onednn, mask_of, window_of
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
+from nc.backends.native.plans.code_products import Product
 from nc.backends.native.plans.layouts import channels_last, copy, is_channels_last
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import bias_of, codes_of, post_ops_of, with_qparams
@@ -319,7 +319,7 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
         tensors[ZERO_POINTS | SRC] = zero_point
     if not dtype.is_floating_point:
         attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
-    product = avx2.Product(x, result, weight, scales, bias, post, geometry=geometry, groups=groups)
+    product = Product(x, result, weight, scales, bias, post, geometry=geometry, groups=groups)
     call_onednn(recorder, node, product, geometry, attributes, tensors)
     if spoils:
         fields, rounding = {"elements": result.tensor.numel()}, node.all_input_nodes[0]
