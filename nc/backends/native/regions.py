@@ -76,13 +76,14 @@ def region_of(anchor: fx.Node, *, planned: bool = False) -> Region:
     """
     kind = kind_of_node(anchor) or ""
     known = IN_PLANS if planned else ACTIVATIONS[kind]
-    add, other = _sum_behind(anchor) if planned or kind in ("linear", "conv2d") else (None, None)
-    nodes = [anchor, *filter(None, [add])]
+    add, other = _sum_behind(anchor)
+    if not planned and kind not in ("linear", "conv2d"):
+        add = other = None
+    nodes = [anchor] if add is None else [anchor, add]
     known = known if add is None or planned else frozenset({"relu"})
     activation = Activation()
-    user = only_user(nodes[-1])
-    found = activation_of(user) if user is not None else None
-    if user is not None and found is not None and found.name in known:
+    user, found = _activation_behind(nodes[-1])
+    if user is not None and found.name in known:
         activation = found
         nodes.append(user)
     codes, limits = codes_behind(nodes[-1]), None
@@ -99,12 +100,19 @@ def region_of(anchor: fx.Node, *, planned: bool = False) -> Region:
 
 
 def _sum_behind(anchor: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """Return the sum that is all that reads an operator, and its other side; None twice where there is none."""
+    """Return the sum that alone reads an operator, and its other side; None twice where there is none."""
     user = only_user(anchor)
     if user is None or not is_sum(user, anchor):
         return None, None
     left, right = Binary.of(user).sides
     return user, right if left is anchor else left
+
+
+def _activation_behind(node: fx.Node) -> tuple[fx.Node | None, Activation]:
+    """Return the activation that alone reads a node, and what it is; None and none where there is none."""
+    user = only_user(node)
+    found = None if user is None else activation_of(user)
+    return (None, Activation()) if found is None else (user, found)
 
 
 def _adds_codes(other: fx.Node, dtype: torch.dtype) -> bool:
