@@ -166,6 +166,7 @@ def test_a_sum_goes_with_the_convolution(name):
     layers = {key: nn.Conv2d(8, 8, 3, padding=1) for key in "abc"}
     x = torch.randn(2, 8, 6, 6)
     q = only(Function(SUMS[name], **layers), x)
+    assert all(op.ran == "int8" for op in convolutions(q))  # a wrong plan would not be taken
     before = x.clone()
     for _ in range(2):
         assert worst_db(q.reference(x), q(x)) > 90
