@@ -241,7 +241,7 @@ def _is_free(value: fx.Node, region: Region) -> bool:
     A kernel made it, and only kernels in front of the region's end read it.
     """
     own = set(region.nodes) | {region.other}
-    others = [user for user in value.users if user not in own and user.users]
+    others = [user for user in value.users if user not in own and (user.users or user.op == "output")]
     reads_at_once = all(_is_kernel(user) or user.target is rounded_images() for user in others)
     return _is_kernel(value) and reads_at_once and all(user < region.nodes[-1] for user in others)
 
