@@ -127,11 +127,19 @@ def peer(model: torch.nn.Module, inputs: dict[str, Any], name: str) -> Run:
     return lambda: run(**inputs)
 
 
-def nc_dynamic(model: torch.nn.Module, inputs: dict[str, Any], granularity: str = "per_token") -> Run:
-    """Dynamic quantization of this project."""
+def nc_dynamic(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    granularity: str = "per_token",
+    matmuls: bool = False,
+) -> Run:
+    """Dynamic quantization of this project, of linears alone or with the products of attention."""
     import nc
 
-    quantized = nc.quantize(model, nc.DynamicQuantConfig(act_granularity=granularity), example_inputs=inputs)
+    config = nc.DynamicQuantConfig(act_granularity=granularity)
+    if matmuls:
+        config.set_local("matmul", nc.DynamicQuantConfig())
+    quantized = nc.quantize(model, config, example_inputs=inputs)
     return lambda: quantized(**inputs)
 
 
@@ -244,6 +252,7 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "nc-bf16": nc_bf16,
     "inductor-bf16": inductor_bf16,
     "nc-dynamic": nc_dynamic,
+    "nc-dynamic-attention": functools.partial(nc_dynamic, matmuls=True),
     "nc-percentile-dynamic": nc_mixed,
     "nc-dynamic-tensor": functools.partial(nc_dynamic, granularity="per_tensor"),
     "torch-dynamic": torch_dynamic,

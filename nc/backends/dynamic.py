@@ -116,7 +116,9 @@ def packed_bytes(module: fx.GraphModule, besides: Collection[str] = ()) -> int:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    if node.target is quantize_dequantize_dynamic or _is_layer_of_torch(node):
+    if node.target is quantize_dequantize_dynamic:
+        return any(kind_of_node(user) == "linear" for user in node.users)
+    if _is_layer_of_torch(node):
         return True
     return kind_of_node(node) == "linear" and _reads_dynamic(node)
 

@@ -85,6 +85,8 @@ def _dynamic(kind: str) -> tuple[str, ...]:
     """Granularities of ranges that are found in each call."""
     if kind in CONVOLUTIONS:
         return ("per_tensor",)  # rows of an image's last dimension mean nothing to a window
+    if kind == "matmul":
+        return ("per_token",)
     return _DYNAMIC if kind == "linear" or kind in RECURRENT else ()
 
 

@@ -7,6 +7,7 @@ from nc.formats.dtypes import DTYPES, INT8, UINT8, DType, dtype
 from nc.formats.fake_spec import FakeSpec, FakeTensorSpec
 from nc.formats.granularities import (
     PER_CHANNEL,
+    PER_COLUMN,
     PER_TENSOR,
     PER_TOKEN,
     Granularity,
@@ -36,6 +37,7 @@ __all__ = [
     "INT8",
     "PER_CHANNEL",
     "PER_TENSOR",
+    "PER_COLUMN",
     "PER_TOKEN",
     "PRESETS",
     "SCALE_DTYPES",

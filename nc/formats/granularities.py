@@ -16,11 +16,11 @@ from nc.errors import ConfigError
 class Granularity:
     """Which elements of a tensor share one scale and one zero point.
 
-    It is made by `per_tensor`, `per_channel`, `per_token`, `per_group`, `per_block`, or from its text by
+    It is made by `per_channel`, `per_group` or `per_block`, a constant of this file, or made from its text by
     `granularity`.
 
     Attributes:
-        name: "per_tensor", "per_channel", "per_token", "per_group" or "per_block".
+        name: "per_tensor", "per_channel", "per_token", "per_column", "per_group" or "per_block".
         axis: per channel, the axis of the channels (None: the operator's output channels); per group, the
             axis that groups lie along.
         shape: per group, (size,); per block, the block's size in the last dimensions.
@@ -44,6 +44,8 @@ class Granularity:
         whole = tuple(shape)
         if self.name == "per_token":
             return (*(1,) * (len(whole) - 1), *whole[-1:])
+        if self.name == "per_column":
+            return (*(1,) * (len(whole) - 2), *whole[-2:-1], 1) if len(whole) > 1 else whole
         if self.name == "per_channel":
             axis = channels if self.axis is None else self.axis
             return whole if axis is None else _with(whole, axis, 1)
@@ -83,8 +85,10 @@ PER_TENSOR = Granularity("per_tensor")
 PER_CHANNEL = per_channel()
 #: One scale per row of the last dimension.
 PER_TOKEN = Granularity("per_token")
+#: One scale per column of the last two dimensions: of the right side of a product what one result sums.
+PER_COLUMN = Granularity("per_column")
 
-_PLAIN = {str(g): g for g in (PER_TENSOR, PER_CHANNEL, PER_TOKEN)}
+_PLAIN = {str(g): g for g in (PER_TENSOR, PER_CHANNEL, PER_TOKEN, PER_COLUMN)}
 _CHANNEL = re.compile(r"per_channel axis (-?\d+)")
 _GROUP = re.compile(r"per_group ([1-9]\d*)(?: axis (-?\d+))?")
 _BLOCK = re.compile(r"per_block ([1-9]\d*(?:x[1-9]\d*)*)")

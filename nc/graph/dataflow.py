@@ -18,6 +18,7 @@ from nc.graph.catalogue import (
     op_name,
     schema_arguments,
 )
+from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary
 
 #: Moves that keep only part of their input: a part can have a much smaller range than the whole.
@@ -102,6 +103,14 @@ def behind_matmul(module: fx.GraphModule) -> frozenset[str]:
         if source is not node and kind_of_node(source) == "matmul":
             found.add(node.meta.get("operator"))
     return frozenset(found - {None})
+
+
+def weighs_values(matmul: fx.Node) -> bool:
+    """Whether a matmul multiplies what a softmax gives with a tensor of the same batches."""
+    left, right = Binary.of(matmul).sides
+    if not isinstance(right, fx.Node) or op_name(left) not in ("softmax", "_softmax"):
+        return False
+    return same_shape(left.meta["val"].shape[:-2], right.meta["val"].shape[:-2])
 
 
 def is_fused_side(add: fx.Node, side: object, int8: set[fx.Node], fused_add: frozenset[str]) -> bool:

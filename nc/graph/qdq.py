@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.formats import PER_TOKEN, QParams, TensorSpec
+from nc.formats import PER_COLUMN, PER_TENSOR, PER_TOKEN, OpSpec, QParams, TensorSpec
 from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, op_name, weight_axis
 from nc.graph.fx_utils import (
     add_constant,
@@ -27,7 +27,7 @@ from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.plan import Applied, Decision, Plan
 from nc.graph.recurrent import CELLS, is_recurrent, weights_of
 from nc.graph.signature import Signature
-from nc.graph.views import Recurrent, RecurrentCell, Weighted, set_argument
+from nc.graph.views import Binary, Recurrent, RecurrentCell, Weighted, set_argument
 from nc.numerics.weights import quantize_weight
 from nc.ops import (
     RECURRENT,
@@ -208,24 +208,49 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
 
     Those that read one tensor alike share them, unless it may change between.
     """
-    specs = {d.operator: d.spec.input(0) for d in plan.quantized if d.spec.mode == "dynamic"}
-    shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
+    specs = {d.operator: d.spec for d in plan.quantized if d.spec.mode == "dynamic"}
+    shared: dict[tuple[fx.Node, TensorSpec, fx.Node | None], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
         if is_recurrent(node):
             continue  # its operator finds the ranges
-        source, spec = Weighted.of(node).input, specs[node.meta["operator"]]
-        if (source, spec) not in shared or in_place:
-            with graph.inserting_before(node):
-                options = (
-                    spec.granularity == PER_TOKEN,
-                    spec.quant_min,
-                    spec.quant_max,
-                    spec.symmetric,
-                    _storage(spec),
-                )
-                shared[source, spec] = call_operator(graph, quantize_dequantize_dynamic, source, *options)
-            shared[source, spec].meta["val"] = source.meta.get("val")
-        set_argument(node, "input", shared[source, spec])
+        for name, source, spec, right in _dynamic_inputs(node, specs[node.meta["operator"]]):
+            key = source, spec, right
+            if key not in shared or in_place:
+                with graph.inserting_before(node):
+                    shared[key] = _with_ranges_of_each_call(graph, source, spec, right)
+            set_argument(node, name, shared[key])
+
+
+def _dynamic_inputs(node: fx.Node, spec: OpSpec) -> list[tuple[str, fx.Node, TensorSpec, fx.Node | None]]:
+    """Return what a dynamic operator reads through codes.
+
+    The names of its arguments, the tensors, how, and the right side whose ranges weigh a left one.
+    """
+    if kind_of_node(node) != "matmul":
+        return [("input", Weighted.of(node).input, spec.input(0), None)]
+    left, right = Binary.of(node).sides
+    beside = right if spec.input(1).granularity == PER_TOKEN else None
+    return [("left", left, spec.input(0), beside), ("right", right, spec.input(1), None)]
+
+
+def _with_ranges_of_each_call(
+    graph: fx.Graph, source: fx.Node, spec: TensorSpec, right: fx.Node | None
+) -> fx.Node:
+    columns = spec.granularity == PER_COLUMN and source.meta["val"].dim() > 1
+    how: tuple[fx.node.Argument, ...] = (
+        spec.granularity != PER_TENSOR,
+        spec.quant_min,
+        spec.quant_max,
+        spec.symmetric,
+        _storage(spec),
+    )
+    if columns or right is not None:
+        how = (*how, -2 if columns else -1)
+    codes = call_operator(
+        graph, quantize_dequantize_dynamic, source, *how, *([right] if right is not None else [])
+    )
+    codes.meta["val"] = source.meta.get("val")
+    return codes
 
 
 def _insert_bf16(module: fx.GraphModule, plan: Plan, in_place: bool) -> None:

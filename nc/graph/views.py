@@ -233,6 +233,8 @@ class DynamicQDQ(_View):
     quant_max: int
     symmetric: bool
     dtype: torch.dtype
+    dim: int = -1
+    right: fx.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -181,8 +181,10 @@ def _quantize_dequantize_dynamic(
     quant_max: int,
     symmetric: bool,
     dtype: torch.dtype,
+    dim: int = -1,
+    right: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return dynamic.quantize_dequantize_dynamic(x, per_token, quant_min, quant_max, symmetric)
+    return dynamic.quantize_dequantize_dynamic(x, per_token, quant_min, quant_max, symmetric, dim, right)
 
 
 # `options` end with the dtype of codes, which their limits say too, and whether rows have ranges of their own
@@ -290,7 +292,7 @@ dequantize_float = _operator(
 )
 quantize_dequantize_dynamic = _operator(
     "quantize_dequantize_dynamic(Tensor x, bool per_token, int quant_min, int quant_max, bool symmetric, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, int dim=-1, Tensor? right=None) -> Tensor",
     _quantize_dequantize_dynamic,
     lambda x, *_: torch.empty_like(x),
 )

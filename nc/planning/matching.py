@@ -24,6 +24,8 @@ from nc.process.warn import warn
 
 #: The source of a field that no rule sets.
 DEFAULT = "default"
+#: Kinds with ranges found in each call only where a rule asks for them, by type or name.
+_ONLY_NAMED = frozenset({*CONVOLUTIONS, "matmul"})
 
 
 class Named(Protocol):
@@ -112,9 +114,9 @@ def has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
 def only_named(match: Match, kind: str) -> bool:
     """Whether a strategy is for operators of this kind only where a rule or the white list names them.
 
-    Ranges that are found in each call suit linears and recurrent layers; a convolution gets them on request.
+    Ranges that are found in each call suit linears and recurrent layers; others get them on request.
     """
-    return match.config.family == "dynamic" and kind in CONVOLUTIONS and match.rule.level is Level.GLOBAL
+    return match.config.family == "dynamic" and kind in _ONLY_NAMED and match.rule.level is Level.GLOBAL
 
 
 def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:

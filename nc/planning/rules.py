@@ -19,6 +19,8 @@ from nc.errors import ConfigError, NCError, UnsupportedError
 from nc.formats import (
     BF16,
     FLOAT,
+    PER_COLUMN,
+    PER_TOKEN,
     Capabilities,
     FakeSpec,
     OpSpec,
@@ -30,7 +32,7 @@ from nc.formats import (
 )
 from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, DecidingRule, Level, Reason
 from nc.graph.catalogue import PRODUCTS, RECURRENT, WEIGHTED, kind_of_node, weight_axis
-from nc.graph.dataflow import behind_matmul, useless_adds
+from nc.graph.dataflow import behind_matmul, useless_adds, weighs_values
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.placement import works_in_place
 from nc.graph.plan import INPUTS, OUTPUTS, Decision, Plan
@@ -38,6 +40,11 @@ from nc.graph.recurrent import float_weights, is_projected
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
 from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged, only_named
+
+#: The right side of a matmul with ranges of each call: one for what each result sums.
+_COLUMNS = TensorSpec(dtype=dtype("int8"), symmetric=True, granularity=PER_COLUMN, narrow=True, dynamic=True)
+#: Values of attention. Each has a range of its own, so that no other one changes how it is rounded.
+_ROWS = dataclasses.replace(_COLUMNS, granularity=PER_TOKEN)
 
 
 def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
@@ -178,7 +185,7 @@ def _decide(
     base["fields"] = tuple((name, str(values[name]), source) for name, source in sources.items())
     if chosen.config.family == "fake_quant":
         return _simulated(base, op, values, row, sizes, capabilities)
-    spec = spec_of(chosen.config.algorithm, values, op.kind)
+    spec = _with_right_side(spec_of(chosen.config.algorithm, values, op.kind), op, sizes)
     base["keep_inaccurate"] = values.get("keep_inaccurate", False)
     base["fallback"] = "fp32" if "bf16" in _excluded(matches) else values.get("remainder", "fp32")
     why = _why_no_kernel(op, spec, row, chosen, capabilities) or _why_no_projections(
@@ -191,6 +198,13 @@ def _decide(
     if row is not None and not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
+
+
+def _with_right_side(spec: OpSpec, op: Operator, sizes: Sizes) -> OpSpec:
+    """Return the spec with what the right side of a matmul has, where ranges are found in each call."""
+    if spec.mode != "dynamic" or op.kind != "matmul":
+        return spec
+    return dataclasses.replace(spec, right=_ROWS if weighs_values(sizes.node(op)) else _COLUMNS)
 
 
 def _why_no_gain(

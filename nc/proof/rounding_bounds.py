@@ -25,6 +25,7 @@ from nc.graph.views import (
     called_with,
 )
 from nc.numerics import affine
+from nc.numerics.dynamic import row_scales
 from nc.numerics.low_bit import BLOCK, stored_weight
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
 from nc.proof.intermediates import rounds_input
@@ -56,7 +57,10 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     known = all(source not in slacks for source in node.all_input_nodes)
     if node.target is quantize_dequantize_dynamic and known:
         view = DynamicQDQ.of(node)
-        return _dynamic(env[view.input], view)
+        if view.right is None:
+            return _dynamic(env[view.input], view)
+        scales = row_scales(env[view.right]).mT
+        return _dynamic(env[view.input] * scales, view) / scales
     if rounds_input(node) and known:
         return _of_low_bit(LowBitLinear.of(node), env)
     return None if known else _through(node, value, env, slacks)
@@ -116,7 +120,8 @@ def _dynamic(x: torch.Tensor, view: DynamicQDQ) -> torch.Tensor:
     """One quantum for each element at a tie."""
     if not x.numel():
         return torch.zeros_like(x)
-    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if view.per_token else torch.aminmax(x)
+    dim = view.dim
+    low, high = (x.amin(dim, True), x.amax(dim, True)) if view.per_token else torch.aminmax(x)
     scale, _ = affine.choose_qparams(
         low, high, quant_min=view.quant_min, quant_max=view.quant_max, symmetric=view.symmetric
     )

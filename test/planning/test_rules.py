@@ -527,7 +527,7 @@ def test_strategies_of_single_operators(ten):
     assert spec(plan).activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
     assert spec(plan).weight.granularity == PER_CHANNEL  # other strategies pass nothing on
     assert spec(plan, "fc10").activation.dynamic
-    assert plan["matmul"].reason == "backend 'reference' has no dynamic int8 kernel for matmul"
+    assert plan["matmul"].reason == "dynamic int8 is for a matmul that a rule names, by type or by name"
 
 
 def test_smoothquant_passes_its_fields_on_to_static_operators_and_back(ten):

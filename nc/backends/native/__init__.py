@@ -43,7 +43,7 @@ OPS = (
     OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
-    OpSupport(kind="matmul", activations=_ACTIVATIONS, note=_PLANS),
+    OpSupport(kind="matmul", activations=_ACTIVATIONS, dynamic=("per_token",), affine_only=True, note=_PLANS),
     *(
         OpSupport(kind=kind, weights=("int8",), dynamic=_ROWS, projections=("per_token",), affine_only=True)
         for kind in ("lstm", "gru")
@@ -90,10 +90,11 @@ class NativeBackend(Backend):
 
         Codes of int8 activations are shifted to uint8, so without VNNI they saturate alike.
 
-        Recurrent layers with ranges per row run in nc's C code, which sums exactly on every CPU.
+        Recurrent layers with ranges per row, and attention, run in nc's C code, which sums exactly on every
+        CPU.
         """
         return cpu.capabilities(
-            NAME, OPS, exact=frozenset((kind, "per_token") for kind in RECURRENT), bf16=True
+            NAME, OPS, exact=frozenset((kind, "per_token") for kind in (*RECURRENT, "matmul")), bf16=True
         )
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:

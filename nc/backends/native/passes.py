@@ -19,6 +19,10 @@ from nc.backends.native.merge import merge
 from nc.backends.native.operators import norm, rotary, row_linear
 from nc.backends.native.operators.bf16_attention import replace_bf16_attention
 from nc.backends.native.operators.bf16_linear import replace_bf16_linears
+from nc.backends.native.operators.dynamic_attention import (
+    replace_dynamic_attention,
+    why_not_dynamic_attention,
+)
 from nc.backends.native.operators.dynamic_convolution import (
     fuse_rounded,
     round_inputs,
@@ -63,6 +67,7 @@ def kernels(
     # asked why not in each graph: where none of its linears is taken, no plan may run it
     replace_rows = row_linear.replace_row_linears if products else lambda _: None
     why_not_torch = functools.partial(why_not_dynamic, besides=CONVOLUTIONS if products else ())
+    replace_attention = replace_dynamic_attention if products else lambda _: None
     shapes, low_bit = (
         Pass("shapes", functools.partial(note_shapes, example=example)),
         Pass("low_bit_kernels", functools.partial(replace_low_bit, backend="native")),
@@ -73,6 +78,7 @@ def kernels(
         shapes if program else low_bit,
         Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),
         Pass("row_linears", replace_rows, row_linear.why_not_row_linear, row_linear.NAME),
+        Pass("dynamic_attention", replace_attention, why_not_dynamic_attention, "int8"),
         Pass("dynamic_kernels", replace_dynamic, why_not_torch, "int8"),
         *(
             (Pass("bf16_attention", replace_bf16_attention), Pass("bf16_linears", replace_bf16_linears))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.backends.native import operators, recurrent
-from nc.backends.native.operators import int8_attention
+from nc.backends.native.operators import dynamic_attention, int8_attention
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.checks import PlanChecks, PlanJudge
@@ -376,7 +376,7 @@ def _multiplies(entry: Entry) -> bool:
     These are products of two activations and transposed convolutions.
     """
     if isinstance(entry, FunctionCall):
-        return entry.function.name == int8_attention.NAME
+        return entry.function.name in (int8_attention.NAME, dynamic_attention.NAME)
     return isinstance(entry, PrimitiveCall) and entry.primitive.kind in _OWN
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import fx
@@ -12,10 +12,12 @@ from nc.graph.catalogue import input_node, is_float_tensor, kind_of_node, op_nam
 from nc.graph.fx_utils import call_function, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import same_shape
-from nc.graph.views import Binary, Softmax, Transpose
-from nc.ops import from_bf16, to_bf16
+from nc.graph.views import Binary, DynamicQDQ, Softmax, Transpose
+from nc.ops import from_bf16, quantize_dequantize_dynamic, to_bf16
 
 _aten = torch.ops.aten
+#: How products are rounded.
+Rounding = Literal["", "bf16", "dynamic"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Attention:
         value: fp32, [batch, heads, columns, size].
         factor: what the scores are multiplied by.
         biases: what is added to them.
-        inner: what becomes superfluous, from the softmax back to the first product; roundings to bf16 too.
+        inner: what becomes superfluous, from the softmax back to the first product; roundings too.
     """
 
     query: fx.Node
@@ -68,23 +70,24 @@ def recompose(module: fx.GraphModule) -> None:
             module.graph.erase_node(old)
 
 
-def attention_of(node: fx.Node, *, bf16: bool = False) -> Attention | None:
+def attention_of(node: fx.Node, *, rounded: Rounding = "") -> Attention | None:
     """Return the attention whose last product a node is.
 
     None is returned when it is none, or something else reads its scores.
 
     Args:
         node: any node.
-        bf16: the sides and results of both products are rounded to bf16. The result is of the first one; of
-            the second one the caller looks for it.
+        rounded: "bf16": the sides and results of both products are rounded to bf16. The result is of the
+            first one; of the second one the caller looks for it. "dynamic": the sides are rounded with ranges
+            of each call.
     """
     if kind_of_node(node) != "matmul" or not _is_4d(node):
         return None
-    (softmax, of_softmax), (value, of_value) = (_side(side, bf16) for side in Binary.of(node).sides)
-    behind = _behind_scores(Softmax.of(softmax).input, bf16) if _is_over_keys(softmax) else None
+    (softmax, of_softmax), (value, of_value) = (_side(side, rounded) for side in Binary.of(node).sides)
+    behind = _behind_scores(Softmax.of(softmax).input, rounded) if _is_over_keys(softmax) else None
     if behind is None or not same_shape(behind.scores.meta["val"].shape, softmax.meta["val"].shape):
         return None  # a bias with more rows or heads than the scores
-    (query, of_query), (key, of_key) = (_side(side, bf16) for side in Binary.of(behind.scores).sides)
+    (query, of_query), (key, of_key) = (_side(side, rounded) for side in Binary.of(behind.scores).sides)
     if not _is_transposed(key) or not _have_same_batches(query, key, value):
         return None
     transposed = [key] if len(key.users) == 1 else []
@@ -127,15 +130,23 @@ class _Behind:
     nodes: tuple[fx.Node, ...]
 
 
-def _side(node: Any, bf16: bool) -> tuple[Any, tuple[fx.Node, ...]]:
-    """Return what a product reads, and with `bf16` the nodes that round it: None for what is not rounded."""
-    if not bf16:
+def _side(node: Any, rounded: Rounding) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Return what a product reads, and the nodes that round it: None for what is not `rounded`."""
+    if rounded == "dynamic":
+        ranges = isinstance(node, fx.Node) and node.target is quantize_dequantize_dynamic
+        return (DynamicQDQ.of(node).input, (node,)) if ranges else (None, ())
+    return _result(node, rounded)
+
+
+def _result(node: Any, rounded: Rounding) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Return the same of what a product gives, which ranges of each call are not for."""
+    if rounded != "bf16":
         return node, ()
     low = input_node(node) if isinstance(node, fx.Node) and node.target is from_bf16 else None
     return (None, ()) if low is None or low.target is not to_bf16 else (input_node(low), (node, low))
 
 
-def _behind_scores(node: object, bf16: bool) -> _Behind | None:
+def _behind_scores(node: object, rounded: Rounding) -> _Behind | None:
     """Return the product that a node leads back to through factors, and then biases.
 
     None is returned where there is something else.
@@ -155,25 +166,25 @@ def _behind_scores(node: object, bf16: bool) -> _Behind | None:
             continue
         if factor != 1.0 or view.alpha != 1:
             return None  # the factor would hold for the bias too
-        node, bias = (left, right) if _holds_product(left, bf16) else (right, left)
+        node, bias = (left, right) if _holds_product(left, rounded) else (right, left)
         if not isinstance(bias, fx.Node) or not is_float_tensor(bias):
             return None
         biases.append(bias)
-    product, roundings = _side(node, bf16)
+    product, roundings = _result(node, rounded)
     own = _is_own(product, "matmul") and all(len(each.users) == 1 for each in roundings)
     if not own or not _is_4d(product):
         return None
     return _Behind(product, factor, tuple(biases), (*nodes, *roundings))
 
 
-def _holds_product(node: object, bf16: bool) -> bool:
+def _holds_product(node: object, rounded: Rounding) -> bool:
     """Whether a side of an addition leads back to the scores rather than to a mask."""
     while _is_own(node, "add", "mul", "div"):
         left, right = Binary.of(node).sides
         if op_name(node) == "add":
-            return _holds_product(left, bf16) or _holds_product(right, bf16)
+            return _holds_product(left, rounded) or _holds_product(right, rounded)
         node = left
-    return _is_own(_side(node, bf16)[0], "matmul")
+    return _is_own(_result(node, rounded)[0], "matmul")
 
 
 def _is_own(node: object, *names: str) -> TypeGuard[fx.Node]:

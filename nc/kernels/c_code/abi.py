@@ -280,16 +280,16 @@ class Constants:
         most_dims: dimensions that `map` counts through.
         most_operands: its tensors: the result and three that it reads.
         row: elements of a row on the stack: the widest head of `attention`, the longest row of `rotary`.
-        score_rows: rows of scores that `int8_attention` computes at once.
+        score_rows: rows of scores that `int8_attention` and `dynamic_attention` compute at once.
         float_rows: likewise `float_attention`.
-        widest_head: of it.
+        widest_head: of the two with codes.
         most_followers: of its products.
         panel: outputs that lie side by side in a packed weight.
         half_panel: to a multiple of which the last panel of `product` is filled up.
         most_taps: positions of a window of `depthwise`.
         word: inputs whose codes lie side by side for one output of `recurrent`.
         most_normed: elements of a row that `norm_rows` and `row_chain` norm.
-        most_inputs: whose products int32 can sum there.
+        most_inputs: whose products int32 can sum there, and those of keys of `dynamic_attention`.
         low_bit_step: to a multiple of which a row of `low_bit` is padded where it is one group.
         blocks_step: to a multiple of which each group of `low_bit_blocks` is padded.
         most_regions: of a call whose parts run one behind the other, that are noted apart.
@@ -550,6 +550,29 @@ _ROWS = (
                 *(Field("width", "of q and k"), Field("wide", "of v and y")),
                 *(Field("mask", "MASK_..."), Field("causal", "whether a row sees keys up to its own only")),
                 Field("bf16", "whether both products' results, and the probabilities, are rounded to bf16"),
+                Field("q_strides", "of batch, head and row", (3,)),
+                Field("k_strides", "of batch, head and key", (3,)),
+                Field("v_strides", "of batch, head and key", (3,)),
+                Field("y_strides", "of batch, head and row", (3,)),
+                Field("mask_strides", "of batch, head, row and key", (4,)),
+                Field("factor", "of the scores", kind="double"),
+                Field("parts", "of the rows of a head, each a task"),
+                Field("bytes", "of memory for each thread"),
+                Field("threads"),
+            ),
+        ),
+        least=5,
+        most=6,
+    ),
+    FunctionRow(
+        "dynamic_attention",
+        Structure(
+            "dynamic_attention",
+            "Attention in int8 with ranges of each call, see dynamic_attention.c. Strides are in elements.",
+            (
+                *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
+                *(Field("width", "of q and k"), Field("wide", "of v and y")),
+                Field("mask", "MASK_..."),
                 Field("q_strides", "of batch, head and row", (3,)),
                 Field("k_strides", "of batch, head and key", (3,)),
                 Field("v_strides", "of batch, head and key", (3,)),

@@ -26,6 +26,7 @@ NUMBERS = {name: number for number, name in enumerate(ISAS)}
 #: Source → instruction sets that it has code for, by a compiler that knows them.
 OF_SOURCES = {
     "attention": ("avx512_vnni",),
+    "dynamic_attention": ("avx512_vnni",),
     "float_attention": ("avx512",),
     "low_bit": tuple(ISAS),
     "low_bit_blocks": ("avx2", "avx512", "amx"),

@@ -67,7 +67,7 @@ def replace_bf16_attention(module: fx.GraphModule) -> None:
     if float_attention.why_unavailable() or works_in_place(module):
         return
     for node in list(module.graph.nodes):
-        found, low = attention_of(node, bf16=True), only_user(node)
+        found, low = attention_of(node, rounded="bf16"), only_user(node)
         result = only_user(low) if low is not None and low.target is to_bf16 else None
         if found is None or low is None or result is None or result.target is not from_bf16:
             continue

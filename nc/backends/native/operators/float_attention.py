@@ -80,7 +80,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     threads = recorder.threads
     room = recorder.new((threads, bytes_of_thread), (bytes_of_thread, 1), torch.uint8)
     fields = {
-        **_mask(mask, (batch, heads, rows, keys)),
+        **fields_of_mask(mask, (batch, heads, rows, keys)),
         "batch": batch,
         "heads": heads,
         "group": heads // of_key,
@@ -103,7 +103,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     return result
 
 
-def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str, abi.Value]:
+def fields_of_mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str, abi.Value]:
     """Fields of a mask, or of none."""
     if mask is None:
         return {"mask": abi.MASK.number("none"), "mask_strides": (0, 0, 0, 0)}

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from nc.backends.native.operators import float_attention, int8_attention
+from nc.backends.native.operators import dynamic_attention, float_attention, int8_attention
 from nc.backends.native.operators.bf16_attention import bf16_attention
 from nc.backends.native.operators.matmul import product
 from nc.backends.native.plans.c_functions import (
@@ -72,8 +72,9 @@ def restore_masks(module: fx.GraphModule) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    """Whether a node is an attention as one operator, of torch or with roundings to bf16."""
-    return node.target in (_aten.scaled_dot_product_attention.default, bf16_attention())
+    """Whether a node is an attention as one operator, of torch or with roundings."""
+    rounded = bf16_attention(), dynamic_attention.dynamic_attention()
+    return node.target in (_aten.scaled_dot_product_attention.default, *rounded)
 
 
 def _added(bias: fx.Node) -> fx.Node | None:
@@ -307,6 +308,8 @@ def _is_attention_in_c(node: fx.Node) -> bool:
     """
     if node.target is product():
         return not int8_attention.why_unavailable()
+    if node.target is dynamic_attention.dynamic_attention():
+        return not dynamic_attention.why_unavailable()
     return _is_attention(node) and not float_attention.why_unavailable()
 
 
