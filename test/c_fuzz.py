@@ -38,7 +38,7 @@ from suites.recurrent import float64_layers
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, float_attention, int8_attention
+from nc.backends.native.operators import avx2, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans import rows as row_format
 from nc.kernels.c_code import abi, build, openmp
@@ -476,6 +476,41 @@ def case_int8_attention() -> str:
         1e-5,
         slack / scale + 1 if to_codes else slack,
     )
+    return f"{fields}"
+
+
+def case_dynamic_attention() -> str:
+    batch, heads, rows = random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3, 4, 7, 16, 21))
+    keys, width = random.choice((1, 3, 16, 17, 50, 130)), random.choice((1, 4, 7, 33, 64, 100))
+    wide = random.choice((1, 4, 15, 33, 64, 100))
+    q, k, v = (torch.randn(batch, heads, *n) for n in ((rows, width), (keys, width), (keys, wide)))
+    y, parts, count = torch.zeros(batch, heads, rows, wide), random.choice((1, min(2, rows))), threads()
+    name = random.choice(abi.MASK.members)
+    mask = random.choice(
+        (
+            torch.randn(batch, 1, 1, keys),
+            torch.randn(1, heads, rows, 1),
+            torch.randn(batch, heads, rows, keys),
+        )
+    )
+    mask = mask > 0 if name == "bool" else mask
+    spread = (0,) * 4 if name == "none" else mask.expand(batch, heads, rows, keys).stride()
+    bytes_ = dynamic_attention._room(keys, width, wide)
+    fields = {
+        **dynamic_attention.fields_of(q, k, v, y),
+        **{"mask": abi.MASK.number(name), "mask_strides": spread},
+        **{"factor": width**-0.5, "parts": parts, "bytes": bytes_, "threads": count},
+    }
+    room = torch.zeros(count, bytes_, dtype=torch.uint8)
+    others = [] if name == "none" else [mask]
+    call(dynamic_attention._function(), fields, [y, q, k, v, room, *others], writes=(0, 4))
+    scores = q.double() @ k.double().mT * width**-0.5
+    if name == "bool":
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif name == "float":
+        scores = scores + mask.double()
+    expected = torch.softmax(scores, -1).nan_to_num() @ v.double()
+    close(y, expected, 0.05, 0.1)  # a few of 255 levels; test_dynamic_attention.py compares codes
     return f"{fields}"
 
 
@@ -921,6 +956,7 @@ def possible() -> dict[str, str]:
     why = {
         "int8_attention": int8_attention.why_unavailable(),
         "float_attention": float_attention.why_unavailable(),
+        "dynamic_attention": dynamic_attention.why_unavailable(),
         "low_bit": compiled.why_unavailable(),
         "low_bit_blocks": compiled_blocks.why_unavailable(),
         "recurrent": recurrent.why_unavailable(),

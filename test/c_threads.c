@@ -176,6 +176,19 @@ static int work_of_all(void)
         floats(HEADS * size), aligned_alloc(64, TEAM * bytes)};
     return CALL(nc_float_attention, tensors);
 }
+#elif defined(DYNAMIC_ATTENTION)
+static int work_of_all(void)
+{
+    enum { HEADS = 3, ROWS = 40, KEYS = 64, WIDE = 64 };
+    const int64_t each = ROWS * WIDE, size = KEYS * WIDE, bytes = 1 << 18;
+    HOW(nc_dynamic_attention, .batch = 1, .heads = HEADS, .rows = ROWS, .keys = KEYS, .width = WIDE,
+        .wide = WIDE, .mask = MASK_NONE, .q_strides = {HEADS * each, each, WIDE},
+        .k_strides = {HEADS * size, size, WIDE}, .v_strides = {HEADS * size, size, WIDE},
+        .y_strides = {HEADS * each, each, WIDE}, .factor = 0.1, .parts = 2, .bytes = bytes, .threads = TEAM);
+    void *tensors[] = {floats(HEADS * each), floats(HEADS * each), floats(HEADS * size),
+        floats(HEADS * size), aligned_alloc(64, TEAM * bytes)};
+    return CALL(nc_dynamic_attention, tensors);
+}
 #elif defined(ROWS)
 static int work_of_all(void)
 {

@@ -48,9 +48,11 @@ def quantize_dequantize_dynamic(
 
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
-    """Symmetric int8 scales of the rows of a right side: fp32, [..., 1] for [..., any].
+    """Symmetric int8 scales of the rows of a right side: fp32, [..., rows, 1] for [..., rows, any].
 
-    Rows without any element that is not 0 have a tiny one, so that it takes no part in a range.
+    Rows of nothing but 0 have that of the smallest other row, so that they widen no range.
     """
     amax = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
-    return amax.clamp(min=TINY_AMAX) / _LARGEST
+    others = torch.where((amax >= TINY_AMAX) & amax.isfinite(), amax, torch.inf).amin(-2, keepdim=True)
+    least = torch.where(others.isinf(), _LARGEST, others)
+    return torch.where(amax < TINY_AMAX, least, amax) / _LARGEST

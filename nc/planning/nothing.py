@@ -95,8 +95,8 @@ def _advice(decisions: list[Decision], config: AnyConfig) -> str:
     if any(map(_has_no_kernel, decisions)):
         if _is_dynamic(config):
             return (
-                "Ranges found at each call are for linears, LSTM, GRU, RNN, and for convolutions and matmuls that "
-                "a rule names; nc.StaticQuantConfig() quantizes convolutions and matmuls."
+                "Ranges found at each call are for linears, LSTM, GRU, RNN, and for convolutions and matmuls "
+                "that a rule names; nc.StaticQuantConfig() quantizes convolutions and matmuls."
             )
         return "nc.DynamicQuantConfig() quantizes LSTM, GRU and RNN, and nc.StaticQuantConfig() the rest."
     if any(map(_is_wish, decisions)):

@@ -7,7 +7,7 @@ every tie can do. It starts where codes are made that nobody reads, and ends at 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,12 +55,8 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if node.target is to_bf16:
         return _rounded_to_bf16(value, env[input_node(node)], slacks.get(input_node(node)))
     known = all(source not in slacks for source in node.all_input_nodes)
-    if node.target is quantize_dequantize_dynamic and known:
-        view = DynamicQDQ.of(node)
-        if view.right is None:
-            return _dynamic(env[view.input], view)
-        scales = row_scales(env[view.right]).mT
-        return _dynamic(env[view.input] * scales, view) / scales
+    if node.target is quantize_dequantize_dynamic:
+        return _dynamic(node, env, slacks)
     if rounds_input(node) and known:
         return _of_low_bit(LowBitLinear.of(node), env)
     return None if known else _through(node, value, env, slacks)
@@ -104,11 +100,12 @@ def _of_low_bit(view: LowBitLinear, env: Mapping[fx.Node, Any]) -> torch.Tensor 
     """Return what ties in the input of a linear with a low-bit weight do to its result."""
     x, symmetric = env[view.input].float(), _SYMMETRIC(view.input)
     if view.act_dtype == "int8":
-        ties = _dynamic(x, symmetric)
+        ties = _rounded_anew(x, torch.zeros_like(x), symmetric)
     else:
         size = x.shape[-1]
         padded = torch.nn.functional.pad(x, (0, -size % BLOCK))
-        ties = _dynamic(padded.reshape(*x.shape[:-1], -1, BLOCK), symmetric).flatten(-2)[..., :size]
+        blocks = padded.reshape(*x.shape[:-1], -1, BLOCK)
+        ties = _rounded_anew(blocks, torch.zeros_like(blocks), symmetric).flatten(-2)[..., :size]
     if not bool(ties.any()):
         return None
     parts: dict[str, Any] = {name: None if part is None else env[part] for name, part in view.parts.items()}
@@ -116,17 +113,46 @@ def _of_low_bit(view: LowBitLinear, env: Mapping[fx.Node, Any]) -> torch.Tensor 
     return torch.nn.functional.linear(ties.float(), weight.abs())
 
 
-def _dynamic(x: torch.Tensor, view: DynamicQDQ) -> torch.Tensor:
-    """One quantum for each element at a tie."""
+def _dynamic(node: fx.Node, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> torch.Tensor:
+    """Slack behind ranges of each call: a code may be another one, and a range may move them all."""
+    view = DynamicQDQ.of(node)
+    x = env[view.input]
+    slack = slacks.get(view.input, torch.zeros((), dtype=torch.float32)).expand_as(x)
     if not x.numel():
         return torch.zeros_like(x)
-    dim = view.dim
-    low, high = (x.amin(dim, True), x.amax(dim, True)) if view.per_token else torch.aminmax(x)
+    if view.right is None:
+        return _rounded_anew(x, slack, view)
+    if view.right in slacks:
+        return torch.full_like(x, torch.inf)
+    scales = row_scales(env[view.right]).mT
+    return _rounded_anew(x * scales, slack * scales, view) / scales
+
+
+def _rounded_anew(x: torch.Tensor, slack: torch.Tensor, view: DynamicQDQ) -> torch.Tensor:
+    def over(reduce: Callable[..., torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+        return reduce(value, view.dim, True) if view.per_token else reduce(value)
+
     scale, _ = affine.choose_qparams(
-        low, high, quant_min=view.quant_min, quant_max=view.quant_max, symmetric=view.symmetric
+        over(torch.amin, x),
+        over(torch.amax, x),
+        quant_min=view.quant_min,
+        quant_max=view.quant_max,
+        symmetric=view.symmetric,
     )
+    # both ends of a range may move
+    moved = 2 * over(torch.amax, slack) / (view.quant_max - view.quant_min)
     steps = x.double() / scale
-    return ((steps - steps.floor() - 0.5).abs() <= TIE) * scale
+    drift = steps.abs() * moved
+    to_tie = (steps - steps.floor() - 0.5).abs() * scale
+    other = torch.where(to_tie <= TIE * scale + slack + drift, scale + slack + moved, 0.0)
+    return _unbounded_where_none((drift + other).float())
+
+
+def _unbounded_where_none(slack: Any) -> Any:
+    """Infinite slack times 0 is no number: there is no bound."""
+    return (
+        torch.nan_to_num(slack, nan=torch.inf, posinf=torch.inf) if isinstance(slack, torch.Tensor) else slack
+    )
 
 
 def _magnitude(value: Any) -> Any:
@@ -163,9 +189,8 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
     if name == "mul" or kind_of_node(node) == "matmul":
         sizes = [_magnitude(value) for value in (env[input_node(node)], rest[0])]
-        return target(
-            *(size + slacks.get(side, 0) for size, side in zip(sizes, Binary.of(node).sides, strict=True))
-        ) - target(*sizes)
+        larger = [size + slacks.get(side, 0) for size, side in zip(sizes, Binary.of(node).sides, strict=True)]
+        return _unbounded_where_none(target(*larger) - target(*sizes))
     if name == "div" and Binary.of(node).right not in slacks and not Binary.of(node).rounding_mode:
         return slack(first) / abs(rest[0])
     if name == "softmax":

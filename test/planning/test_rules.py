@@ -530,6 +530,28 @@ def test_strategies_of_single_operators(ten):
     assert plan["matmul"].reason == "dynamic int8 is for a matmul that a rule names, by type or by name"
 
 
+def test_matmuls_have_ranges_of_each_call_where_a_rule_names_them(ten):
+    for key in ("matmul", torch.matmul, r"mat.*"):
+        plan = resolve(DynamicQuantConfig().set_local(key, DynamicQuantConfig()), ten, ALL)
+        assert (
+            plan["matmul"].spec.activations == "uint8 affine per_token dynamic, int8 sym per_column dynamic"
+        )
+    plan = resolve(StaticQuantConfig() + DynamicQuantConfig(), ten, ALL)
+    assert spec(plan, "matmul").mode == "static"
+    plan = resolve(StaticQuantConfig().set_local("matmul", DynamicQuantConfig()), ten, ALL)
+    assert (spec(plan, "matmul").mode, spec(plan).mode) == ("dynamic", "static")
+    plan = resolve(DynamicQuantConfig(white_list=["matmul"]), ten, ALL)
+    assert {d.kind for d in plan.quantized} == {"matmul"}
+    per_tensor = DynamicQuantConfig().set_local("matmul", DynamicQuantConfig(act_granularity="per_tensor"))
+    with pytest.raises(UnsupportedError, match="act_granularity='per_tensor' .* legal there: per_token"):
+        resolve(per_tensor, ten, ALL)
+    rows = tuple(dataclasses.replace(row, dynamic=()) for row in ALL.ops)
+    plan = resolve(
+        StaticQuantConfig().set_local("matmul", DynamicQuantConfig()), ten, dataclasses.replace(ALL, ops=rows)
+    )
+    assert plan["matmul"].reason == f"backend {ALL.backend!r} has no dynamic int8 kernel for matmul"
+
+
 def test_smoothquant_passes_its_fields_on_to_static_operators_and_back(ten):
     plan = resolve(
         SmoothQuantConfig(act_algo="kl", alpha=0.7).set_local("fc1", StaticQuantConfig(act_sym=True)),

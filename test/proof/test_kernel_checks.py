@@ -22,6 +22,7 @@ from nc import (
     available_backends,
 )
 from nc.backends.native import lower, operators, planned
+from nc.backends.native.operators import dynamic_attention
 from nc.backends.passes import Pass
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import call_function, run_with
@@ -354,6 +355,25 @@ def test_dynamic_kernels_are_compared(monkeypatch):
     with_fault(monkeypatch, change)
     with pytest.raises(VerificationError, match="'0'.*fp32 values have .* dB, expected at least 60"):
         quantized(deep(3), torch.randn(16, 32), DynamicQuantConfig(), backend="native")
+
+
+@pytest.mark.skipif(bool(dynamic_attention.why_unavailable()), reason="attention is no function in C")
+def test_attention_with_ranges_of_each_call_is_compared(monkeypatch):
+    def change(module):
+        for node in [n for n in module.graph.nodes if "dynamic_attention" in str(n.target)]:
+            readers = list(node.users)
+            with module.graph.inserting_after(node):
+                wrong = call_function(module.graph, torch.ops.aten.mul.Tensor, (node, 1.05))
+            for reader in readers:
+                reader.replace_input_with(node, wrong)
+
+    config = DynamicQuantConfig().set_local("matmul", DynamicQuantConfig())
+    model, x = Attention().eval(), torch.randn(2, 24, 32)
+    for size in (1e-3, 1.0, 1e3):  # no code at a tie is a fault
+        assert "run by" not in quantized(model, x * size, config, backend="native").report().details
+    with_fault(monkeypatch, change)
+    q = quantized(model, x, config, backend="native")
+    assert "fp32 values have 2" in q.report().details["run by"]  # 26 dB, without which torch computes it
 
 
 def test_verification_can_be_off(monkeypatch):

@@ -1,15 +1,18 @@
 /* Attention whose two products are of int8 codes with ranges found in each call, for CPUs with AVX512-VNNI:
  * softmax(q K^T * factor + mask) V, of q, K, V and a result in fp32.
  *
- * Each row of q is rounded to uint8 with a scale and a zero point of its own, each row of K and of V to int8 with
- * a scale of its own. The sums of both products are exact, in int32. A row of probabilities is rounded to uint8
- * times the scales v of the rows of V, which is what the second product sums. With w = e^score v and m, the
- * largest w of a row, codes are 255 w / m, and the result is sum(code * code of V) / (255 / m sum(w / v)): so the
- * largest code is always 255, and nothing has to be known of a row before its scores but their largest
- * score + ln v.
+ * Each row of q is rounded to uint8 with a scale and a zero point of its own, each row of K and of V to int8
+ * with a scale of its own. The sums of both products are exact, in int32. A row of probabilities is rounded
+ * to uint8 times the scales of the rows of V, which is what the second product sums. With w = e^score * scale
+ * of V and m, the largest w of a row, codes are 255 w / m, and the result is
  *
- * A few rows of the scores are computed at a time, so they stay in the first cache. Codes of keys and values of
- * a head are made once, in the order in which they are multiplied.
+ *     sum(code * code of V) / (255 / m * sum(w / scale of V))
+ *
+ * So the largest code is always 255, and all that has to be known of a row before its codes is the largest
+ * score + ln scale of V.
+ *
+ * A few rows of the scores are computed at a time, so they stay in the first cache. Codes of keys and values
+ * of a head are made once, in the order in which they are multiplied.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -81,8 +84,8 @@ INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
 
 /* ---- ranges ---- */
 
-/* The largest of each of 16 vectors, as integers: of bits of numbers that are not negative that is the largest
- * number, and what is no number is larger than all. */
+/* The largest of each of 16 vectors, as integers: of bits of numbers that are not negative that is the
+ * largest number, and what is no number is larger than all. */
 INLINE FOR_VNNI __m512 largest_of_each(const __m512i x[16])
 {
     __m512i y[8];
@@ -189,21 +192,37 @@ FOR_VNNI static void pack_keys(const struct nc_dynamic_attention *how, const flo
     _mm512_storeu_ps(room->key_sums + key, _mm512_cvtepi32_ps(sums));
 }
 
+/* Scales of all values, with what follows from them, as nc.numerics.dynamic.row_scales gives them. */
+FOR_VNNI static void measure_values(const struct nc_dynamic_attention *how, const float *v,
+    const struct room *room)
+{
+    const int64_t step = how->v_strides[2];
+    const __m512 tiny = _mm512_set1_ps(TINY);
+    __m512 others = _mm512_set1_ps(INFINITY);
+    for (int64_t key = 0; key < how->keys; key += 16) {
+        const __m512 amax = magnitudes(v + key * step, step, how->keys - key, how->wide);
+        _mm512_storeu_ps(room->inverses + key, amax);
+        others = _mm512_mask_min_ps(others, _mm512_cmp_ps_mask(amax, tiny, _CMP_GE_OQ), others, amax);
+    }
+    /* a row of zeros has the scale of the smallest other row, so that it widens no range */
+    const float smallest = _mm512_reduce_min_ps(others);
+    const __m512 least = _mm512_set1_ps(smallest < INFINITY ? smallest : 127.0f);
+    for (int64_t key = 0; key < how->keys; key += 16) {
+        const __m512 amax = _mm512_loadu_ps(room->inverses + key);
+        const __mmask16 zeros = _mm512_cmp_ps_mask(amax, tiny, _CMP_LT_OQ);
+        const __m512 scale = _mm512_div_ps(_mm512_mask_mov_ps(amax, zeros, least), _mm512_set1_ps(127.0f));
+        _mm512_storeu_ps(room->logs + key, logarithm(scale));
+        _mm512_storeu_ps(room->inverses + key, reciprocal(scale));
+    }
+}
+
 /* 16 rows of values as [wide / 16][keys / 4][16][4]. */
 FOR_VNNI static void pack_values(const struct nc_dynamic_attention *how, const float *v, int64_t key,
     const struct room *room)
 {
     const int64_t rows = how->keys - key < 16 ? how->keys - key : 16, step = how->v_strides[2];
     const int64_t keys = up(how->keys, 16);
-    /* rows of zeros have a tiny scale, so that they take no part in a range */
-    const __m512 amax = magnitudes(v + key * step, step, rows, how->wide);
-    const __mmask16 tiny = _mm512_cmp_ps_mask(amax, _mm512_set1_ps(TINY), _CMP_LT_OQ);
-    const __m512 scale =
-        _mm512_div_ps(_mm512_mask_mov_ps(amax, tiny, _mm512_set1_ps(TINY)), _mm512_set1_ps(127.0f));
-    float factors[16];
-    _mm512_storeu_ps(factors, _mm512_maskz_mov_ps((__mmask16)~tiny, reciprocal(scale)));
-    _mm512_storeu_ps(room->logs + key, logarithm(scale));
-    _mm512_storeu_ps(room->inverses + key, reciprocal(scale));
+    const float *inverses = room->inverses + key;
     const __m512i byte = _mm512_set1_epi32(0xff);
     for (int64_t i = 0; i < how->wide; i += 16) {
         int8_t *to = room->values + i * keys + key * 16;
@@ -214,8 +233,8 @@ FOR_VNNI static void pack_values(const struct nc_dynamic_attention *how, const f
                 const int64_t row = r + j < rows ? r + j : 0;
                 const __m512 x = _mm512_maskz_loadu_ps(lanes_of(r + j < rows ? how->wide - i : 0),
                     v + (key + row) * step + i);
-                codes[j] =
-                    _mm512_and_si512(byte, _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(factors[row]))));
+                const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverses[row])));
+                codes[j] = _mm512_and_si512(byte, whole);
             }
             const __m512i low = _mm512_or_si512(codes[0], _mm512_slli_epi32(codes[1], 8)),
                           high = _mm512_or_si512(codes[2], _mm512_slli_epi32(codes[3], 8));
@@ -340,10 +359,12 @@ INLINE FOR_VNNI void score(const int rows, const int blocks, const struct nc_dyn
 {
     const int64_t groups = up(how->width, 4) / 4, keys = up(how->keys, 16);
     __m512i sums[SCORE_ROWS][BLOCKS_AT_ONCE];
-    multiply(rows, blocks, of->queries, groups * 4, room->keys + block * groups * 64, groups * 64, groups, sums);
+    const int8_t *right = room->keys + block * groups * 64;
+    multiply(rows, blocks, of->queries, groups * 4, right, groups * 64, groups, sums);
     for (int c = 0; c < blocks; c++) {
         const int64_t key = (block + c) * 16;
-        const __m512 of_keys = _mm512_loadu_ps(room->key_sums + key), scale = _mm512_loadu_ps(room->key_scales + key),
+        const __m512 of_keys = _mm512_loadu_ps(room->key_sums + key),
+                     scale = _mm512_loadu_ps(room->key_scales + key),
                      log = _mm512_loadu_ps(room->logs + key);
         for (int r = 0; r < rows; r++) {
             const __m512 zero = _mm512_set1_ps(of->zeros[r]),
@@ -368,9 +389,10 @@ INLINE FOR_VNNI int has_no_number(const float *x, int64_t n)
     return found != 0;
 }
 
-/* Codes of `rows` rows of probabilities, and 1 / their sums. A row that sees no key gets zeros, as from torch. */
-INLINE FOR_VNNI void weigh_scores(const int rows, const struct nc_dynamic_attention *how, const struct room *room,
-    const __m512 *most, float *inverses)
+/* Codes of `rows` rows of probabilities, and 1 / their sums. A row that sees no key gets zeros, as from
+ * torch. */
+INLINE FOR_VNNI void weigh_scores(const int rows, const struct nc_dynamic_attention *how,
+    const struct room *room, const __m512 *most, float *inverses)
 {
     const int64_t keys = up(how->keys, 16);
     const float log_255 = 5.541263545f;
@@ -455,44 +477,73 @@ FOR_VNNI static void attend_some(const int64_t rows, const struct nc_dynamic_att
         }
 }
 
+/* Queries, keys and values of one head. */
+struct head {
+    const float *q, *k, *v;
+};
+
+static struct head head_of(const struct job *job, int64_t which)
+{
+    const struct nc_dynamic_attention *how = job->how;
+    const int64_t batch = which / how->heads, head = which % how->heads;
+    return (struct head){
+        (const float *)job->tensors[1] + batch * how->q_strides[0] + head * how->q_strides[1],
+        (const float *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1],
+        (const float *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1],
+    };
+}
+
+/* Fetch some rows of a tensor: they lie so far apart that the CPU does not see which come next. */
+INLINE FOR_VNNI void fetch(const float *x, int64_t step, int64_t first, int64_t end, int64_t n)
+{
+    for (int64_t row = first; row < end; row++)
+        for (int64_t i = 0; i < n; i += 16)
+            _mm_prefetch((const char *)(x + row * step + i), _MM_HINT_T1);
+}
+
 FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
     const struct nc_dynamic_attention *how = job->how;
     const int64_t pieces = how->parts, tasks = how->batch * how->heads * pieces;
+    const int64_t last = tasks * (part + 1) / parts, padded = up(how->width, 4);
     const struct room room = room_of(job->tensors[4] + part * how->bytes, how);
     int64_t packed = -1;
-    for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++) {
+    for (int64_t task = tasks * part / parts; task < last; task++) {
         const int64_t which = task / pieces, batch = which / how->heads, head = which % how->heads,
             piece = task % pieces;
-        const int64_t end = how->rows * (piece + 1) / pieces;
+        const struct head of_head = head_of(job, which);
         if (which != packed) {
-            const float *k = (const float *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1];
-            const float *v = (const float *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1];
+            measure_values(how, of_head.v, &room);
             for (int64_t key = 0; key < how->keys; key += 16) {
-                pack_keys(how, k, key, &room);
-                pack_values(how, v, key, &room);
+                pack_keys(how, of_head.k, key, &room);
+                pack_values(how, of_head.v, key, &room);
             }
             packed = which;
         }
-        for (int64_t first = how->rows * piece / pieces; first < end; first += ROUNDED) {
+        const int64_t begin = how->rows * piece / pieces, end = how->rows * (piece + 1) / pieces;
+        const int64_t blocks = up(end - begin, ROUNDED) / ROUNDED, next = (last - 1) / pieces;
+        const struct head then = head_of(job, which < next ? which + 1 : which);
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = begin + block * ROUNDED;
             const int64_t rows = end - first < ROUNDED ? end - first : ROUNDED;
+            if (pieces == 1) {
+                const int64_t from = how->keys * block / blocks, to = how->keys * (block + 1) / blocks;
+                fetch(then.k, how->k_strides[2], from, to, how->width);
+                fetch(then.v, how->v_strides[2], from, to, how->wide);
+                fetch(then.q, how->q_strides[2], first, first + rows, how->width);
+            }
             struct rounded as;
-            round_queries(how,
-                (const float *)job->tensors[1] + batch * how->q_strides[0] + head * how->q_strides[1]
-                    + first * how->q_strides[2],
-                rows, &room, &as);
+            round_queries(how, of_head.q + first * how->q_strides[2], rows, &room, &as);
             for (int64_t r = 0; r < rows; r += SCORE_ROWS) {
                 const int64_t some = rows - r < SCORE_ROWS ? rows - r : SCORE_ROWS;
-                struct rows of = {room.queries + r * up(how->width, 4), as.scales + r, as.zeros + r, {0}, {0}};
+                struct rows of = {room.queries + r * padded, as.scales + r, as.zeros + r, {0}, {0}};
                 for (int64_t i = 0; i < some; i++) {
-                    const int64_t *m = how->mask_strides, row = first + r + i;
+                    const int64_t *m = how->mask_strides, *y = how->y_strides, row = first + r + i;
                     const int64_t at = batch * m[0] + head * m[1] + row * m[2];
-                    of.masks[i] = how->mask == MASK_NONE
-                        ? NULL
-                        : job->tensors[5] + at * (how->mask == MASK_FLOAT ? 4 : 1);
-                    of.y[i] = (float *)job->tensors[0] + batch * how->y_strides[0] + head * how->y_strides[1]
-                        + row * how->y_strides[2];
+                    const int64_t bytes = how->mask == MASK_FLOAT ? 4 : 1;
+                    of.masks[i] = how->mask == MASK_NONE ? NULL : job->tensors[5] + at * bytes;
+                    of.y[i] = (float *)job->tensors[0] + batch * y[0] + head * y[1] + row * y[2];
                 }
                 attend_some(some, how, &room, &of);
             }
@@ -510,7 +561,8 @@ int nc_dynamic_attention(const struct nc_dynamic_attention *how, void *unused, i
     EXPECT(count == 5 + (how->mask != MASK_NONE), OTHER_TENSORS);
     EXPECT(how->batch >= 0 && how->heads >= 0 && how->rows >= 0 && how->threads > 0, OTHER_SIZE);
     /* more codes could sum to more than int32 or fp32 hold exactly */
-    EXPECT(how->width > 0 && how->width <= WIDEST_HEAD && how->keys > 0 && how->keys <= MOST_INPUTS, OTHER_SIZE);
+    EXPECT(how->width > 0 && how->width <= WIDEST_HEAD, OTHER_SIZE);
+    EXPECT(how->keys > 0 && how->keys <= MOST_INPUTS, OTHER_SIZE);
     EXPECT(how->wide > 0 && how->parts > 0, OTHER_SIZE);
     EXPECT(bytes_of_room(how) <= how->bytes, OTHER_SIZE);
     /* as much work as some ten thousand products is done before other threads wake up */

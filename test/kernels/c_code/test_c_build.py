@@ -19,7 +19,7 @@ import nc
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, float_attention, int8_attention
+from nc.backends.native.operators import avx2, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import c_functions, rows
 from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import build, flags, isas
@@ -36,6 +36,7 @@ REMEMBERED = (
     (c_functions, "_functions"),
     (int8_attention, "_function"),
     (float_attention, "_function"),
+    (dynamic_attention, "_function"),
     (rows, "_library"),
     (rows, "_tiles"),
     (recurrent, "_code"),
@@ -378,6 +379,7 @@ def test_the_targets_in_c_ask_for_nothing_that_python_does_not():
     in_blocks = {"low_bit_blocks.c", "low_bit_blocks_amx.h"}
     others = {
         "attention.c",
+        "dynamic_attention.c",
         "float_attention.c",
         "low_bit.c",
         "low_bit_amx.h",
