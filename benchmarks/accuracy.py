@@ -86,6 +86,9 @@ def candidates() -> dict[str, Candidate]:
         f"dynamic {g}": lambda g=g: nc.DynamicQuantConfig(act_granularity=g)
         for g in ("per_token", "per_tensor")
     }
+    configs["dynamic per_token, matmuls too"] = lambda: nc.DynamicQuantConfig().set_local(
+        "matmul", nc.DynamicQuantConfig()
+    )
     return {
         "fp32": fp32,
         "plain IPEX": plain_ipex,

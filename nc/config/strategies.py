@@ -159,6 +159,12 @@ class DynamicQuantConfig(QuantConfig):
     It is for linears and recurrent layers, and for convolutions that a rule or the white list names, or their
     type: `StaticQuantConfig().set_local(torch.nn.Conv2d, DynamicQuantConfig())`.
 
+    Matmuls stay fp32 unless a rule or white list names them: `set_local("matmul", DynamicQuantConfig())`.
+    Then each row of the left side has a range, and each column of the right one. Values of attention have one
+    for each row instead, and probabilities are rounded times these: one that meets a small value takes no
+    codes from the others. `native` computes attention so with AVX512-VNNI; elsewhere the report says why it
+    is fp32.
+
     Args:
         w_dtype: "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         w_sym: symmetric weights; False is refused, as for static quantization.

@@ -145,14 +145,7 @@ def _rounded_anew(x: torch.Tensor, slack: torch.Tensor, view: DynamicQDQ) -> tor
     drift = steps.abs() * moved
     to_tie = (steps - steps.floor() - 0.5).abs() * scale
     other = torch.where(to_tie <= TIE * scale + slack + drift, scale + slack + moved, 0.0)
-    return _unbounded_where_none((drift + other).float())
-
-
-def _unbounded_where_none(slack: Any) -> Any:
-    """Infinite slack times 0 is no number: there is no bound."""
-    return (
-        torch.nan_to_num(slack, nan=torch.inf, posinf=torch.inf) if isinstance(slack, torch.Tensor) else slack
-    )
+    return torch.nan_to_num((drift + other).float(), nan=torch.inf, posinf=torch.inf)
 
 
 def _magnitude(value: Any) -> Any:
@@ -190,7 +183,8 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if name == "mul" or kind_of_node(node) == "matmul":
         sizes = [_magnitude(value) for value in (env[input_node(node)], rest[0])]
         larger = [size + slacks.get(side, 0) for size, side in zip(sizes, Binary.of(node).sides, strict=True)]
-        return _unbounded_where_none(target(*larger) - target(*sizes))
+        # infinite slack times 0 is no number: there is no bound
+        return torch.nan_to_num(target(*larger) - target(*sizes), nan=torch.inf, posinf=torch.inf)
     if name == "div" and Binary.of(node).right not in slacks and not Binary.of(node).rounding_mode:
         return slack(first) / abs(rest[0])
     if name == "softmax":
