@@ -184,8 +184,8 @@ MUTATIONS = (
         "rule-order",
         "of equally specific rules the last one declared wins",
         "planning/matching.py",
-        "_can(m, row), i)",
-        "_can(m, row), -i)",
+        "_can(m, op.kind, row), i)",
+        "_can(m, op.kind, row), -i)",
         ("rules",),
     ),
     Mutation(
@@ -304,8 +304,8 @@ MUTATIONS = (
         "matmuls-by-rule",
         "a matmul gets ranges of each call only where a rule names it",
         "planning/matching.py",
-        '_DYNAMIC_BY_RULE = frozenset({"matmul"})',
-        "_DYNAMIC_BY_RULE: frozenset[str] = frozenset()",
+        '_ONLY_NAMED = frozenset({*CONVOLUTIONS, "matmul"})',
+        "_ONLY_NAMED = frozenset({*CONVOLUTIONS})",
         ("rules",),
     ),
     Mutation(

@@ -96,14 +96,14 @@ def matches_of(
                 found.append(Match(DecidingRule(level, rule.key.text), rule.config))
     # of several global strategies, those with a kernel for this kind of operator come first
     order = {
-        id(m): (
-            m.rule.level,
-            m.rule.level is not Level.GLOBAL or (has_kernel(m.config, row) and not only_named(m, op.kind)),
-            i,
-        )
+        id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or _can(m, op.kind, row), i)
         for i, m in enumerate(found)
     }
     return sorted(found, key=lambda m: order[id(m)], reverse=True)
+
+
+def _can(match: Match, kind: str, row: OpSupport | None) -> bool:
+    return has_kernel(match.config, row) and not only_named(match, kind)
 
 
 def has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:

@@ -527,7 +527,10 @@ def test_strategies_of_single_operators(ten):
     assert spec(plan).activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
     assert spec(plan).weight.granularity == PER_CHANNEL  # other strategies pass nothing on
     assert spec(plan, "fc10").activation.dynamic
-    assert plan["matmul"].reason == "dynamic int8 is for a matmul that a rule names, by type or by name"
+    assert (
+        plan["matmul"].reason
+        == "ranges found at each call are for a matmul only where a rule names it or its type"
+    )
 
 
 def test_matmuls_have_ranges_of_each_call_where_a_rule_names_them(ten):
