@@ -337,9 +337,20 @@ struct job {
     int64_t plain; /* see is_plain */
 };
 
-static const uint8_t *row_of(const struct operand *of, int64_t row)
+static inline const uint8_t *row_of(const struct operand *of, int64_t row)
 {
-    return of->x + row / TILE * of->tile + row % TILE * of->row;
+    const uint64_t n = (uint64_t)row; /* no sign to look at */
+    return of->x + n / TILE * (uint64_t)of->tile + n % TILE * (uint64_t)of->row;
+}
+
+/* Addresses of `count` rows from `row` on. */
+static inline __attribute__((always_inline)) void rows_of(const struct operand *of, int64_t row,
+    const uint8_t **x, const int count)
+{
+    const int even = of->tile == TILE * of->row;
+    x[0] = row_of(of, row);
+    UNROLL for (int r = 1; r < count; r++)
+        x[r] = even ? x[0] + r * of->row : row_of(of, row + r);
 }
 
 /* 1 / x, of the quotient's first bits and a step of Newton's method: 2^-23 of it are lost at most. */
@@ -555,13 +566,11 @@ VNNI_INLINE void multiply_rows(const struct job *j, int64_t row, int64_t panel,
     const int8_t *left = j->weights + panel * TILE * of->depth, *right = left + TILE * of->depth;
     const uint8_t *x[AT_ONCE];
     __m512i sum[AT_ONCE][2];
+    rows_of(of, row, x, R);
     UNROLL for (int r = 0; r < R; r++)
-    {
-        x[r] = row_of(of, row + r);
         UNROLL for (int p = 0; p < P; p++)
             sum[r][p] = kind == PLAIN_CODES ? _mm512_loadu_si512(j->sums + (panel + p) * TILE)
                                             : _mm512_setzero_si512();
-    }
     for (int64_t k = 0, begin = 0; k < of->used; k += DEPTH, begin += of->block) {
         const int64_t end = of->used - k < DEPTH ? of->used - k : DEPTH;
         for (int64_t at = 0; at < end; at += 4) {

@@ -257,12 +257,10 @@ AVX2_INLINE void multiply_rows_256(const struct job *j, int64_t row, const int8_
 {
     const uint8_t *x[ROWS_OF_VNNI];
     __m256i sum[ROWS_OF_VNNI][2];
+    rows_of(&j->of, row, x, R);
     UNROLL for (int r = 0; r < R; r++)
-    {
-        x[r] = row_of(&j->of, row + r);
         UNROLL for (int v = 0; v < V; v++)
             sum[r][v] = init ? _mm256_loadu_si256((const __m256i *)init + v) : _mm256_setzero_si256();
-    }
     for (int64_t k = 0, begin = 0; k < j->of.used; k += DEPTH, begin += j->of.block) {
         const int64_t end = j->of.used - k < DEPTH ? j->of.used - k : DEPTH;
         for (int64_t at = 0; at < end; at += 4) {
