@@ -142,7 +142,7 @@ sanitize: setup-native
 	program=$$(mktemp) header=$$(mktemp)
 	trap 'rm -f "$$program" "$$header"' EXIT
 	.venv-native/bin/python nc/kernels/c_code/flags.py > "$$header"
-	for source in attention dynamic_attention float_attention products rows steps low_bit low_bit_blocks recurrent; do
+	for source in attention depthwise dynamic_attention float_attention rows steps low_bit low_bit_blocks recurrent; do
 	    $(TSAN) -include "$$header" -D$${source^^} -DSOURCE="\"$$source.c\"" -o "$$program" test/c_threads.c -lm
 	    "$$program"
 	done

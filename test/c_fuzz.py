@@ -38,7 +38,7 @@ from suites.recurrent import float64_layers
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, dynamic_attention, float_attention, int8_attention
+from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans import rows as row_format
 from nc.kernels.c_code import abi, build, openmp
@@ -92,9 +92,12 @@ class Guarded:
         ctypes.memmove(self.tensor.data_ptr(), self.address, self.bytes)
 
 
-def call(function: Function, fields, tensors, writes=(0,)) -> None:
-    """Call a function in C with copies of tensors, and take over what it writes."""
-    at_end = random.random() < 0.7
+def call(function: Function, fields, tensors, writes=(0,), *, at_end: bool | None = None) -> None:
+    """Call a function in C with copies of tensors, and take over what it writes.
+
+    Memory ends behind each tensor where `at_end` says so, by chance where it says nothing.
+    """
+    at_end = random.random() < 0.7 if at_end is None else at_end
     copies = [Guarded(tensor, at_end) for tensor in tensors]
     call_once(function, fields, copies)
     for index, copy in enumerate(copies):
@@ -576,53 +579,41 @@ def product_fields(y, added, outputs, scale, zero_point):
     }
 
 
-def check_product(fields, y, exact_sums, scales, bias, old, scale, zero_point):
+def check_product(is_relu, y, exact_sums, scales, bias, old, scale, zero_point):
     expected = exact_sums * scales.double() + bias.double() + (0.5 * old.double() if old is not None else 0)
-    expected = expected.relu() if fields["activation"] else expected
+    expected = expected.relu() if is_relu else expected
     if y.dtype is torch.float32:
         close(y, expected, 1e-6, 1e-5)
     else:
         close(y, codes(expected, scale, zero_point, y.dtype), 0, 1)
 
 
-def case_product() -> str:
-    rows, outputs, inputs = (
-        random.choice((0, 1, 2, 5, 6, 61, 130)),
-        random.choice((1, 7, 8, 9, 16, 17, 33, 48)),
-        4 * random.choice((1, 2, 9, 40)),
-    )
+def case_code_product() -> str:
+    rows, outputs = random.choice((0, 1, 2, 5, 6, 33, 61, 130)), random.choice((1, 7, 8, 9, 16, 17, 33, 48))
+    isa = random.choice(row_format.isas(row_format.CODES))
+    inputs = random.choice((64, 128, 320)) if isa == "amx" else 4 * random.choice((1, 2, 9, 40))
     x = torch.randint(0, 256, (rows, inputs + random.choice((0, 3))), dtype=torch.uint8)[:, :inputs]
     w = torch.randint(-63, 64, (outputs, inputs), dtype=torch.int8)
-    packed = torch.empty(-(-outputs // 8) * 8 * inputs, dtype=torch.int8)
-    filled = -(-outputs // 16) * 16
-    sums = torch.zeros(filled, dtype=torch.int32)
-    call(
-        avx2._function("pack"),
-        {"outputs": outputs, "inputs": inputs, "threads": threads()},
-        [packed, w, sums],
-        writes=(0, 2),
-    )
-    assert torch.equal(sums[:outputs].long(), w.long().sum(1))
-    zero, written, is_added, scale, zero_point = (
-        random.randrange(256),
-        random.randrange(3),
-        random.choice((False, False, True)),
-        0.1,
-        7,
-    )
-    y = torch.zeros(rows, outputs, dtype=(torch.uint8, torch.float32, torch.int8)[written])
-    scales, bias = torch.zeros(filled), torch.zeros(filled)
+    packed, sums = row_format.pack(row_format.CODES, w)
+    zero, is_added, scale, zero_point = random.randrange(256), random.choice((False, False, True)), 0.1, 7
+    y = torch.zeros(rows, outputs, dtype=random.choice((torch.uint8, torch.float32, torch.int8)))
+    scales, bias = torch.zeros(2, len(sums))
     scales[:outputs], bias[:outputs] = torch.rand(outputs) * 1e-3, torch.randn(outputs)
     other = torch.randn(rows, outputs)
     fields = product_fields(y, "fp32_other" if is_added else "nothing", outputs, scale, zero_point)
-    fields |= {"inputs": inputs, "stride": x.stride(0), "rows": rows}
-    call(
-        avx2._function("product"),
-        fields,
-        [y, x, packed, sums * -zero, scales, bias, *([other] if is_added else [])],
-    )
-    sums, other = (x.double() - zero) @ w.double().T, other if is_added else None
-    check_product(fields, y, sums, scales[:outputs], bias[:outputs], other, scale, zero_point)
+    if y.dtype is not torch.float32 and random.random() < 0.5:  # what C makes in registers
+        low = -math.inf if fields["activation"] == abi.ACTIVATION.number("identity") else fields["zero_point"]
+        bounds = {"activation": abi.ACTIVATION.number("clip"), "alpha": low, "beta": 255.0}
+        folded = {"inverse": 1.0, "zero_point": 0, "added_scale": fields["added_scale"] / scale}
+        given, fields = (scales / scale, bias / scale + fields["zero_point"]), fields | bounds | folded
+    else:
+        given = scales, bias
+    fields |= {"inputs": inputs, "stride": x.stride(0), "rows": rows, "isa": NUMBERS[isa]}
+    more = [other] if is_added else []
+    call(row_format.code(row_format.CODES).codes, fields, [y, x, packed, sums * -zero, *given, *more])
+    exact_sums, old = (x.double() - zero) @ w.double().T, other if is_added else None
+    is_relu = fields["activation"] != abi.ACTIVATION.number("identity") and fields["alpha"] >= 0
+    check_product(is_relu, y, exact_sums, scales[:outputs], bias[:outputs], old, scale, zero_point)
     return f"{fields}"
 
 
@@ -638,7 +629,7 @@ def case_depthwise() -> str:
     ]
     x = torch.randint(0, 256, (images, *sizes, channels), dtype=torch.uint8)
     w = torch.randint(-128, 128, (channels, 1, *window), dtype=torch.int8)
-    packed, sums = avx2._by_channels(w)
+    packed, sums = depthwise._by_channels(w)
     zero, written, scale, zero_point = random.randrange(256), random.randrange(3), 0.1, 7
     y = torch.zeros(images, *out, channels, dtype=(torch.uint8, torch.float32, torch.int8)[written])
     scales, bias, pixel = (
@@ -656,11 +647,11 @@ def case_depthwise() -> str:
         "dilations": dilations,
         "pads": pads,
     }
-    call(avx2._function("depthwise"), fields, [y, x, packed, sums * -zero, scales, bias, pixel])
+    call(depthwise._function(), fields, [y, x, packed, sums * -zero, scales, bias, pixel])
     wide = F.conv2d(
         x.double().permute(0, 3, 1, 2) - zero, w.double(), None, steps, pads, dilations, channels
     ).permute(0, 2, 3, 1)
-    check_product(fields, y, wide, scales, bias, None, scale, zero_point)
+    check_product(bool(fields["activation"]), y, wide, scales, bias, None, scale, zero_point)
     return f"{fields}"
 
 
@@ -952,7 +943,6 @@ CASES = {
 
 def possible() -> dict[str, str]:
     """For each function, why it can't run here; "" when it can."""
-    products = "" if "avx2" in build.loaded("products").isas else "it was compiled without AVX2"
     why = {
         "int8_attention": int8_attention.why_unavailable(),
         "float_attention": float_attention.why_unavailable(),
@@ -964,8 +954,8 @@ def possible() -> dict[str, str]:
         "bf16_rows": row_format.why_unavailable(row_format.BF16),
         "bf16_product": row_format.why_unavailable(row_format.BF16),
         "row_product": row_format.why_unavailable(row_format.CODES),
-        "product": products,
-        "depthwise": products,
+        "code_product": row_format.why_unavailable(row_format.CODES),
+        "depthwise": "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2",
     }
     return {name: why.get(name, c_functions.why_unavailable()) for name in CASES}
 

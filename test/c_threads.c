@@ -209,25 +209,23 @@ static int work_of_all(void)
             continue;
         if (CALL(nc_round_rows, to_round) || nc_row_product(&product, NULL, 6, (char *const *)tensors))
             return 1;
+        struct nc_code_product of_codes = {.size = sizeof of_codes, .threads = TEAM, .outputs = N, .rows = rows,
+            .to = i % 2 ? DTYPE_U8 : DTYPE_F32, .inputs = DEEP - 64, .stride = DEEP - 64, .isa = isa};
+        if (nc_code_product(&of_codes, NULL, 6, (char *const *)tensors))
+            return 1;
     }
     return 0;
 }
-#elif defined(PRODUCTS)
-enum { M = 200, N = 250, K = 512 };
-
-static int packed_by_all(void **packed)
-{
-    HOW(nc_pack, .outputs = N, .inputs = K, .threads = TEAM);
-    void *tensors[] = {packed[0], calloc(N * K, 1), packed[1]};
-    return CALL(nc_pack, tensors);
-}
-
+#elif defined(DEPTHWISE)
 static int work_of_all(void)
 {
-    void *packed[] = {calloc((N + 7) / 8 * 8 * K, 1), calloc(N + 16, 4)};
-    HOW(nc_product, .threads = TEAM, .outputs = N, .to = DTYPE_F32, .inputs = K, .stride = K, .rows = M);
-    void *tensors[] = {floats(M * N), calloc(M * K, 1), packed[0], packed[1], floats(N + 16), floats(N + 16)};
-    return packed_by_all(packed) || CALL(nc_product, tensors);
+    enum { SIZE = 40, C = 48, PAIRS = 5 };
+    void *tensors[] = {calloc(SIZE * SIZE * C, 1), calloc(SIZE * SIZE * C, 1), calloc(C * PAIRS * 2, 2),
+        calloc(C, 4), floats(C), floats(C), calloc(C, 1)};
+    HOW(nc_depthwise, .threads = TEAM, .outputs = C, .to = DTYPE_U8, .inverse = 1, .images = 1,
+        .image = {SIZE, SIZE}, .result = {SIZE, SIZE}, .window = {3, 3}, .steps = {1, 1}, .dilations = {1, 1},
+        .pads = {1, 1});
+    return CALL(nc_depthwise, tensors);
 }
 #else
 enum { R = 400, N = 512 };

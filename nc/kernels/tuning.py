@@ -86,7 +86,7 @@ DYNAMIC_COST: Tuned[dict[str, typing.Any]] = Tuned(
     "python benchmarks/tuning.py dynamic",
 )
 CODE_PRODUCTS = Tuned(
-    ("avx512_vnni",),
+    ("avx512_vnni", "avx2"),
     "instruction sets with which linears and 1 x 1 convolutions of codes are faster in C than by oneDNN",
     _ZEN4,
     "2026-11-27",

@@ -285,7 +285,6 @@ class Constants:
         widest_head: of the two with codes.
         most_followers: of its products.
         panel: outputs that lie side by side in a packed weight.
-        half_panel: to a multiple of which the last panel of `product` is filled up.
         most_taps: positions of a window of `depthwise`.
         word: inputs whose codes lie side by side for one output of `recurrent`.
         most_normed: elements of a row that `norm_rows` and `row_chain` norm.
@@ -306,7 +305,6 @@ class Constants:
     widest_head: int = 512
     most_followers: int = 16
     panel: int = 16
-    half_panel: int = 8
     most_taps: int = 64
     word: int = 4
     most_normed: int = 8192
@@ -588,22 +586,7 @@ _ROWS = (
         most=6,
     ),
     FunctionRow(
-        "products",
-        Structure(
-            "product",
-            "Rows of codes times a weight.",
-            (
-                *_PRODUCT,
-                Field("inputs", "a multiple of 4"),
-                Field("stride", "bytes from one row of codes to the next"),
-                Field("rows"),
-            ),
-        ),
-        least=6,
-        most=7,
-    ),
-    FunctionRow(
-        "products",
+        "depthwise",
         Structure(
             "depthwise",
             "A convolution of images with channels last, each by itself. Pairs are of height and width.",
@@ -615,16 +598,6 @@ _ROWS = (
         ),
         least=7,
         most=7,
-    ),
-    FunctionRow(
-        "products",
-        Structure(
-            "pack",
-            "A weight in panels.",
-            (Field("outputs"), Field("inputs", "a multiple of 4"), Field("threads")),
-        ),
-        least=3,
-        most=3,
     ),
     FunctionRow(
         "rows",

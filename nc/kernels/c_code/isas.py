@@ -26,11 +26,11 @@ NUMBERS = {name: number for number, name in enumerate(ISAS)}
 #: Source → instruction sets that it has code for, by a compiler that knows them.
 OF_SOURCES = {
     "attention": ("avx512_vnni",),
+    "depthwise": ("avx2",),
     "dynamic_attention": ("avx512_vnni",),
     "float_attention": ("avx512",),
     "low_bit": tuple(ISAS),
     "low_bit_blocks": ("avx2", "avx512", "amx"),
-    "products": ("avx2",),
     "recurrent": ("avx2", "avx512_vnni"),
     "rows": ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx"),
     "runner": (),

@@ -39,6 +39,7 @@
 #define FOR_AVX512 FOR_VNNI
 #include "exponential.h"
 #include "bf16.h"
+#include "by_activation.h"
 #include "gelu.h"
 #define FOR_AVX2 __attribute__((target("avx2,fma")))
 #define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
@@ -489,19 +490,6 @@ static int64_t is_plain(const struct nc_code_product *how)
         return how->activation == ACTIVATION_IDENTITY;
     return how->activation == ACTIVATION_CLIP && how->inverse == 1 && how->zero_point == 0 && how->beta <= 255;
 }
-
-/* The activation is chosen once, not for each number. */
-#define BY_ACTIVATION(op, WORK)                                                  \
-    switch (op) {                                                                \
-    case ACTIVATION_IDENTITY: WORK(ACTIVATION_IDENTITY); break;                  \
-    case ACTIVATION_RELU: WORK(ACTIVATION_RELU); break;                          \
-    case ACTIVATION_LEAKY_RELU: WORK(ACTIVATION_LEAKY_RELU); break;              \
-    case ACTIVATION_CLIP: WORK(ACTIVATION_CLIP); break;                          \
-    case ACTIVATION_HARDSWISH: WORK(ACTIVATION_HARDSWISH); break;                \
-    case ACTIVATION_SWISH: WORK(ACTIVATION_SWISH); break;                        \
-    case ACTIVATION_GELU_TANH: WORK(ACTIVATION_GELU_TANH); break;                \
-    case ACTIVATION_GELU_ERF: WORK(ACTIVATION_GELU_ERF); break;                  \
-    }
 
 FOR_VNNI static void finish_block_of_codes(const struct job *j, int32_t (*sums)[2 * TILE][TILE], int64_t row,
     int64_t rows, int64_t panel, int64_t panels)

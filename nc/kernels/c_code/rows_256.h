@@ -4,9 +4,7 @@
  * AVX-VNNI has vpdpbusd. AVX2 has vpmaddubsw, which adds pairs of products in 16 bits and saturates: callers
  * give it weights whose pairs fit (nc.numerics.int16_pairs), with which no code from 0 to 255 gets there.
  */
-#define AVX2_INLINE static inline __attribute__((always_inline)) FOR_AVX2
-#include "activation_256.h"
-enum { WIDTH = 8 };
+#include "finish_256.h"
 
 /* ---- rounding ---- */
 
@@ -19,18 +17,6 @@ AVX2_INLINE __m256i codes_of_8(__m256 x, __m256 scale, __m256 inverse, __m256 ze
         n = nearest_of_8(_mm256_div_ps(x, scale));
     v = _mm256_max_ps(_mm256_add_ps(n, zero_point), _mm256_setzero_ps()); /* what is no number becomes 0 */
     return _mm256_cvtps_epi32(_mm256_min_ps(v, _mm256_set1_ps(255.0f)));
-}
-
-/* The first n of 8 lanes. */
-AVX2_INLINE __m256i first_of_8(int64_t n)
-{
-    const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n < WIDTH ? (int32_t)n : WIDTH), number);
-}
-
-AVX2_INLINE __m256 some_8(const float *x, int64_t n)
-{
-    return n >= WIDTH ? _mm256_loadu_ps(x) : _mm256_maskload_ps(x, first_of_8(n));
 }
 
 AVX2_INLINE float largest_of_8(__m256 x)
@@ -95,131 +81,13 @@ AVX2_INLINE void finish_8(const struct job *j, const int64_t op, const int32_t *
         _mm256_maskstore_ps((float *)j->y + at, first_of_8(left), v);
 }
 
-/* As struct after. */
-struct after_256 {
-    __m256 added_scale, added_zero_point, inverse, zero_point;
-    const float *other;
-    char *y;
-    float alpha, beta;
-    int64_t added, to, outputs, sign; /* sign: the bits in which 8 codes differ from uint8 */
-};
-
-/* 8 codes from `from` on, or `n` where there are fewer. */
-AVX2_INLINE __m128i some_codes(const char *from, int64_t n)
-{
-    int64_t codes = 0;
-    if (n >= WIDTH)
-        memcpy(&codes, from, WIDTH);
-    else
-        memcpy(&codes, from, (size_t)n);
-    return _mm_cvtsi64_si128(codes);
-}
-
-/* 8 results in fp32, of `n` outputs, as in finish_codes. */
-AVX2_INLINE __m256 result_of_8(const struct after_256 *a, const int64_t op, __m256i sum, __m256 scale,
-    __m256 bias, int64_t at, int64_t n)
-{
-    __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, bias);
-    if (a->added == ADDED_CODES_IN_PLACE) {
-        const __m256 old = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(some_codes(a->y + at, n)));
-        v = _mm256_fmadd_ps(_mm256_sub_ps(old, a->added_zero_point), a->added_scale, v);
-    } else if (a->added != ADDED_NOTHING) {
-        const float *more = a->added == ADDED_FP32_OTHER ? a->other : (const float *)a->y;
-        v = _mm256_fmadd_ps(some_8(more + at, n), a->added_scale, v);
-    }
-    return activation_of_8(op, v, a->alpha, a->beta);
-}
-
-/* 8 codes as integers that packing saturates at 0; what is no number becomes the least one. */
-AVX2_INLINE __m256i codes_of_results(const struct after_256 *a, __m256 v)
-{
-    return _mm256_cvtps_epi32(
-        _mm256_min_ps(_mm256_set1_ps(255.0f), _mm256_fmadd_ps(v, a->inverse, a->zero_point)));
-}
-
-AVX2_INLINE void store_8(const struct after_256 *a, __m256 v, int64_t at, int64_t n)
-{
-    if (a->to == DTYPE_F32) {
-        if (n >= WIDTH)
-            _mm256_storeu_ps((float *)a->y + at, v);
-        else
-            _mm256_maskstore_ps((float *)a->y + at, first_of_8(n), v);
-        return;
-    }
-    const __m256i wide = codes_of_results(a, v);
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-    const int64_t codes = _mm_cvtsi128_si64(_mm_packus_epi16(words, words)) ^ a->sign;
-    if (n >= WIDTH)
-        memcpy(a->y + at, &codes, WIDTH);
-    else
-        memcpy(a->y + at, &codes, (size_t)n);
-}
-
-AVX2_INLINE void store_16_codes(const struct after_256 *a, __m256 low, __m256 high, int64_t at)
-{
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
-    const __m256i words = _mm256_packs_epi32(codes_of_results(a, low), codes_of_results(a, high));
-    const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), order);
-    _mm_storeu_si128((__m128i *)(a->y + at), _mm_xor_si128(_mm256_castsi256_si128(codes), _mm_set1_epi64x(a->sign)));
-}
-
-/* Sums of rows → results of 8 outputs, or fewer, from `column` on; they begin at `begin` of the panel. */
-AVX2_INLINE void finish_half(const struct job *j, const struct after_256 *a, const int64_t op,
-    int32_t (*sums)[TILE], int64_t row, int64_t rows, int64_t column, int64_t begin)
-{
-    const int64_t n = a->outputs - column;
-    const __m256 scale = _mm256_loadu_ps(j->scale + column), bias = _mm256_loadu_ps(j->bias + column);
-    for (int64_t r = 0, at = row * a->outputs + column; n > 0 && r < rows; r++, at += a->outputs) {
-        const __m256i sum = _mm256_loadu_si256((const __m256i *)(sums[r] + begin));
-        store_8(a, result_of_8(a, op, sum, scale, bias, at, n), at, n);
-    }
-}
-
-/* The same of 16 outputs as codes. */
-AVX2_INLINE void finish_whole(const struct job *j, const struct after_256 *a, const int64_t op,
-    int32_t (*sums)[TILE], int64_t row, int64_t rows, int64_t column)
-{
-    const __m256 scale = _mm256_loadu_ps(j->scale + column), bias = _mm256_loadu_ps(j->bias + column);
-    const __m256 scale_2 = _mm256_loadu_ps(j->scale + column + WIDTH),
-                 bias_2 = _mm256_loadu_ps(j->bias + column + WIDTH);
-    for (int64_t r = 0, at = row * a->outputs + column; r < rows; r++, at += a->outputs) {
-        const __m256i *both = (const __m256i *)sums[r];
-        const __m256 low = result_of_8(a, op, _mm256_loadu_si256(both), scale, bias, at, WIDTH),
-                     high = result_of_8(a, op, _mm256_loadu_si256(both + 1), scale_2, bias_2, at + WIDTH, WIDTH);
-        store_16_codes(a, low, high, at);
-    }
-}
-
-AVX2_INLINE void finish_rows_of_codes(const struct job *j, const struct after_256 *a, const int64_t op,
-    int32_t (*sums)[TILE], int64_t row, int64_t rows, int64_t column)
-{
-    if (a->outputs - column >= TILE && a->to != DTYPE_F32) {
-        finish_whole(j, a, op, sums, row, rows, column);
-        return;
-    }
-    finish_half(j, a, op, sums, row, rows, column, 0);
-    finish_half(j, a, op, sums, row, rows, column + WIDTH, WIDTH);
-}
-
-FOR_AVX2 static void finish_panel_of_codes(const struct job *j, int32_t (*sums)[TILE], int64_t row,
-    int64_t rows, int64_t column)
-{
-    const struct nc_code_product *how = j->codes;
-    const struct after_256 a = {_mm256_set1_ps((float)how->added_scale),
-        _mm256_set1_ps((float)how->added_zero_point), _mm256_set1_ps((float)how->inverse),
-        _mm256_set1_ps((float)how->zero_point), j->added, j->y, j->alpha, j->beta, how->added, how->to,
-        j->outputs, how->to == DTYPE_S8 ? (int64_t)0x8080808080808080 : 0};
-#define ALL(op) finish_rows_of_codes(j, &a, op, sums, row, rows, column)
-    BY_ACTIVATION(j->activation, ALL)
-#undef ALL
-}
-
 /* Sums [rows][16] → results. */
 FOR_AVX2 static void finish_panel(const struct job *j, int32_t (*sums)[TILE], int64_t row, int64_t rows,
     int64_t column)
 {
     if (j->codes) {
-        finish_panel_of_codes(j, sums, row, rows, column);
+        const struct after_256 after = AFTER_256(j->codes, j->y, j->scale, j->bias, j->added);
+        finish_256(&after, sums, row, rows, column);
         return;
     }
 #define ALL(op)                                                          \

@@ -22,7 +22,7 @@ from nc.backends.low_bit.engine import set_backend
 from nc.backends.native import package
 from nc.backends.native import planned as planning
 from nc.backends.native.execute import TorchScriptExecutor
-from nc.backends.native.operators import avx2
+from nc.backends.native.plans import code_products
 from nc.backends.native.plans.execution_plan import AtenCall
 from nc.export import export
 from nc.graph.fx_utils import copy_module
@@ -225,7 +225,7 @@ def test_the_report_of_a_captured_model_names_kernels_and_refusals(mixed):
     assert (ops["enc"].ran, ops["up"].ran, ops["up"].asked) == ("int8", "int4 weight", "int4 weight")
     assert ops["up"].kernel == ops["down"].kernel == KERNELS
     assert ops["enc"].kernel.partition(" ")[0] == (
-        ("matmul" if avx2.why_unavailable() else "function") if planned else ""
+        ("matmul" if code_products.why_unavailable() else "function") if planned else ""
     )
     refused = dict(ops["up"].refused)
     others = set() if compiled.why_unavailable() == "" else {"c fp32", "int4pack", "dyn_quant_4bit"}

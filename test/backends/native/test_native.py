@@ -30,7 +30,7 @@ from nc import (
 )
 from nc.backends import cpu, get_backend
 from nc.backends.native import OPS, execute, fuse, passes, regions
-from nc.backends.native.operators import avx2
+from nc.backends.native.plans import code_products
 from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
 from nc.graph.saturation import narrow
@@ -175,7 +175,7 @@ def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call(monkeypa
 
     Without AMX this holds all the same.
     """
-    monkeypatch.setattr(avx2, "why_unavailable", lambda: "left out")  # oneDNN says what it runs
+    monkeypatch.setattr(code_products, "why_unavailable", lambda: "left out")  # oneDNN says what it runs
     model = nn.Sequential(nn.Conv2d(576, 160, 1), nn.ReLU6(), nn.Conv2d(160, 960, 1)).eval()
     x = torch.randn(1, 576, 7, 7)
     q = quantized(model, x, None, "native")

@@ -28,9 +28,8 @@ from nc.backends import available_backends, cpu
 from nc.backends.native import fuse, operators
 from nc.backends.native import planned as planning
 from nc.backends.native.grouped import join
-from nc.backends.native.operators import avx2
 from nc.backends.native.passes import finish, kernels
-from nc.backends.native.plans import operands, recorder
+from nc.backends.native.plans import code_products, operands, recorder
 from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.execution_plan import AtenCall, Block, ExecutionPlan, PrimitiveCall
 from nc.backends.native.plans.ways import Refused
@@ -222,8 +221,8 @@ def _looked_up(self, x):
 
 @pytest.fixture
 def onednn_alone(monkeypatch):
-    """Without the functions in C for CPUs with AVX2."""
-    monkeypatch.setattr(avx2, "why_unavailable", lambda: "left out")
+    """Without products in C."""
+    monkeypatch.setattr(code_products, "why_unavailable", lambda: "left out")
 
 
 @pytest.mark.usefixtures("onednn_alone")

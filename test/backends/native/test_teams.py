@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from suites.avx2_products import check, paired
+from suites.code_products import check, multiply, paired
 from suites.int8_attention import case
 from suites.low_bit import form, weight
 from suites.low_bit_c import HERE
+from suites.rows_code import isas_to_test
 
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.low_bit import compiled
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.plans import c_functions
+from nc.backends.native.plans import rows as row_format
 from nc.kernels.c_code.calls import call_once
 
 THREADS = 6
@@ -64,8 +66,10 @@ def attention():
 
 def product():
     x, w = torch.randint(0, 256, (61, 64), dtype=torch.uint8), paired(64, 64)
+    shape, isa = ((61, 64), (64, 1)), isas_to_test()[0]
+    how = None, "nothing", None, THREADS
     return lambda: check(
-        x, w, x.double() @ w.double().T, ((61, 64), (64, 1)), None, "nothing", None, THREADS, zero_point=0
+        lambda *given: multiply(isa, *given), x, w, x.double() @ w.double().T, shape, *how, zero_point=0
     )
 
 
@@ -80,7 +84,7 @@ CALLS = {
     "image": (image, ""),
     "rounding": (rounding, ""),
     "attention": (attention, int8_attention.why_unavailable() if not _WHY else ""),
-    "product": (product, "" if "avx2" in cpu.detected() else "this CPU has no AVX2"),
+    "code product": (product, row_format.why_unavailable(row_format.CODES) if not _WHY else ""),
     "low-bit": (low_bit, "" if HERE else "this CPU has none of the instruction sets"),
 }
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import nc
 from nc import BackendError, InputError, UnsupportedError, available_backends
 from nc.backends.base import EngineModel
-from nc.backends.native.operators import avx2
+from nc.backends.native.plans import code_products
 from nc.backends.profiling import onednn_verbose, process, scaling
 from nc.backends.profiling.onednn_verbose import ExecutedPrimitive, Partition, parse
 from nc.backends.profiling.profile import EngineCall, Profile
@@ -211,7 +211,7 @@ def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leave
     for op in weighted:
         kernel = kernels[op.operator]
         assert (op.ran, kernel.reads) == ("int8", ("u8", "s8"))
-        ours = () if avx2.why_unavailable() else ("c:product avx2", "c:code_product")
+        ours = () if code_products.why_unavailable() else ("c:code_product",)
         assert any(name in kernel.implementation for name in ("jit", "brg", "gemm", *ours)), kernel
         assert str(kernel) in op.kernel
         assert op.share > 0
@@ -259,7 +259,7 @@ def test_other_inputs_than_the_examples(backend):
     json.dumps(report.to_dict())
     plain = q.report()
     assert (plain.profile, {op.share for op in plain.ops}) == (None, {None})
-    planned = "matmul" if avx2.why_unavailable() else "function"
+    planned = "matmul" if code_products.why_unavailable() else "function"
     assert {op.kernel.partition(" ")[0] for op in plain.ops} == {
         planned if backend == "native" and not WHY_NO_PLANS else ""
     }

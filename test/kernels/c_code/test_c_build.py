@@ -19,7 +19,7 @@ import nc
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.operators import avx2, dynamic_attention, float_attention, int8_attention
+from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import c_functions, rows
 from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import build, flags, isas
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not build._compiler(), reason="there is no C com
 
 #: What remembers a library, or that there is none.
 REMEMBERED = (
-    (avx2, "_functions"),
+    (depthwise, "_function"),
     (compiled, "_code"),
     (compiled_blocks, "_code"),
     (c_functions, "_functions"),
@@ -379,11 +379,11 @@ def test_the_targets_in_c_ask_for_nothing_that_python_does_not():
     in_blocks = {"low_bit_blocks.c", "low_bit_blocks_amx.h"}
     others = {
         "attention.c",
+        "depthwise.c",
         "dynamic_attention.c",
         "float_attention.c",
         "low_bit.c",
         "low_bit_amx.h",
-        "products.c",
         "recurrent.c",
         "rows.c",
         "steps.c",

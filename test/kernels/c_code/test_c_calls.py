@@ -263,10 +263,13 @@ WRONG = {
         ("behind", (), 17, "size"),
         ("to", (), 1, "dtype"),
     ],
-    "product": [
+    "code_product": [
+        *(("isa", (), isa, "instruction set") for isa in (-1, 2, 4, 6)),
         ("threads", (), 0, "size"),
         ("outputs", (), 0, "size"),
+        ("inputs", (), 0, "size"),
         ("inputs", (), 3, "size"),
+        ("inputs", (), 65540, "size"),
         ("rows", (), -1, "size"),
         ("added", (), 4, "operation"),
         ("added", (), -1, "operation"),
@@ -274,7 +277,9 @@ WRONG = {
         ("to", (), 1, "dtype"),
     ],
     "depthwise": [
+        ("threads", (), 0, "size"),
         ("outputs", (), 15, "size"),
+        ("activation", (), -1, "operation"),
         ("added", (), 3, "operation"),
         ("to", (), 2, "dtype"),
         ("images", (), -1, "size"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.operators import avx2
+from nc.backends.native.operators import depthwise
 from nc.backends.native.plans.code_products import Product, multiply
 from nc.backends.native.plans.layouts import channels_last, is_channels_last
 from nc.backends.native.plans.operands import Later, PlanTensor, WeightToPack, check_sizes
@@ -67,8 +67,8 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         multiply(recorder, node, a, product)
         return result
 
-    def by_avx2() -> PlanTensor:
-        avx2.multiply(recorder, node, a, product)
+    def by_channels() -> PlanTensor:
+        depthwise.convolve(recorder, node, a, product)
         return result
 
     def by_onednn() -> PlanTensor:
@@ -76,7 +76,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         attributes = product_attributes(a, tensors, scales, mask_of(groups), dtype, post)
         return call_onednn(recorder, node, product, geometry, attributes, tensors)
 
-    return recorder.first_possible({"C": in_rows_of_codes, "AVX2": by_avx2, "oneDNN": by_onednn})
+    return recorder.first_possible({"C": in_rows_of_codes, "C, depthwise": by_channels, "oneDNN": by_onednn})
 
 
 def mask_of(groups: int) -> int:

@@ -30,7 +30,7 @@ from nc.graph.fx_utils import give_values_of, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.views import Binary, DynamicQDQ
 from nc.kernels import caches
-from nc.kernels.c_code import abi, openmp
+from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
 from nc.kernels.onednn.descriptions import contiguous_strides
@@ -209,7 +209,7 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     sizes = (batch, heads, rows, wide)
     strides = strides_of(node, sizes)
     result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), torch.float32)
-    threads = openmp.threads()
+    threads = recorder.threads
     room = recorder.new((threads, bytes_of_thread), (bytes_of_thread, 1), torch.uint8)
     fields = {
         **fields_of_mask(mask, (batch, heads, rows, keys)),

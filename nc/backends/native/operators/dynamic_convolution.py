@@ -43,7 +43,6 @@ from nc.graph.catalogue import (
 )
 from nc.graph.fx_utils import call_function, constant_value, give_values_of, note_value_of
 from nc.graph.views import Conv, Dequantize, DynamicQDQ, set_argument
-from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import (
     DST,
     SCALES,
@@ -267,7 +266,7 @@ def round_images(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Pla
     if not (is_channels_last(x.tensor) or x.tensor.is_contiguous()) or x.tensor.is_neg():
         x = channels_last(recorder, x, node)
     images, channels, *spatial = x.tensor.shape
-    elements, threads = x.tensor.numel(), openmp.threads()
+    elements, threads = x.tensor.numel(), recorder.threads
     memory = recorder.new((aligned(elements) + _QPARAMS,), (1,), torch.uint8)
     ranges = recorder.new((2 * threads,), (1,), torch.float32)
     fields = {

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.operators import avx2
 from nc.backends.native.plans.code_products import Product, multiply
 from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
@@ -70,10 +69,6 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
         multiply(recorder, node, a, product)
         return result
 
-    def by_avx2() -> PlanTensor:
-        avx2.multiply(recorder, node, a, product)
-        return result
-
     def by_onednn() -> PlanTensor:
         attributes = product_attributes(a, tensors, scales, 1 << 1, result.tensor.dtype, post_ops)
         bias_desc = None if bias is None else Desc.dense((1, outputs), torch.float32)
@@ -89,7 +84,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
         recorder.call(primitive, tensors, node)
         return result
 
-    return recorder.first_possible({"C": in_rows_of_codes, "AVX2": by_avx2, "oneDNN": by_onednn})
+    return recorder.first_possible({"C": in_rows_of_codes, "oneDNN": by_onednn})
 
 
 def _as_rows(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:

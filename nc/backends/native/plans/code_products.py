@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends import cpu
 from nc.backends.native.plans import c_functions, rows
 from nc.backends.native.plans.operands import PlanTensor, WeightToPack
 from nc.backends.native.plans.products import After, after_of
@@ -23,6 +24,11 @@ from nc.process.unavailable import Unavailable
 
 #: What is written, and what the zero point of int8 codes is more in the C code.
 _WRITTEN, _SHIFT = (torch.uint8, torch.float32, torch.int8), 128
+_NOT_POINTWISE = (
+    f"it is no linear or 1 x 1 convolution of a multiple of 4 inputs, at most {abi.CONSTANTS.most_inputs}"
+)
+#: Features for which oneDNN has kernels that are faster than code for AVX2.
+_BEYOND_AVX2 = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +141,7 @@ def is_pointwise(product: Product) -> bool:
     """Whether each row of the result reads one row of codes."""
     g, (_, inputs, *window) = product.geometry, product.weight.tensor.shape
     stays = g is None or (math.prod(window) == 1 and set(g.strides) == {1} and not any((*g.before, *g.after)))
-    return product.groups == 1 and inputs % 4 == 0 and stays
+    return product.groups == 1 and inputs % 4 == 0 and inputs <= abi.CONSTANTS.most_inputs and stays
 
 
 def rows_of(product: Product) -> dict[str, abi.Value]:
@@ -174,6 +180,26 @@ def tensors_of(
     return [product.result, product.x, packed, shift, *(each.float() for each in factors)]
 
 
+def kernels_beyond_avx2() -> str:
+    """Return for what this CPU has kernels in oneDNN that code for AVX2 does not take the place of.
+
+    It is "" for a CPU with AVX2 alone.
+    """
+    features = cpu.features()
+    found = next((name for name in _BEYOND_AVX2 if name in features), "")
+    return f"oneDNN has kernels for {found}" if found else ""
+
+
+def why_unavailable() -> str:
+    """Why products of codes are not computed in C here; "" when they are."""
+    found = rows.code(rows.CODES)
+    if isinstance(found, Unavailable):
+        return found.reason
+    if found.isa not in tuning.CODE_PRODUCTS.value:
+        return f"oneDNN is faster with {found.isa}"
+    return kernels_beyond_avx2() if found.isa == "avx2" else ""
+
+
 def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: Product) -> None:
     """Append the call of a pointwise product; raises `Refused` where there is no function for it.
 
@@ -183,12 +209,10 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         a: its arguments, of which scales and zero points are read.
         product: what to compute.
     """
-    found = rows.code(rows.CODES)
-    why = found.reason if isinstance(found, Unavailable) else ""
+    why, found = why_unavailable(), rows.code(rows.CODES)
     need(not why, why)
     assert not isinstance(found, Unavailable), "refused above"
-    need(found.isa in tuning.CODE_PRODUCTS.value, f"oneDNN is faster with {found.isa}")
-    need(is_pointwise(product), "it is no linear of 4 inputs or a multiple of them, and no 1 x 1 convolution")
+    need(is_pointwise(product), _NOT_POINTWISE)
     finish, shapes, weight = finish_of(a, product), rows_of(product), product.weight
     plain = finish.plain() if product.result.tensor.dtype is not torch.float32 else finish
     packed, sums = recorder.weights.formed(weight, "rows ", lambda: _packed(recorder.in_memory(weight)))

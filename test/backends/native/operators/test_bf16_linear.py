@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import Function, quantized, worst_db
+from suites.rows_code import code_of, isas_to_test
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,15 +78,18 @@ def test_any_number_of_inputs():
     assert worst_db([q.reference(x)], [q(x)]) > 45
 
 
-@pytest.mark.parametrize("isa", row_format.BF16.isas)
-def test_each_instruction_set(isa, monkeypatch):
-    if isa not in row_format.isas(row_format.BF16):
-        pytest.skip(f"the CPU has no {isa}")
-    monkeypatch.setattr(row_format, "isas", lambda form: (isa,))
-    layer, x = nn.Linear(200, 70), torch.randn(50, 200)
-    q = in_bf16(layer, x)
-    assert isa in str(q.engine.steps([x])[-1].kernels[0].implementation)
-    agree(q(x), low(x).double() @ low(layer.weight).double().T + low(layer.bias).double())
+@pytest.mark.parametrize("name", [*row_format.BF16.isas, "emulated amx"])
+def test_each_instruction_set(name, monkeypatch):
+    if name not in isas_to_test(row_format.BF16):
+        pytest.skip(f"the CPU has no {name}")
+    code = code_of(row_format.BF16, name)
+    monkeypatch.setattr(row_format, "code", lambda form: code)
+    layer = nn.Linear(200, 70)
+    q = in_bf16(layer, torch.randn(50, 200))
+    for rows in (1, 16, 17, 33, 50):
+        x = torch.randn(rows, 200)
+        assert code.isa in str(q.engine.steps([x])[-1].kernels[0].implementation)
+        agree(q(x), low(x).double() @ low(layer.weight).double().T + low(layer.bias).double())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -190,16 +190,13 @@ SIZES = [(1, 1, 1), (7, 40, 33), (16, 64, 16), (150, 30, 70), (400, 129, 8), (33
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_norms_against_float64(on_isa, norm, keeps, symmetric):
-    code, isa = row_format.code(row_format.CODES), on_isa[0]
-    if isa not in row_format.isas(row_format.CODES):
-        pytest.skip("norms have no code of this instruction set")
     for rows, _, width in SIZES:
         x, weight, bias = torch.randn(rows, width) * 3 + 5, torch.randn(width), torch.randn(width)
         memory = torch.zeros(row_format.CODES.held(rows, width), dtype=torch.uint8)
         y = torch.zeros(rows, width)
         fields = {"rows": rows, "inputs": width, "stride": width, "threads": 2, "norm": abi.NORM.number(norm),
-                  "epsilon": 1e-5, "symmetric": symmetric, "bf16": False, "isa": NUMBERS[isa]}  # fmt: skip
-        call_once(code.norm, fields, [memory, y if keeps else torch.empty(0), x, weight, bias])
+                  "epsilon": 1e-5, "symmetric": symmetric, "bf16": False, "isa": NUMBERS[on_isa.isa]}  # fmt: skip
+        call_once(on_isa.norm, fields, [memory, y if keeps else torch.empty(0), x, weight, bias])
         expected = normed(x, weight, bias, 1e-5, centred=norm == "layer")
         if keeps:
             assert torch.allclose(y.double(), expected, rtol=1e-5, atol=2e-5 if width > 1 else 1e-3)
@@ -214,11 +211,8 @@ def test_norms_against_float64(on_isa, norm, keeps, symmetric):
 @pytest.mark.parametrize("norm", ["none", "layer", "rms"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_chain_gives_what_its_steps_give(on_isa, norm, keeps, symmetric):
-    isa, code = on_isa[0], row_format.code(row_format.CODES)
-    if isa not in row_format.isas(row_format.CODES):
-        pytest.skip("tests of products run the code of this instruction set")
     for number, (rows, inputs, outputs) in enumerate(SIZES):
-        x, weight = torch.randn(rows, inputs), weight_for(isa, outputs, inputs)
+        x, weight = torch.randn(rows, inputs), weight_for(on_isa.isa, outputs, inputs)
         factors, other = (torch.rand(outputs) * 0.01, torch.randn(outputs)), torch.randn(rows, outputs)
         of_norm = torch.randn(outputs), torch.randn(outputs)
         given, adds = rounded(on_isa, x), number % 2
@@ -228,11 +222,11 @@ def test_a_chain_gives_what_its_steps_give(on_isa, norm, keeps, symmetric):
         filled = [F.pad(values, (0, len(sums) - outputs)) for values in factors]
         memory = torch.zeros(row_format.CODES.held(rows, outputs), dtype=torch.uint8)
         y, result, nothing = torch.zeros(rows, outputs), torch.zeros(rows, outputs), torch.empty(0)
-        fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": 2, "isa": NUMBERS[isa],
+        fields = {"rows": rows, "inputs": inputs, "outputs": outputs, "threads": 2, "isa": NUMBERS[on_isa.isa],
                   "bf16": False, "activation": abi.ACTIVATION.number("gelu_erf"), "alpha": 0.0, "beta": 0.0,
                   "norm": abi.NORM.number(norm), "epsilon": 1e-5, "symmetric": symmetric, "keeps": keeps}  # fmt: skip
         tensors = [memory, y, result if norm != "none" else nothing, given, packed, sums, *filled]
-        call_once(code.chain, fields, [*tensors, other if adds else nothing, *of_norm])
+        call_once(on_isa.chain, fields, [*tensors, other if adds else nothing, *of_norm])
         if keeps:
             assert torch.equal(y, expected)
         if norm == "none":

@@ -301,13 +301,13 @@ def test_codes_near_half_a_code_are_those_of_a_division(on_isa, symmetric):
 
 def test_sums_are_exact(on_isa):
     """As integers: all scales are 1."""
-    for rows, inputs, outputs in SIZES:
+    for rows, inputs, outputs in [*SIZES, *((rows, 64 * (1 + rows % 3), 40) for rows in range(1, 41))]:
         memory = rounded(on_isa, torch.randn(rows, inputs))
         codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
         codes[:] = torch.randint(0, 256, codes.shape, dtype=torch.uint8)
         memory = with_codes(memory, codes)
         scale[:] = 1.0
-        weight = weight_for(on_isa[0], outputs, inputs)
+        weight = weight_for(on_isa.isa, outputs, inputs)
         y = product(on_isa, memory, rows, weight, torch.ones(outputs), torch.zeros(outputs))
         expected = (codes.long() - zero_point) @ weight.long().T
         assert expected.abs().max() < 2**24  # fp32 holds them
@@ -320,7 +320,7 @@ def test_what_follows_the_sums(on_isa, name, adds):
     """Scales, bias, activation and what is added, against float64."""
     compute = {**ROW_ACTIVATIONS, "hardswish": lambda v: v * (0.125 * v + 2.0).clamp(0, 1)}[name]
     for rows, inputs, outputs in SIZES:
-        x, weight = torch.randn(rows, inputs) * 3, weight_for(on_isa[0], outputs, inputs)
+        x, weight = torch.randn(rows, inputs) * 3, weight_for(on_isa.isa, outputs, inputs)
         memory = rounded(on_isa, x)
         codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
         factors, other = (torch.rand(outputs) * 0.01, torch.randn(outputs)), torch.randn(rows, outputs)
@@ -335,7 +335,7 @@ def test_what_follows_the_sums(on_isa, name, adds):
 def test_what_is_no_number_goes_through_each_activation(on_isa, name):
     x = torch.randn(3, 20)
     x[1, 7] = float("nan")
-    weight = weight_for(on_isa[0], 24, 20)
+    weight = weight_for(on_isa.isa, 24, 20)
     how = {"name": name, "alpha": 0.125, "beta": 2.0}
     y = product(on_isa, rounded(on_isa, x), 3, weight, torch.ones(24), torch.zeros(24), **how)
     assert y[1].isnan().all()
@@ -348,7 +348,7 @@ def test_all_codes_at_their_ends(on_isa):
     memory = rounded(on_isa, torch.ones(1, inputs))
     assert memory[:64].eq(255).all()
     weight = torch.tensor([[64, 64], [-64, -64], [127, 1], [0, -128], [-127, -1]], dtype=torch.int8)
-    if on_isa[0] != "avx2":
+    if on_isa.isa != "avx2":
         weight = torch.tensor([[-128, -128], [127, 127]], dtype=torch.int8)
     weight = weight.repeat(1, inputs // 2)
     y = product(on_isa, memory, 1, weight, torch.ones(len(weight)), torch.zeros(len(weight)))

@@ -1,14 +1,16 @@
-"""Products in C for AVX2, against float64."""
+"""Products of codes in C, pointwise and depthwise, against float64."""
 
+import c_fuzz
 import pytest
 import torch
+from suites.rows_code import code_of
 from torch.nn import functional as F
 
 from nc.backends import cpu
-from nc.backends.native.operators import avx2
+from nc.backends.native.operators import depthwise
+from nc.backends.native.plans import code_products, rows
 from nc.backends.native.plans.operands import PackedWeights, PlanTensor, WeightToPack
 from nc.backends.native.plans.ways import Refused
-from nc.kernels.c_code.calls import call_once
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Sum
 from nc.numerics import int16_pairs
 
@@ -26,6 +28,7 @@ OPERATIONS = {
 
 #: What a result is in → its zero point; None: fp32.
 ZERO_POINTS = {None: 0, torch.uint8: 101, torch.int8: -27}
+ADDED = "nothing", "codes", "fp32", "other"
 
 
 #: Of a result in fp32, relative to its largest: roundings of a product and a sum, and the error function's
@@ -34,21 +37,44 @@ CLOSE = 1e-6
 
 
 class Now:
-    """Makes calls instead of recording them."""
+    """Makes calls instead of recording them, with tensors behind which no memory can be touched."""
 
     def __init__(self):
         self.weights, self.in_memory = PackedWeights(), lambda weight: weight.tensor
 
     def call_function(self, function, fields, tensors, node, factors=1):
-        call_once(function, fields, [t.tensor if isinstance(t, PlanTensor) else t for t in tensors])
+        plain = [t.tensor if isinstance(t, PlanTensor) else t for t in tensors]
+        c_fuzz.call(function, fields, plain, at_end=True)
 
 
-def multiply(a, product):
-    """Compute a product now, as on a CPU that has AVX2 only; whether there is a function for it."""
+def multiply(name, a, product, *, as_plain=True):
+    """Compute a pointwise product now; whether there is a function for it.
+
+    Args:
+        name: of `isas_to_test`.
+        a: arguments of the node.
+        product: what to compute.
+        as_plain: with the step to codes as a part of scale, bias and bounds where that can be.
+    """
+    code = code_of(rows.CODES, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "code", lambda form: code)
+        patch.setattr(code_products, "why_unavailable", lambda: "")
+        if not as_plain:
+            patch.setattr(code_products.Finish, "plain", lambda finish: finish)
+        try:
+            code_products.multiply(Now(), None, a, product)
+        except Refused:
+            return False
+    return True
+
+
+def convolve(a, product):
+    """Compute a depthwise convolution now, as on a CPU that has AVX2 only; whether there is a function for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "features", lambda: ("avx2",))
         try:
-            avx2.multiply(Now(), None, a, product)
+            depthwise.convolve(Now(), None, a, product)
         except Refused:
             return False
     return True
@@ -60,10 +86,36 @@ def paired(*shape):
     return int16_pairs.limit_pairs(values).movedim(-1, 1).to(torch.int8).contiguous()
 
 
-def check(x, weight, exact, shape, operation, added, to_codes, threads, **options):
+def weight_for(name, outputs, inputs):
+    """Any codes; pairs fit 16 bits where AVX2 adds them."""
+    return (
+        paired(outputs, inputs)
+        if name == "avx2"
+        else torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
+    )
+
+
+def fits(added, to_codes):
+    """Whether a plan adds in this way to results of a kind."""
+    return (
+        added in ("nothing", "other")
+        or (added == "codes" and to_codes is torch.uint8)
+        or (added == "fp32" and to_codes is None)
+    )
+
+
+def product_of(x, result, weight, scales, bias, post_ops=(), other=None, **options):
+    """A product of tensors."""
+    other = None if other is None else PlanTensor(other, None)
+    given = PlanTensor(x, None), PlanTensor(result, None), WeightToPack("w", weight), scales, bias
+    return code_products.Product(*given, tuple(post_ops), other, **options)
+
+
+def check(compute, x, weight, exact, shape, operation, added, to_codes, threads, **options):
     """A product computed now against sums in float64 and what follows them in float64.
 
     Args:
+        compute: arguments of a node, product → whether it was computed.
         x: codes.
         weight: codes.
         exact: of the product without its zero point, [rows, outputs].
@@ -98,17 +150,8 @@ def check(x, weight, exact, shape, operation, added, to_codes, threads, **option
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        product = avx2.Product(
-            PlanTensor(x, None),
-            PlanTensor(result, None),
-            WeightToPack("w", weight),
-            scales,
-            bias,
-            (*post_ops, *([] if operation is None else [operation])),
-            None if other is None else PlanTensor(other, None),
-            **options,
-        )
-        assert multiply(a, product)
+        post_ops = (*post_ops, *([] if operation is None else [operation]))
+        assert compute(a, product_of(x, result, weight, scales, bias, post_ops, other, **options))
     finally:
         torch.set_num_threads(before)
     if not to_codes:
