@@ -900,6 +900,71 @@ def case_row_product() -> str:
     return f"{rows} x {inputs} x {outputs} {name} {symmetric} {isa}"
 
 
+def norm_in_float64(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, name: str) -> torch.Tensor:
+    left = x.double() - x.double().mean(1, keepdim=True) if name == "layer" else x.double()
+    return left / (left.square().mean(1, keepdim=True) + 1e-3).sqrt() * weight.double() + bias.double()
+
+
+def check_rounded(memory: torch.Tensor, x: torch.Tensor, *, symmetric: bool) -> None:
+    """Rows in memory are those of x, to half a code of each row."""
+    codes, scale, zero_point = unpacked_rows(memory, *x.shape)
+    ends = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    wanted, _ = affine.choose_qparams(*ends, quant_min=0, quant_max=255, symmetric=symmetric)
+    assert torch.allclose(scale, wanted.float(), rtol=1e-3, atol=1e-6)
+    assert (((codes.double() - zero_point) * scale - x).abs() <= 0.51 * scale + 1e-4).all()
+
+
+def case_norm_rows() -> str:
+    rows, inputs, count = random.choice(SIZES), random.choice(SIZES), threads()
+    name, symmetric, keeps = random.choice(("layer", "rms")), random.random() < 0.5, random.random() < 0.5
+    x, weight, bias = torch.randn(rows, inputs) + 3, torch.randn(inputs), torch.randn(inputs)
+    memory = torch.zeros(row_format.CODES.held(rows, inputs), dtype=torch.uint8)
+    isa, y = random.choice(row_format.isas(row_format.CODES)), torch.zeros(rows, inputs)
+    fields = {"rows": rows, "inputs": inputs, "stride": inputs, "threads": count, "norm": abi.NORM.number(name),
+              "epsilon": 1e-3, "symmetric": symmetric, "bf16": False, "isa": NUMBERS[isa]}  # fmt: skip
+    given = [memory, y if keeps else torch.empty(0), x, weight, bias]
+    call(row_format.code(row_format.CODES).norm, fields, given, (0, 1))
+    expected = norm_in_float64(x, weight, bias, name)
+    if keeps:
+        close(y, expected, 1e-4, 1e-4)
+    if rows:
+        check_rounded(memory, expected, symmetric=symmetric)
+    return f"{rows} x {inputs} {name} {symmetric} {keeps} {isa}"
+
+
+def case_row_chain() -> str:
+    rows, inputs, outputs, count = *(random.choice(SIZES) for _ in range(3)), threads()
+    rows = random.choice((rows, 300 * count))  # many rows are rounded piece by piece
+    code, isa = row_format.code(row_format.CODES), random.choice(row_format.isas(row_format.CODES))
+    name, symmetric, keeps = random.choice(abi.NORM.members), random.random() < 0.5, random.random() < 0.5
+    x, given = torch.randn(rows, inputs), torch.zeros(row_format.CODES.held(rows, inputs), dtype=torch.uint8)
+    sizes = {"rows": rows, "inputs": inputs, "threads": count, "isa": NUMBERS[isa], "symmetric": symmetric}
+    call_once(code.rounds, sizes | {"stride": inputs, "per_row": True}, [given, x])
+    codes, scale, zero_point = unpacked_rows(given, rows, inputs)
+    weight = int16_pairs.limit_pairs(torch.randint(-127, 128, (outputs, inputs)).float()).to(torch.int8)
+    packed, sums = row_format.pack(row_format.CODES, weight)
+    of_weight, bias = torch.rand(len(sums)) * 0.01, torch.randn(len(sums))
+    other, nothing = random.choice((torch.randn(rows, outputs), None)), torch.empty(0)
+    y, normed = torch.zeros(rows, outputs), torch.zeros(rows, outputs)
+    memory = torch.zeros(row_format.CODES.held(rows, outputs), dtype=torch.uint8)
+    fields = sizes | {"outputs": outputs, "bf16": False, "activation": abi.ACTIVATION.number("relu"),
+                      "alpha": 0.0, "beta": 0.0, "norm": abi.NORM.number(name), "epsilon": 1e-3, "keeps": keeps}  # fmt: skip
+    factors = [packed, sums, of_weight, bias, nothing if other is None else other]
+    of_norm = torch.randn(outputs), torch.randn(outputs)
+    results = [memory, y, nothing if name == "none" else normed]
+    call(code.chain, fields, [*results, given, *factors, *of_norm], (0, 1, 2))
+    v = (codes.double() - zero_point) @ weight.double().T * scale.double() * of_weight[:outputs].double()
+    expected = (v + bias[:outputs].double()).clamp(0) + (0.0 if other is None else other.double())
+    if keeps:
+        close(y, expected, 2e-6, 1e-5)
+    if name != "none":
+        expected = norm_in_float64(expected, *of_norm, name)
+        close(normed, expected, 1e-3, 1e-3)
+    if rows:
+        check_rounded(memory, normed.double() if name != "none" else expected, symmetric=symmetric)
+    return f"{rows} x {inputs} x {outputs} {name} {symmetric} {keeps} {isa}"
+
+
 def case_bf16_rows() -> str:
     rows, inputs, count = random.choice(SIZES), random.choice(SIZES), threads()
     x = torch.randn(rows, inputs) * 2.0 ** random.randint(-40, 40)
@@ -954,6 +1019,8 @@ def possible() -> dict[str, str]:
         "bf16_rows": row_format.why_unavailable(row_format.BF16),
         "bf16_product": row_format.why_unavailable(row_format.BF16),
         "row_product": row_format.why_unavailable(row_format.CODES),
+        "norm_rows": row_format.why_unavailable(row_format.CODES),
+        "row_chain": row_format.why_unavailable(row_format.CODES),
         "code_product": row_format.why_unavailable(row_format.CODES),
         "depthwise": "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2",
     }

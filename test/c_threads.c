@@ -190,6 +190,26 @@ static int work_of_all(void)
     return CALL(nc_dynamic_attention, tensors);
 }
 #elif defined(ROWS)
+/* Many rows, which threads share by pieces, and few ones. */
+static int chained_by_all(void)
+{
+    enum { M = 2048, K = 64, N = 64 };
+    char *given = aligned_alloc(64, M * (K + 8)), *rounded = aligned_alloc(64, M * (N + 8));
+    memset(given, 1, M * (K + 8));
+    void *tensors[] = {rounded, floats(M * N), floats(M * N), given, calloc(N * K, 1), calloc(N, 4),
+        floats(N), floats(N), NULL, floats(N), floats(N)};
+    for (int i = 0; i < 4; i++) {
+        HOW(nc_row_chain, .rows = i % 2 ? M : 70, .inputs = K, .outputs = N, .threads = TEAM, .isa = ISA_AVX2,
+            .norm = NORM_LAYER, .epsilon = 1e-5, .keeps = i / 2);
+        if (CALL(nc_row_chain, tensors))
+            return 1;
+    }
+    void *normed[] = {rounded, tensors[2], tensors[1], tensors[9], tensors[10]};
+    HOW(nc_norm_rows, .rows = M, .inputs = N, .stride = N, .threads = TEAM, .isa = ISA_AVX2, .norm = NORM_RMS,
+        .epsilon = 1e-5);
+    return CALL(nc_norm_rows, normed);
+}
+
 static int work_of_all(void)
 {
     enum { M = 70, K = 200, N = 300, HELD = 80, DEEP = 256, WIDE = 320 };
@@ -214,7 +234,7 @@ static int work_of_all(void)
         if (nc_code_product(&of_codes, NULL, 6, (char *const *)tensors))
             return 1;
     }
-    return 0;
+    return chained_by_all();
 }
 #elif defined(DEPTHWISE)
 static int work_of_all(void)

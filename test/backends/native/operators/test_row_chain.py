@@ -47,7 +47,7 @@ def names(q, x):
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("front", [True, False])
 @pytest.mark.parametrize("act_sym", [True, False])
-@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("rows", [1, 7, 900])
 def test_blocks_round_where_rows_are_made(rows, act_sym, front, norm):
     x = torch.randn(rows, 48)
     model = nn.Sequential(*(Block(front=front, norm=norm) for _ in range(2)))
@@ -127,7 +127,7 @@ def test_a_row_with_what_is_no_number_gives_none(bad):
 
 def test_another_number_of_rows_and_of_threads():
     q = dynamic(nn.Sequential(Block(), Block(front=False)), torch.randn(3, 48))
-    x, before = torch.randn(400, 48), torch.get_num_threads()
+    x, before = torch.randn(1500, 48), torch.get_num_threads()
     results = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
@@ -183,7 +183,7 @@ def is_rounded(memory, x, *, symmetric):
     return all(same)
 
 
-SIZES = [(1, 1, 1), (7, 40, 33), (16, 64, 16), (150, 30, 70), (400, 129, 8), (33, 8, 100)]
+SIZES = [(1, 1, 1), (7, 40, 33), (16, 64, 16), (150, 30, 70), (1100, 129, 8), (33, 8, 100)]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
