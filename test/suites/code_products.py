@@ -41,6 +41,7 @@ class Now:
 
     def __init__(self):
         self.weights, self.in_memory = PackedWeights(), lambda weight: weight.tensor
+        self.threads = torch.get_num_threads()
 
     def call_function(self, function, fields, tensors, node, factors=1):
         plain = [t.tensor if isinstance(t, PlanTensor) else t for t in tensors]
