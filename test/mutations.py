@@ -813,6 +813,14 @@ MUTATIONS = (
         ("code_products",),
     ),
     Mutation(
+        "codes-threads",
+        "products with a small weight are shared by threads where there are many rows",
+        "kernels/c_code/rows.c",
+        "weights * j->rows / (8 * WORK_PER_THREAD)",
+        "weights / (8 * WORK_PER_THREAD) * j->rows",
+        ("in_turn",),
+    ),
+    Mutation(
         "codes-zero-point",
         "products in C take the zero point of what they read away",
         "backends/native/plans/code_products.py",

@@ -796,8 +796,10 @@ static int multiply_all(struct job *j, int64_t threads)
     const int64_t shared = whole((j->rows * pairs + 2 * threads - 1) / (2 * threads), 2 * TILE);
     if (pairs < 2 * threads && shared < j->at_once)
         j->at_once = shared;
-    const int64_t worth = 1 + depth * whole(j->outputs, 2 * TILE) / WORK_PER_THREAD * j->rows,
-                  units = pairs * pieces_of(j);
+    const int64_t weights = depth * whole(j->outputs, 2 * TILE), units = pairs * pieces_of(j);
+    /* products with a small weight take less time: it stays in the first caches */
+    const int64_t worth = 1 + (weights < WORK_PER_THREAD ? weights * j->rows / (8 * WORK_PER_THREAD)
+                                                         : weights / WORK_PER_THREAD * j->rows);
     const int64_t use = worth < threads ? worth : threads;
     in_parts(multiply_some, j, units < use ? units : use, threads);
     return OK;

@@ -19,6 +19,7 @@ from nc.backends import available_backends
 from nc.backends.native import operators
 from nc.backends.native.planned import PlannedModel
 from nc.backends.native.plans import c_functions, in_turn
+from nc.backends.native.plans import rows as row_format
 from nc.backends.native.plans.execution_plan import FunctionCall
 from nc.backends.native.plans.in_turn import Turns
 from nc.backends.profiling import scaling
@@ -26,6 +27,7 @@ from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.profiling.scaling import COUNTS, DividedStep, Prediction
 from nc.kernels.c_code import abi, build, flags, openmp
 from nc.kernels.c_code.calls import call_packed, in_memory
+from nc.kernels.c_code.isas import NUMBERS
 
 _WHY = available_backends()["native"] or c_functions.why_unavailable()
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
@@ -140,7 +142,10 @@ def image(threads):
 
 def turned(name, fields, tensors):
     """Call a function in turn; returns what it noted."""
-    function = c_functions.function(name)
+    return function_turned(c_functions.function(name), fields, tensors)
+
+
+def function_turned(function, fields, tensors):
     note = in_turn._Note((ctypes.c_int64 * (abi.TURNS.size // 8))(), in_memory(function.packed(fields)))
     call = abi.IN_TURN.packed(
         function=function.address, how=ctypes.addressof(note.how), turns=ctypes.addressof(note.memory)
@@ -161,6 +166,23 @@ def test_a_function_computes_the_same_in_turn(make, threads):
     assert torch.equal(tensors[0], expected)
     assert turns.parts <= threads
     assert (turns.regions, turns.parts > 1) == (int(threads > 1), threads > 1)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (100, 1), (3136, 16)])
+def test_a_product_with_a_small_weight_has_parts_where_there_are_many_rows(rows, parts):
+    if why := row_format.why_unavailable(row_format.CODES):
+        pytest.skip(why)
+    code = row_format.code(row_format.CODES)
+    weight = torch.ones(64, 64, dtype=torch.int8)
+    packed, sums = row_format.pack(row_format.CODES, weight)
+    y, x = torch.zeros(rows, 64), torch.ones(rows, 64, dtype=torch.uint8)
+    fields = {"rows": rows, "inputs": 64, "outputs": 64, "stride": 64, "threads": 16, "to": 0, "added": 0,
+              "activation": 0, "isa": NUMBERS[code.isa]}  # fmt: skip
+    fields |= dict.fromkeys(("alpha", "beta", "added_scale", "inverse"), 1.0)
+    fields |= {"added_zero_point": 0, "zero_point": 0}
+    tensors = [y, x, packed, sums * 0, torch.ones(64), torch.zeros(64)]
+    assert function_turned(code.codes, fields, tensors).parts == parts
+    assert (y == 64).all()
 
 
 def test_rows_that_go_to_one_place_stay_in_order():
