@@ -176,6 +176,11 @@ FOR_VNNI static void to_bf16(const struct rounding *r, const float *x, int64_t r
     }
 }
 
+static struct range range_of_row(const struct rounding *r, const float *x)
+{
+    return r->wide ? measured(r, x) : measured_256(r, x);
+}
+
 /* Rounds one row x; where all rows have one range, that is noted already. */
 static void round_row(const struct rounding *r, const float *x, int64_t row)
 {
@@ -184,7 +189,7 @@ static void round_row(const struct rounding *r, const float *x, int64_t row)
         return;
     }
     if (!r->ranges)
-        note_range(r, row, r->wide ? measured(r, x) : measured_256(r, x));
+        note_range(r, row, range_of_row(r, x));
     if (r->wide)
         encode(r, x, row);
     else
@@ -202,7 +207,7 @@ static void measure_some(void *data, int64_t part, int64_t parts)
 {
     const struct rounding *r = data;
     for (int64_t row = r->rows * part / parts; row < r->rows * (part + 1) / parts; row++)
-        r->ranges[row] = r->wide ? measured(r, r->x + row * r->stride) : measured_256(r, r->x + row * r->stride);
+        r->ranges[row] = range_of_row(r, r->x + row * r->stride);
 }
 
 /* Notes one range for all rows. */

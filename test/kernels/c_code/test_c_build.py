@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def refuse(monkeypatch, *folders):
     real = ctypes.CDLL
 
     def opened(path, *args):
-        at = os.path.realpath(path)
+        at = os.path.realpath(path or sys.executable)  # without a path: the process itself
         if any(at.startswith(folder) for folder in folders):
             msg = f"{path}: failed to map segment from shared object"
             raise OSError(msg)
