@@ -49,6 +49,31 @@ def compute_on(isa, *, as_plain=True):
     return lambda a, product: multiply(isa, a, product, as_plain=as_plain)
 
 
+@each_isa
+def test_every_operation_and_sum(isa):
+    x, weight = torch.randint(0, 256, (37, 64), dtype=torch.uint8), weight_for(isa, 43, 64)
+    exact, shape = (x.double() - 9) @ weight.double().T, ((37, 43), (43, 1))
+    for operation, added, to_codes, plain in itertools.product(OPERATIONS, ADDED, ZERO_POINTS, (True, False)):
+        if fits(added, to_codes):
+            compute = compute_on(isa, as_plain=plain)
+            check(compute, x, weight, exact, shape, operation, added, to_codes, 1, zero_point=9)
+
+
+@each_isa
+@pytest.mark.parametrize("inputs", [64, 128, 192])
+@pytest.mark.parametrize("gap", [0, 5])
+def test_sums_are_exact_and_nothing_behind_the_last_row_is_read(isa, inputs, gap):
+    """As integers: scales are powers of two. Memory that can't be touched lies behind the last row."""
+    a = {"x_scale": 1.0, "x_zero_point": 77}
+    for rows in range(1, 41):
+        x = torch.randint(0, 256, (rows, inputs + gap), dtype=torch.uint8)[:, :inputs]
+        weight, result = weight_for(isa, 40, inputs), torch.full((rows, 40), 7.0)
+        assert multiply(isa, a, product_of(x, result, weight, torch.ones(1), None))
+        expected = (x.long() - 77) @ weight.long().T
+        assert expected.abs().max() < 2**24  # fp32 holds them
+        assert torch.equal(result, expected.float())
+
+
 def case(rows, fours, outputs, gap, operation, added, to_codes, zero_point, threads, as_plain):
     """The arguments by name."""
     return locals()
@@ -81,31 +106,6 @@ def test_a_linear(isa, rows, fours, outputs, gap, operation, added, to_codes, ze
     how = operation, added, to_codes, threads
     compute, shape = compute_on(isa, as_plain=as_plain), ((rows, outputs), (outputs, 1))
     check(compute, x, weight, exact, shape, *how, zero_point=zero_point)
-
-
-@each_isa
-def test_every_operation_and_sum(isa):
-    x, weight = torch.randint(0, 256, (37, 64), dtype=torch.uint8), weight_for(isa, 43, 64)
-    exact, shape = (x.double() - 9) @ weight.double().T, ((37, 43), (43, 1))
-    for operation, added, to_codes, plain in itertools.product(OPERATIONS, ADDED, ZERO_POINTS, (True, False)):
-        if fits(added, to_codes):
-            compute = compute_on(isa, as_plain=plain)
-            check(compute, x, weight, exact, shape, operation, added, to_codes, 1, zero_point=9)
-
-
-@each_isa
-@pytest.mark.parametrize("inputs", [64, 128, 192])
-@pytest.mark.parametrize("gap", [0, 5])
-def test_sums_are_exact_and_nothing_behind_the_last_row_is_read(isa, inputs, gap):
-    """As integers: scales are powers of two. Memory that can't be touched lies behind the last row."""
-    a = {"x_scale": 1.0, "x_zero_point": 77}
-    for rows in range(1, 41):
-        x = torch.randint(0, 256, (rows, inputs + gap), dtype=torch.uint8)[:, :inputs]
-        weight, result = weight_for(isa, 40, inputs), torch.full((rows, 40), 7.0)
-        assert multiply(isa, a, product_of(x, result, weight, torch.ones(1), None))
-        expected = (x.long() - 77) @ weight.long().T
-        assert expected.abs().max() < 2**24  # fp32 holds them
-        assert torch.equal(result, expected.float())
 
 
 @each_isa
