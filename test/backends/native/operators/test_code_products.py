@@ -164,6 +164,23 @@ def test_results_that_no_code_has_room_for(isa, bias, code, dtype, as_plain):
 
 @each_isa
 @pytest.mark.parametrize("as_plain", [True, False])
+@pytest.mark.parametrize(("scale", "zero_point"), [(0.01, 0), (1.0, 9), (1.0, 0)])
+def test_bounds_hold_before_the_step_to_codes(isa, scale, zero_point, as_plain):
+    """Also where the step alone, or the zero point alone, is none."""
+    x, weight = torch.randint(0, 256, (9, 64)).to(torch.uint8), weight_for(isa, 20, 64)
+    result = torch.empty(9, 20, dtype=torch.uint8)
+    a = {"x_scale": 1e-4, "x_zero_point": 3, "output_scale": scale, "output_zero_point": zero_point}
+    post_ops = [Eltwise("clip", -0.5, 2.0)]
+    product = product_of(x, result, weight, torch.ones(1), None, post_ops)
+    assert multiply(isa, a, product, as_plain=as_plain)
+    values = ((x.double() - 3) @ weight.double().T * 1e-4).clamp(-0.5, 2.0)
+    codes = (values / scale).round() + zero_point
+    near = ((values / scale) % 1 - 0.5).abs() < 1e-3
+    assert ((result - codes.clamp(0, 255)).abs() <= near).all()
+
+
+@each_isa
+@pytest.mark.parametrize("as_plain", [True, False])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_what_is_added_may_be_no_number(isa, operation, as_plain):
     """It stays so in fp32, and becomes the least code; results beside it are not touched."""
