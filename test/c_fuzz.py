@@ -17,6 +17,7 @@ import math
 import mmap
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
-from nc.backends.native.plans import c_functions
+from nc.backends.native.plans import attention, c_functions
 from nc.backends.native.plans import rows as row_format
 from nc.kernels.c_code import abi, build, openmp
 from nc.kernels.c_code.calls import Function, call_once
@@ -482,25 +483,24 @@ def case_int8_attention() -> str:
     return f"{fields}"
 
 
+def random_mask(batch: int, heads: int, rows: int, keys: int) -> tuple[str, torch.Tensor, Sequence[int]]:
+    """Kind of a mask, the mask, and its strides as the functions take them."""
+    name, shapes = random.choice(abi.MASK.members), ((batch, 1, 1, keys), (1, heads, rows, 1))
+    mask = torch.randn(random.choice((*shapes, (batch, heads, rows, keys))))
+    mask = mask > 0 if name == "bool" else mask
+    return name, mask, (0,) * 4 if name == "none" else mask.expand(batch, heads, rows, keys).stride()
+
+
 def case_dynamic_attention() -> str:
     batch, heads, rows = random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3, 4, 7, 16, 21))
     keys, width = random.choice((1, 3, 16, 17, 50, 130)), random.choice((1, 4, 7, 33, 64, 100))
     wide = random.choice((1, 4, 15, 33, 64, 100))
     q, k, v = (torch.randn(batch, heads, *n) for n in ((rows, width), (keys, width), (keys, wide)))
     y, parts, count = torch.zeros(batch, heads, rows, wide), random.choice((1, min(2, rows))), threads()
-    name = random.choice(abi.MASK.members)
-    mask = random.choice(
-        (
-            torch.randn(batch, 1, 1, keys),
-            torch.randn(1, heads, rows, 1),
-            torch.randn(batch, heads, rows, keys),
-        )
-    )
-    mask = mask > 0 if name == "bool" else mask
-    spread = (0,) * 4 if name == "none" else mask.expand(batch, heads, rows, keys).stride()
+    name, mask, spread = random_mask(batch, heads, rows, keys)
     bytes_ = dynamic_attention._room(keys, width, wide)
     fields = {
-        **dynamic_attention.fields_of(q, k, v, y),
+        **attention.fields_of(q, k, v, y),
         **{"mask": abi.MASK.number(name), "mask_strides": spread},
         **{"factor": width**-0.5, "parts": parts, "bytes": bytes_, "threads": count},
     }
@@ -528,22 +528,13 @@ def case_float_attention() -> str:
     q = torch.randn(batch, heads, rows, width)
     k, v = (torch.randn(batch, of_key, keys, n) for n in (width, wide))
     y, parts, count = torch.zeros(batch, heads, rows, wide), random.choice((1, min(2, rows))), threads()
-    name, causal, bf16 = random.choice(abi.MASK.members), random.random() < 0.3, random.random() < 0.3
-    mask = random.choice(
-        (
-            torch.randn(batch, 1, 1, keys),
-            torch.randn(1, heads, rows, 1),
-            torch.randn(batch, heads, rows, keys),
-        )
-    )
-    mask = mask > 0 if name == "bool" else mask
-    spread = (0,) * 4 if name == "none" else mask.expand(batch, heads, rows, keys).stride()
+    name, mask, spread = random_mask(batch, heads, rows, keys)
+    causal, bf16 = random.random() < 0.3, random.random() < 0.3
     bytes_ = float_attention._room(keys, width, wide)
     fields = {
-        **{"batch": batch, "heads": heads, "group": group, "rows": rows, "keys": keys, "width": width},
-        **{"wide": wide, "mask": abi.MASK.number(name), "causal": causal, "mask_strides": spread},
+        **attention.fields_of(q, k, v, y),
+        **{"group": group, "mask": abi.MASK.number(name), "causal": causal, "mask_strides": spread},
         "bf16": bf16,
-        **{f"{n}_strides": t.stride()[:3] for n, t in zip("qkvy", (q, k, v, y), strict=True)},
         **{"factor": width**-0.5, "parts": parts, "bytes": bytes_, "threads": count},
     }
     room = torch.zeros(count, bytes_, dtype=torch.uint8)

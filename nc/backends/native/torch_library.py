@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from nc.errors import BackendError
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import call_function, retarget, take_over
 from nc.graph.views import set_argument
@@ -52,6 +53,20 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> to
     torch.library.register_fake(f"nc_native::{name}", fake, lib=own)
     found: torch._ops.OpOverload = getattr(torch.ops.nc_native, name).default
     return found
+
+
+def only_in_plans(what: str) -> Callable[..., Any]:
+    """Return what raises `BackendError` for an operator that torch does not compute.
+
+    Args:
+        what: that torch does not have.
+    """
+
+    def raises(*_: Any, **__: Any) -> Any:
+        msg = f"torch has no {what}; plans have"
+        raise BackendError(msg)
+
+    return raises
 
 
 def functional_sum() -> torch._ops.OpOverload:

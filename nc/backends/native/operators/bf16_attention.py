@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import float_attention
+from nc.backends.native.plans.attention import define_attention
 from nc.backends.native.plans.ways import PlannedOperator
 from nc.backends.native.regions import only_user
-from nc.backends.native.torch_library import define
 from nc.backends.rewrites.attention import attention_of
 from nc.graph.fx_utils import give_values_of, take_over
 from nc.graph.placement import works_in_place
+from nc.numerics.attention import probabilities
 from nc.ops import from_bf16, to_bf16
 
 _aten = torch.ops.aten
@@ -26,13 +27,7 @@ _aten = torch.ops.aten
 @functools.cache
 def bf16_attention() -> torch._ops.OpOverload:
     """Return attention with roundings to bf16: arguments of `aten::scaled_dot_product_attention`, in fp32."""
-    options = "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False"
-    sides = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None"
-    return define(
-        f"bf16_attention({sides}, {options}) -> Tensor",
-        _computed,
-        lambda query, _, value, *__, **___: query.new_empty((*query.shape[:-1], value.shape[-1])),
-    )
+    return define_attention("bf16_attention", _computed)
 
 
 def _computed(
@@ -46,13 +41,7 @@ def _computed(
 ) -> torch.Tensor:
     """Compute it by torch's operators, for what the function in C does not take."""
     q, k, v = (_rounded(side) for side in (query, key, value))
-    scores = _rounded(q @ k.mT) * scale
-    if mask is not None and mask.dtype is torch.bool:
-        scores = scores.masked_fill(mask.logical_not(), -torch.inf)
-    elif mask is not None:
-        scores = scores + mask
-    seen = (scores != -torch.inf).any(-1, keepdim=True)
-    return _rounded(_rounded(torch.softmax(scores, -1).where(seen, 0.0)) @ v)
+    return _rounded(_rounded(probabilities(_rounded(q @ k.mT) * scale, mask)) @ v)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,8 +18,7 @@ from nc.backends.native.merge import merged_groups, parts_of, put_in_place
 from nc.backends.native.plans import rows
 from nc.backends.native.plans.ways import PlannedOperator
 from nc.backends.native.regions import Activation, behind, only_user
-from nc.backends.native.torch_library import define, prepack
-from nc.errors import BackendError
+from nc.backends.native.torch_library import define, only_in_plans, prepack
 from nc.graph.catalogue import input_node, kind_of_node
 from nc.graph.fx_utils import (
     call_function,
@@ -34,12 +32,14 @@ from nc.graph.placement import works_in_place
 from nc.graph.views import Linear
 from nc.ops import from_bf16, to_bf16
 
+_in_torch = only_in_plans("linear of rows in tile order")
+
 
 @functools.cache
 def bf16_rows() -> torch._ops.OpOverload:
     """Return what rounds rows to bf16; only `bf16_linear` can read the result, which has the shape of `x`."""
     return define(
-        "bf16_rows(Tensor x) -> Tensor", _only_in_plans, lambda x: x.new_empty(x.shape, dtype=torch.bfloat16)
+        "bf16_rows(Tensor x) -> Tensor", _in_torch, lambda x: x.new_empty(x.shape, dtype=torch.bfloat16)
     )
 
 
@@ -52,16 +52,11 @@ def bf16_linear() -> torch._ops.OpOverload:
     return define(
         "bf16_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor? other, int outputs, str activation, "
         "float[] scalars, str algorithm) -> Tensor",
-        _only_in_plans,
+        _in_torch,
         lambda rows, _, __, ___, outputs, *____: rows.new_empty(
             (*rows.shape[:-1], outputs), dtype=torch.float32
         ),
     )
-
-
-def _only_in_plans(*_: Any) -> torch.Tensor:
-    msg = "torch has no linear of rows in tile order; plans have"
-    raise BackendError(msg)
 
 
 # ---- how it is found in a graph ----

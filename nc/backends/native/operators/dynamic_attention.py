@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.backends.native.operators.float_attention import fields_of_mask
-from nc.backends.native.operators.int8_attention import parts_of_rows
-from nc.backends.native.operators.matmul import strides_of
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
-from nc.backends.native.plans.operands import PlanTensor, check_sizes
+from nc.backends.native.plans.attention import call_attention, define_attention, sides_of
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need, why_refused
-from nc.backends.native.torch_library import define
 from nc.backends.rewrites.attention import Attention, attention_of
 from nc.graph.catalogue import kind_of_node, op_name
 from nc.graph.fx_utils import give_values_of, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.views import Binary, DynamicQDQ
-from nc.kernels import caches
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
-from nc.kernels.onednn.descriptions import contiguous_strides
+from nc.numerics.attention import probabilities
 from nc.numerics.dynamic import quantize_dequantize_dynamic as rounded
 from nc.ops import quantize_dequantize_dynamic
 from nc.process.unavailable import Unavailable
@@ -66,13 +62,7 @@ def why_unavailable() -> str:
 @functools.cache
 def dynamic_attention() -> torch._ops.OpOverload:
     """Return attention with ranges of each call: arguments as of torch's own, in fp32."""
-    options = "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False"
-    sides = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None"
-    return define(
-        f"dynamic_attention({sides}, {options}) -> Tensor",
-        _computed,
-        lambda query, _, value, *__, **___: query.new_empty((*query.shape[:-1], value.shape[-1])),
-    )
+    return define_attention("dynamic_attention", _computed)
 
 
 def _computed(
@@ -86,13 +76,7 @@ def _computed(
 ) -> torch.Tensor:
     """Compute it by torch's operators in fp32, for what the function in C does not take."""
     q, k = rounded(query, True, *_UINT8, False), rounded(key, True, *_INT8, True)
-    scores = q @ k.mT * scale
-    if mask is not None and mask.dtype is torch.bool:
-        scores = scores.masked_fill(mask.logical_not(), -torch.inf)
-    elif mask is not None:
-        scores = scores + mask
-    seen = (scores != -torch.inf).any(-1, keepdim=True)
-    weights = torch.softmax(scores, -1).where(seen, 0.0)
+    weights = probabilities(q @ k.mT * scale, mask)
     return rounded(weights, True, *_UINT8, False, right=value) @ rounded(value, True, *_INT8, True)
 
 
@@ -188,50 +172,14 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     function, missing = _function(), why_unavailable()
     if isinstance(function, Unavailable) or missing:
         raise Refused(missing)
-    sides = tuple(recorder.read(a[name]) for name in ("query", "key", "value"))
-    mask = recorder.optional(a["attn_mask"])
-    given = (*sides, *((mask,) if mask is not None else ()))
-    need(all(x.tensor.dtype is torch.float32 for x in sides), "one of its tensors is not fp32")
-    need(not any(x.tensor.is_neg() for x in given), "a view negates a tensor, which memory does not show")
-    query, key, value = (x.tensor for x in sides)
-    batch, heads, rows, width = query.shape
-    keys, wide = value.shape[2:]
-    check_sizes(key.shape[3] == width and key.shape[2] == keys, node, query.shape, key.shape, value.shape)
-    need(batch * heads * rows * keys * width * wide, "one of its tensors is empty")
-    need(key.shape[:2] == value.shape[:2] == (batch, heads), "its tensors have other batches or heads")
+    sides = sides_of(recorder, node, a)
+    query, key, value = (side.tensor for side in sides.tensors)
+    keys, width, wide = *key.shape[2:], value.shape[3]
+    need(key.shape[1] == query.shape[1], "its tensors have other batches or heads")
     need(width <= abi.CONSTANTS.widest_head, f"its heads have more than {abi.CONSTANTS.widest_head} elements")
     need(keys <= abi.CONSTANTS.most_inputs, f"it has more than {abi.CONSTANTS.most_inputs} keys")
-    need(
-        all(x.stride(3) == 1 or x.shape[3] == 1 for x in (query, key, value)), "rows of its tensors have gaps"
-    )
-    bytes_of_thread = _room(keys, width, wide)
-    need(bytes_of_thread <= caches.second(), "keys and values of a head don't fit into the second cache")
-    sizes = (batch, heads, rows, wide)
-    strides = strides_of(node, sizes)
-    result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), torch.float32)
-    threads = recorder.threads
-    room = recorder.new((threads, bytes_of_thread), (bytes_of_thread, 1), torch.uint8)
-    fields = {
-        **fields_of_mask(mask, (batch, heads, rows, keys)),
-        **fields_of(query, key, value, result.tensor),
-        "factor": a["scale"],
-        "parts": parts_of_rows(batch * heads, rows, threads),
-        "bytes": bytes_of_thread,
-        "threads": threads,
-    }
-    recorder.call_function(function, fields, [result, *sides, room, *given[3:]], node, factors=3)
-    return result
-
-
-def fields_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor
-) -> dict[str, int | Sequence[int]]:
-    """Return what the function takes for tensors of four dimensions."""
-    batch, heads, rows, width = query.shape
-    sizes = {"batch": batch, "heads": heads, "rows": rows, "keys": key.shape[2], "width": width}
-    named = {"q": query, "k": key, "v": value, "y": result}
-    strides = {f"{name}_strides": tensor.stride()[:3] for name, tensor in named.items()}
-    return {**sizes, "wide": value.shape[3], **strides}
+    fields = {"factor": a["scale"]}
+    return call_attention(recorder, node, function, sides, fields, _room(keys, width, wide), factors=3)
 
 
 def _room(keys: int, width: int, wide: int) -> int:

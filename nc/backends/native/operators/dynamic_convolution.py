@@ -29,8 +29,7 @@ from nc.backends.native.plans.products import bias_of, codes_of, post_ops_of, wi
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, need, why_refused
 from nc.backends.native.regions import Region, activation_of, region_of
-from nc.backends.native.torch_library import define, prepack
-from nc.errors import BackendError
+from nc.backends.native.torch_library import define, only_in_plans, prepack
 from nc.graph.catalogue import (
     CONVOLUTIONS,
     MOVES,
@@ -62,6 +61,9 @@ _NOT_NEGATIVE = frozenset({"relu", "relu6", "sigmoid", "hardsigmoid"})
 _QPARAMS = 8
 
 
+_in_torch = only_in_plans("convolution of images that are rounded in each call")
+
+
 @functools.cache
 def rounded_images() -> torch._ops.OpOverload:
     """Return what rounds images; only `dynamic_convolution` can read the result, of the shape of `x`.
@@ -70,7 +72,7 @@ def rounded_images() -> torch._ops.OpOverload:
     """
     return define(
         "rounded_images(Tensor x, bool symmetric, bool zero_point) -> Tensor",
-        _only_in_plans,
+        _in_torch,
         lambda x, *_: torch.empty_like(x, dtype=torch.uint8),
     )
 
@@ -87,14 +89,9 @@ def dynamic_convolution() -> torch._ops.OpOverload:
         "Tensor? other, float other_scale, int other_zero_point, bool in_place, int[] stride, int[] padding, "
         "int[] dilation, int groups, float output_scale, int output_zero_point, ScalarType output_dtype, "
         "str attr, float[] scalars, str algorithm) -> Tensor",
-        _only_in_plans,
-        _only_in_plans,
+        _in_torch,
+        _in_torch,
     )
-
-
-def _only_in_plans(*_: Any) -> torch.Tensor:
-    msg = "torch has no convolution of images that are rounded in each call; plans have"
-    raise BackendError(msg)
 
 
 # ---- how it is found in a graph ----

@@ -15,24 +15,20 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.backends.native.operators.int8_attention import parts_of_rows
-from nc.backends.native.operators.matmul import strides_of
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
-from nc.backends.native.plans.operands import PlanTensor, check_sizes
+from nc.backends.native.plans.attention import call_attention, sides_of
+from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
-from nc.kernels import caches
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
-from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.process.unavailable import Unavailable
 
 _aten = torch.ops.aten
 _sdpa = _aten.scaled_dot_product_attention.default
 _ISA = "avx512"
-_MASKS = {torch.bool: "bool", torch.float32: "float"}
 
 
 @functools.cache
@@ -55,63 +51,19 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     if isinstance(function, Unavailable) or missing:
         raise Refused(missing)
     need(not a["dropout_p"], "it drops values")
-    sides = tuple(recorder.read(a[name]) for name in ("query", "key", "value"))
-    mask = recorder.optional(a["attn_mask"])
-    given = (*sides, *((mask,) if mask is not None else ()))
-    need(all(x.tensor.dtype is torch.float32 for x in sides), "one of its tensors is not fp32")
-    need(all(x.tensor.dim() == 4 for x in sides), "its tensors have other than four dimensions")
-    need(not any(x.tensor.is_neg() for x in given), "a view negates a tensor, which memory does not show")
-    query, key, value = (x.tensor for x in sides)
-    batch, heads, rows, width = query.shape
-    (_, of_key, keys, _), wide = key.shape, value.shape[3]
-    check_sizes(key.shape[3] == width and value.shape[2] == keys, node, query.shape, key.shape, value.shape)
-    need(batch * heads * rows * keys * width * wide, "one of its tensors is empty")
-    need(key.shape[:2] == value.shape[:2] == (batch, of_key), "its tensors have other batches or heads")
+    sides = sides_of(recorder, node, a)
+    _, heads, __, width = sides.query.tensor.shape
+    of_key, keys = sides.key.tensor.shape[1:3]
     need(not heads % of_key, "heads can't share keys evenly")
     need(of_key == heads or a["enable_gqa"], "heads share keys without `enable_gqa`")
-    need(
-        all(x.stride(3) == 1 or x.shape[3] == 1 for x in (query, key, value)), "rows of its tensors have gaps"
-    )
-    bytes_of_thread = _room(keys, width, wide)
-    need(bytes_of_thread <= caches.second(), "keys and values of a head don't fit into the second cache")
-    sizes = (batch, heads, rows, wide)
-    strides = strides_of(node, sizes)
-    result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), torch.float32)
-    threads = recorder.threads
-    room = recorder.new((threads, bytes_of_thread), (bytes_of_thread, 1), torch.uint8)
     fields = {
-        **fields_of_mask(mask, (batch, heads, rows, keys)),
-        "batch": batch,
-        "heads": heads,
         "group": heads // of_key,
-        "rows": rows,
-        "keys": keys,
-        "width": width,
-        "wide": wide,
         "causal": a["is_causal"],
         "bf16": node.target is not _sdpa,
-        "q_strides": query.stride()[:3],
-        "k_strides": key.stride()[:3],
-        "v_strides": value.stride()[:3],
-        "y_strides": result.tensor.stride()[:3],
         "factor": a["scale"] if a["scale"] is not None else width**-0.5,
-        "parts": parts_of_rows(batch * heads, rows, threads),
-        "bytes": bytes_of_thread,
-        "threads": threads,
     }
-    recorder.call_function(function, fields, [result, *sides, room, *given[3:]], node)
-    return result
-
-
-def fields_of_mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str, abi.Value]:
-    """Fields of a mask, or of none."""
-    if mask is None:
-        return {"mask": abi.MASK.number("none"), "mask_strides": (0, 0, 0, 0)}
-    need(mask.tensor.dtype in _MASKS, f"its mask is {mask.tensor.dtype}")
-    need(mask.tensor.dim() <= len(sizes), "its mask has more than four dimensions")
-    spread = mask.tensor.expand(sizes).stride()
-    need(spread[3] in (0, 1), "rows of its mask have gaps")
-    return {"mask": abi.MASK.number(_MASKS[mask.tensor.dtype]), "mask_strides": spread}
+    memory = _room(keys, width, sides.value.tensor.shape[3])
+    return call_attention(recorder, node, function, sides, fields, memory)
 
 
 def _room(keys: int, width: int, wide: int) -> int:

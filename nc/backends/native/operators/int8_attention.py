@@ -16,16 +16,18 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.backends.native.operators.matmul import matmul, product, strides_of
+from nc.backends.native.operators.matmul import matmul, product
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
+from nc.backends.native.plans.attention import parts_of_rows
 from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
+from nc.backends.native.plans.readers import strides_of
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need, why_refused
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
-from nc.kernels import caches, tuning
+from nc.kernels import caches
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
@@ -194,13 +196,6 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     tensors = [result, found.q, found.k, found.v, room, *(other for _, other in followers)]
     recorder.call_function(called, fields, tensors, node, factors=3, also=[chain[2].node])
     return result
-
-
-def parts_of_rows(heads: int, rows: int, threads: int) -> int:
-    """Return into how many parts the rows of each head go, so that all threads have the same work."""
-    if not heads % threads:
-        return 1
-    return max(1, min(math.ceil(2 * threads / heads), rows // tuning.FEWEST_ROWS.value))
 
 
 def _chain(left: Any) -> tuple[Later, Later, Later]:

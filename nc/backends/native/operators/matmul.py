@@ -21,13 +21,14 @@ from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.products import with_qparams
+from nc.backends.native.plans.readers import strides_of
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import OutputCodes, need
 from nc.backends.native.regions import codes_behind, only_user
 from nc.backends.native.torch_library import define, stored
-from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
 from nc.graph.fx_utils import call_function, call_operator, take_over
-from nc.graph.tensor_meta import TENSORS, same_shape
+from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary, Dequantize, Quantize, set_argument
 from nc.kernels.onednn.descriptions import (
     DST,
@@ -389,29 +390,6 @@ def _for_amx(recorder: Recorder, other: PlanTensor, sizes: Sequence[int], node: 
         if shared and "amx_int8" in cpu.features()
         else other
     )
-
-
-def strides_of(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
-    """How a result lies, so that what moves it for its only reader need not copy it."""
-    reader = only_user(node)
-    while reader is not None and op_name(reader) in ("view", "reshape") and _have_same_shape(reader, node):
-        reader = only_user(reader)
-    order = list(range(len(sizes)))
-    if reader is not None and reader.target is _aten.transpose.int:
-        moved = schema_arguments(reader)
-        i, j = moved["dim0"] % len(sizes), moved["dim1"] % len(sizes)
-        order[i], order[j] = j, i
-    elif reader is not None and reader.target is _aten.permute.default:
-        order = [dim % len(sizes) for dim in schema_arguments(reader)["dims"]]
-    strides = [0] * len(sizes)
-    for dim, stride in zip(order, contiguous_strides([sizes[dim] for dim in order]), strict=True):
-        strides[dim] = stride
-    return tuple(strides)
-
-
-def _have_same_shape(a: fx.Node, b: fx.Node) -> bool:
-    x, y = a.meta.get("val"), b.meta.get("val")
-    return isinstance(x, TENSORS) and isinstance(y, TENSORS) and same_shape(x.shape, y.shape)
 
 
 def _of_dims(x: PlanTensor, dims: int) -> PlanTensor:

@@ -20,8 +20,7 @@ from nc.backends.native.operators.bf16_linear import bf16_linear, bf16_rows
 from nc.backends.native.operators.row_linear import rounded_rows, row_linear
 from nc.backends.native.plans import rows
 from nc.backends.native.plans.ways import PlannedOperator
-from nc.backends.native.torch_library import define
-from nc.errors import BackendError
+from nc.backends.native.torch_library import define, only_in_plans
 from nc.graph.catalogue import input_node, op_name, schema_arguments
 from nc.graph.fx_utils import call_function, constant_value, give_values_of, note_value_of, take_over
 from nc.graph.placement import works_in_place
@@ -31,12 +30,15 @@ _NORMS = {"layer_norm": "layer", "rms_norm": "rms"}
 _FOLLOWERS = "str norm, Tensor? norm_weight, Tensor? norm_bias, float epsilon, bool symmetric"
 
 
+_in_torch = only_in_plans("rows in tile order")
+
+
 @functools.cache
 def norm_rows() -> torch._ops.OpOverload:
     """Return what norms rows of `x` and rounds them: the normed rows in fp32, and the rounded ones."""
     return define(
         f"norm_rows(Tensor x, {_FOLLOWERS}, bool keeps_normed, bool bf16) -> (Tensor, Tensor)",
-        _only_in_plans,
+        _in_torch,
         lambda x, *a: (torch.empty_like(x), x.new_empty(x.shape, dtype=_dtype(bf16=a[-1]))),
     )
 
@@ -52,14 +54,9 @@ def row_chain() -> torch._ops.OpOverload:
         "row_chain(Tensor rows, Tensor weight, Tensor? scale, Tensor? bias, Tensor? other, int outputs, "
         f"str activation, float[] scalars, str algorithm, {_FOLLOWERS}, bool keeps_sum, bool keeps_normed, "
         "bool bf16) -> (Tensor, Tensor, Tensor)",
-        _only_in_plans,
+        _in_torch,
         _shapes_of_chain,
     )
-
-
-def _only_in_plans(*_: Any) -> Any:
-    msg = "torch has no rows in tile order; plans have"
-    raise BackendError(msg)
 
 
 def _dtype(*, bf16: bool) -> torch.dtype:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,8 +18,7 @@ from nc.backends.native.merge import merged_groups, parts_of, put_in_place
 from nc.backends.native.plans import rows
 from nc.backends.native.plans.ways import PlannedOperator, need, why_refused
 from nc.backends.native.regions import Activation, behind
-from nc.backends.native.torch_library import define, prepack
-from nc.errors import BackendError
+from nc.backends.native.torch_library import define, only_in_plans, prepack
 from nc.graph.catalogue import kind_of_node, works_in_place
 from nc.graph.fx_utils import (
     add_constant,
@@ -39,12 +37,15 @@ from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_dequa
 NAME = "c:row_product"
 
 
+_in_torch = only_in_plans("linear of rounded rows")
+
+
 @functools.cache
 def rounded_rows() -> torch._ops.OpOverload:
     """Return what rounds rows; only `row_linear` can read the result, which has the shape of `x`."""
     return define(
         "rounded_rows(Tensor x, bool symmetric, bool per_row) -> Tensor",
-        _only_in_plans,
+        _in_torch,
         lambda x, *_: x.new_empty(x.shape, dtype=torch.uint8),
     )
 
@@ -58,14 +59,9 @@ def row_linear() -> torch._ops.OpOverload:
     return define(
         "row_linear(Tensor rows, Tensor weight, Tensor scale, Tensor? bias, Tensor? other, int outputs, "
         "str activation, float[] scalars, str algorithm) -> Tensor",
-        _only_in_plans,
+        _in_torch,
         lambda rows, _, scale, __, ___, outputs, *____: scale.new_empty((*rows.shape[:-1], outputs)),
     )
-
-
-def _only_in_plans(*_: Any) -> torch.Tensor:
-    msg = "torch has no linear of rounded rows; plans have"
-    raise BackendError(msg)
 
 
 # ---- how it is found in a graph ----

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
 from nc.backends.native.plans.layouts import dense_strides
 from nc.backends.native.qdq_rewrites import quantize
-from nc.kernels.onednn.descriptions import channels_last_strides
+from nc.backends.native.regions import only_user
+from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.tensor_meta import TENSORS, same_shape
+from nc.kernels.onednn.descriptions import channels_last_strides, contiguous_strides
 from nc.ops import quantize_per_tensor
 
 _aten = torch.ops.aten
@@ -35,3 +40,26 @@ def _read_by_convolutions(node: fx.Node) -> bool:
         str(user.target).startswith(names) or (user.target in PADS and _read_by_convolutions(user))
         for user in node.users
     )
+
+
+def strides_of(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
+    """How a result lies, so that what moves it for its only reader need not copy it."""
+    reader = only_user(node)
+    while reader is not None and op_name(reader) in ("view", "reshape") and _have_same_shape(reader, node):
+        reader = only_user(reader)
+    order = list(range(len(sizes)))
+    if reader is not None and reader.target is _aten.transpose.int:
+        moved = schema_arguments(reader)
+        i, j = moved["dim0"] % len(sizes), moved["dim1"] % len(sizes)
+        order[i], order[j] = j, i
+    elif reader is not None and reader.target is _aten.permute.default:
+        order = [dim % len(sizes) for dim in schema_arguments(reader)["dims"]]
+    strides = [0] * len(sizes)
+    for dim, stride in zip(order, contiguous_strides([sizes[dim] for dim in order]), strict=True):
+        strides[dim] = stride
+    return tuple(strides)
+
+
+def _have_same_shape(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return isinstance(x, TENSORS) and isinstance(y, TENSORS) and same_shape(x.shape, y.shape)

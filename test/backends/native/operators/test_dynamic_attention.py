@@ -1,7 +1,5 @@
 """Attention in int8 with ranges of each call as one function in C: against integers, float64, and the graph."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +11,8 @@ from torch.nn import functional as F
 from nc import DynamicQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import dynamic_attention
-from nc.backends.native.operators.float_attention import fields_of_mask
+from nc.backends.native.plans.attention import fields_of, fields_of_mask
+from nc.backends.native.plans.operands import PlanTensor
 from nc.kernels import caches
 from nc.kernels.c_code.calls import call_once
 from nc.numerics.dynamic import quantize_dequantize_dynamic
@@ -25,20 +24,13 @@ needs_function = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
 TIE = 1e-3
 
 
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """A mask as `fields_of_mask` reads it."""
-
-    tensor: torch.Tensor
-
-
 def attended(q, k, v, mask=None, *, factor=0.3, parts=1, threads=2):
     """Result of the function in C."""
     y = torch.full((*q.shape[:3], v.shape[3]), 7.0)
     size = dynamic_attention._room(k.shape[2], q.shape[3], v.shape[3])
     fields = {
-        **dynamic_attention.fields_of(q, k, v, y),
-        **fields_of_mask(None if mask is None else Mask(mask), (*q.shape[:3], k.shape[2])),
+        **fields_of(q, k, v, y),
+        **fields_of_mask(None if mask is None else PlanTensor(mask, None), (*q.shape[:3], k.shape[2])),
         **{"factor": factor, "parts": parts, "bytes": size, "threads": threads},
     }
     room = torch.zeros(threads, size, dtype=torch.uint8)

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from nc import DynamicQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import float_attention
-from nc.backends.native.operators.int8_attention import parts_of_rows
 from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans.attention import fields_of, fields_of_mask, parts_of_rows
+from nc.backends.native.plans.operands import PlanTensor
 from nc.kernels import caches
-from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once
 
 _WHY = available_backends()["native"] or float_attention.why_unavailable()
@@ -27,15 +27,14 @@ pytestmark = [
 
 def attended(q, k, v, mask=None, *, factor=0.3, causal=False, bf16=False, parts=1, threads=2):
     """Result of the function in C."""
-    (batch, heads, rows, width), (keys, wide) = q.shape, v.shape[2:]
-    size, y = float_attention._room(keys, width, wide), torch.full((batch, heads, rows, wide), 7.0)
-    spread = (0, 0, 0, 0) if mask is None else mask.expand(batch, heads, rows, keys).stride()
-    name = "none" if mask is None else float_attention._MASKS[mask.dtype]
+    y = torch.full((*q.shape[:3], v.shape[3]), 7.0)
+    size = float_attention._room(k.shape[2], q.shape[3], v.shape[3])
+    seen = None if mask is None else PlanTensor(mask, None)
     fields = {
-        **{"batch": batch, "heads": heads, "group": heads // k.shape[1], "rows": rows, "keys": keys},
-        **{"width": width, "wide": wide, "mask": abi.MASK.number(name), "causal": causal, "bf16": bf16},
-        **{f"{n}_strides": t.stride()[:3] for n, t in zip("qkvy", (q, k, v, y), strict=True)},
-        **{"mask_strides": spread, "factor": factor, "parts": parts, "bytes": size, "threads": threads},
+        **fields_of(q, k, v, y),
+        **fields_of_mask(seen, (*q.shape[:3], k.shape[2])),
+        **{"group": q.shape[1] // k.shape[1], "causal": causal, "bf16": bf16},
+        **{"factor": factor, "parts": parts, "bytes": size, "threads": threads},
     }
     room = torch.zeros(threads, size, dtype=torch.uint8)
     call_once(float_attention._function(), fields, [y, q, k, v, room, *([] if mask is None else [mask])])
