@@ -263,9 +263,9 @@ MUTATIONS = (
     Mutation(
         "float-attention-unseen",
         "attention in fp32 gives keys that a mask hides no weight",
-        "kernels/c_code/float_attention.c",
-        "return _mm512_mask_mov_ps(unseen, lanes & _mm_test_epi8_mask(some, some), x);",
-        "return _mm512_mask_mov_ps(unseen, lanes, x);",
+        "kernels/c_code/attention.h",
+        "unseen, lanes & _mm_test_epi8_mask(some, some), x",
+        "unseen, lanes, x",
         ("float_attention",),
     ),
     Mutation(
@@ -351,10 +351,10 @@ MUTATIONS = (
     Mutation(
         "rows-near-half",
         "codes of rows are those of a division, also near half a code",
-        "kernels/c_code/rows.c",
+        "kernels/c_code/rounding.h",
         "#define SURE 0.4999f",
         "#define SURE 0.6f",
-        ("c_calls", "row_linear"),
+        ("row_linear", "dynamic_convolution"),
     ),
     Mutation(
         "rows-zero-point",

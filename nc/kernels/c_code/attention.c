@@ -13,10 +13,9 @@
 
 #define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")))
 #define FOR_AVX512 FOR_VNNI
+#include "attention.h"
 #include "exponential.h"
-#define INLINE static inline __attribute__((always_inline))
 
-enum { BLOCKS_AT_ONCE = 4 };
 _Static_assert(WIDEST_HEAD % 16 == 0, "rows of q are read 16 codes at a time");
 
 struct job {
@@ -32,11 +31,6 @@ struct room {
     float *scores, *sums;
     uint8_t *codes;
 };
-
-INLINE int64_t up(int64_t n, int64_t to)
-{
-    return (n + to - 1) / to * to;
-}
 
 static struct room room_of(char *memory, const struct nc_int8_attention *how)
 {
@@ -56,12 +50,6 @@ static int64_t bytes_of_room(const struct nc_int8_attention *how)
 {
     const int64_t keys = up(how->keys, 16), wide = up(how->wide, 16);
     return keys * (up(how->width, 4) + wide + 4 + SCORE_ROWS * (4 + 1)) + SCORE_ROWS * wide * 4;
-}
-
-/* Which of 16 numbers there are where `left` are left. */
-INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
-{
-    return (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
 }
 
 /* Keys [keys, width] as [keys / 16][width / 4][16][4]; what is missing is 0. */
@@ -120,35 +108,6 @@ FOR_VNNI static void pack_values(const struct nc_int8_attention *how, const int8
     }
 }
 
-/* sums + products of 64 codes, four by four. As an intrinsic, GCC 12 copies the sums before and after
- * each. */
-INLINE FOR_VNNI __m512i add_products(__m512i sums, __m512i x, __m512i w)
-{
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
-    return sums;
-}
-
-/* Sums of `rows` rows of codes with `blocks` blocks of 16 outputs. */
-INLINE FOR_VNNI void multiply(const int rows, const int blocks, const uint8_t *x, int64_t stride,
-    const int8_t *w, int64_t groups, __m512i (*sums)[BLOCKS_AT_ONCE])
-{
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < blocks; c++)
-            sums[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < groups; t++) {
-        __m512i right[BLOCKS_AT_ONCE];
-        for (int c = 0; c < blocks; c++)
-            right[c] = _mm512_loadu_si512(w + (c * groups + t) * 64);
-        for (int r = 0; r < rows; r++) {
-            int32_t four;
-            memcpy(&four, x + r * stride + t * 4, 4);
-            const __m512i left = _mm512_set1_epi32(four);
-            for (int c = 0; c < blocks; c++)
-                sums[r][c] = add_products(sums[r][c], left, right[c]);
-        }
-    }
-}
-
 /* What follows a product: `n` columns of one row. */
 INLINE FOR_VNNI void follow(const struct job *job, int64_t first, int64_t count, int64_t batch, int64_t head,
     int64_t row, float *x, int64_t n)
@@ -174,7 +133,7 @@ INLINE FOR_VNNI void score(const int rows, const int blocks, const struct job *j
     const int64_t groups = up(job->how->width, 4) / 4, keys = up(job->how->keys, 16);
     const __m512 factor = _mm512_set1_ps((float)job->how->score);
     __m512i sums[SCORE_ROWS][BLOCKS_AT_ONCE];
-    multiply(rows, blocks, q, groups * 4, room->keys + block * groups * 64, groups, sums);
+    multiply(rows, blocks, q, groups * 4, room->keys + block * groups * 64, groups * 64, groups, sums);
     for (int r = 0; r < rows; r++) {
         const __m512i off = _mm512_set1_epi32(taken[r]);
         for (int c = 0; c < blocks; c++) {
@@ -238,7 +197,7 @@ INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *j
     const int64_t keys = up(job->how->keys, 16), wide = up(job->how->wide, 16);
     const __m512 factor = _mm512_set1_ps((float)job->how->value);
     __m512i sums[SCORE_ROWS][BLOCKS_AT_ONCE];
-    multiply(rows, blocks, room->codes, keys, room->values + block * keys * 16, keys / 4, sums);
+    multiply(rows, blocks, room->codes, keys, room->values + block * keys * 16, keys * 16, keys / 4, sums);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < blocks; c++) {
             const __m512i exact =

@@ -24,14 +24,14 @@
 
 #define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")))
 #define FOR_AVX512 FOR_VNNI
+#include "attention.h"
 #include "exponential.h"
 #include "transpose.h"
-#define INLINE static inline __attribute__((always_inline))
 
 #define TINY 0x1p-100f /* as in nc.numerics.affine */
 
-/* Blocks of 16 columns whose sums are in registers, and rows that are rounded together. */
-enum { BLOCKS_AT_ONCE = 4, ROUNDED = 16 };
+/* Rows that are rounded together. */
+enum { ROUNDED = 16 };
 _Static_assert(ROUNDED % SCORE_ROWS == 0, "rows that are rounded together are attended to in whole steps");
 
 struct job {
@@ -47,11 +47,6 @@ struct room {
     float *scores;
     uint8_t *codes, *queries; /* [SCORE_ROWS][keys], [ROUNDED][padded width] */
 };
-
-INLINE int64_t up(int64_t n, int64_t to)
-{
-    return (n + to - 1) / to * to;
-}
 
 static struct room room_of(char *memory, const struct nc_dynamic_attention *how)
 {
@@ -74,12 +69,6 @@ static int64_t bytes_of_room(const struct nc_dynamic_attention *how)
     const int64_t keys = up(how->keys, 16);
     return keys * (up(how->width, 4) + up(how->wide, 16) + 4 * 4 + SCORE_ROWS * (4 + 1))
         + ROUNDED * up(how->width, 16);
-}
-
-/* Which of 16 numbers there are where `left` are left. */
-INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
-{
-    return (__mmask16)(left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0);
 }
 
 /* ---- ranges ---- */
@@ -299,52 +288,6 @@ FOR_VNNI static void round_queries(const struct nc_dynamic_attention *how, const
     }
 }
 
-/* sums + products of 64 codes, four by four. As an intrinsic, GCC 12 copies the sums before and after
- * each. */
-INLINE FOR_VNNI __m512i add_products(__m512i sums, __m512i x, __m512i w)
-{
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
-    return sums;
-}
-
-/* Sums of `rows` rows of codes with `blocks` blocks of 16 outputs. */
-INLINE FOR_VNNI void multiply(const int rows, const int blocks, const uint8_t *x, int64_t stride,
-    const int8_t *w, int64_t block, int64_t groups, __m512i (*sums)[BLOCKS_AT_ONCE])
-{
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < blocks; c++)
-            sums[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < groups; t++) {
-        __m512i right[BLOCKS_AT_ONCE];
-        for (int c = 0; c < blocks; c++)
-            right[c] = _mm512_loadu_si512(w + c * block + t * 64);
-        for (int r = 0; r < rows; r++) {
-            int32_t four;
-            memcpy(&four, x + r * stride + t * 4, 4);
-            const __m512i left = _mm512_set1_epi32(four);
-            for (int c = 0; c < blocks; c++)
-                sums[r][c] = add_products(sums[r][c], left, right[c]);
-        }
-    }
-}
-
-/* 16 scores with a mask; -INFINITY where a key is not seen. */
-INLINE FOR_VNNI __m512 masked(const struct nc_dynamic_attention *how, const char *mask, int64_t key, __m512 x)
-{
-    const __mmask16 lanes = lanes_of(how->keys - key);
-    const int64_t step = how->mask_strides[3];
-    const __m512 unseen = _mm512_set1_ps(-INFINITY);
-    if (how->mask == MASK_FLOAT) {
-        const float *added = (const float *)mask + key * step;
-        x = _mm512_add_ps(x, step ? _mm512_maskz_loadu_ps(lanes, added) : _mm512_set1_ps(*added));
-    } else if (how->mask == MASK_BOOL) {
-        const uint8_t *shown = (const uint8_t *)mask + key * step;
-        const __m128i some = step ? _mm_maskz_loadu_epi8(lanes, shown) : _mm_set1_epi8((char)*shown);
-        return _mm512_mask_mov_ps(unseen, lanes & _mm_test_epi8_mask(some, some), x);
-    }
-    return _mm512_mask_mov_ps(unseen, lanes, x);
-}
-
 /* Some rows of one head, whose queries are rounded. */
 struct rows {
     const uint8_t *queries;
@@ -372,7 +315,7 @@ INLINE FOR_VNNI void score(const int rows, const int blocks, const struct nc_dyn
             const __m512 exact = _mm512_fnmadd_ps(zero, of_keys, _mm512_cvtepi32_ps(sums[r][c]));
             __m512 x = _mm512_fmadd_ps(_mm512_mul_ps(exact, scale), factor, log);
             if (how->mask != MASK_NONE || key + 16 > how->keys)
-                x = masked(how, of->masks[r], key, x);
+                x = masked(how->mask, of->masks[r], how->mask_strides[3], key, how->keys - key, x);
             most[r] = _mm512_max_ps(x, most[r]);
             _mm512_storeu_ps(room->scores + r * keys + key, x);
         }

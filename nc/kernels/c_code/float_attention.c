@@ -13,10 +13,10 @@
 #include "openmp.h"
 
 #define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
+#include "attention.h"
 #include "bf16.h"
 #include "exponential.h"
 #include "transpose.h"
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 6")
 
 /* Panels of 16 columns whose sums are in registers, of FLOAT_ROWS rows. */
@@ -34,11 +34,6 @@ struct room {
     float *keys, *values, *scores, *queries;
 };
 
-INLINE int64_t up(int64_t n, int64_t to)
-{
-    return (n + to - 1) / to * to;
-}
-
 static struct room room_of(char *memory, const struct nc_float_attention *how)
 {
     const int64_t keys = up(how->keys, 16);
@@ -54,12 +49,6 @@ static int64_t bytes_of_room(const struct nc_float_attention *how)
 {
     const int64_t of_keys = how->width + up(how->wide, 16) + FLOAT_ROWS;
     return (up(how->keys, 16) * of_keys + up(how->width, 16) * FLOAT_ROWS) * 4;
-}
-
-/* Which of 16 numbers there are where `left` are left. */
-INLINE FOR_AVX512 __mmask16 lanes_of(int64_t left)
-{
-    return (__mmask16)(left >= 16 ? 0xffff : left > 0 ? (1 << left) - 1 : 0);
 }
 
 FOR_AVX512 static void pack(const struct nc_float_attention *how, const float *k, const float *v,
@@ -121,25 +110,14 @@ INLINE FOR_AVX512 void multiply_all(const int rows, const float *const *x, int64
         multiply(rows, 1, x, n, w + done * panel, panel, line, y + done * 16, y_row);
 }
 
-/* 16 scores of a row: products * factor + mask; -INFINITY where a key is not seen. */
-INLINE FOR_AVX512 __m512 masked(const struct job *job, const char *mask, int64_t key, int64_t seen, __m512 x)
+/* 16 scores of a row: products * factor + mask. */
+INLINE FOR_AVX512 __m512 score_of(const struct job *job, const char *mask, int64_t key, int64_t seen, __m512 x)
 {
     const struct nc_float_attention *how = job->how;
-    const __mmask16 lanes = lanes_of(seen - key);
-    const int64_t step = how->mask_strides[3];
-    const __m512 unseen = _mm512_set1_ps(-INFINITY);
     if (how->bf16)
         x = near_bf16(x);
     x = _mm512_mul_ps(x, _mm512_set1_ps((float)how->factor));
-    if (how->mask == MASK_FLOAT) {
-        const float *added = (const float *)mask + key * step;
-        x = _mm512_add_ps(x, step ? _mm512_maskz_loadu_ps(lanes, added) : _mm512_set1_ps(*added));
-    } else if (how->mask == MASK_BOOL) {
-        const uint8_t *shown = (const uint8_t *)mask + key * step;
-        const __m128i some = step ? _mm_maskz_loadu_epi8(lanes, shown) : _mm_set1_epi8((char)*shown);
-        return _mm512_mask_mov_ps(unseen, lanes & _mm_test_epi8_mask(some, some), x);
-    }
-    return _mm512_mask_mov_ps(unseen, lanes, x);
+    return masked(how->mask, mask, how->mask_strides[3], key, seen - key, x);
 }
 
 /* e^(scores - the largest one) of one row, and 1 / their sum. A row that sees no key gets zeros, as from
@@ -150,7 +128,7 @@ INLINE FOR_AVX512 float exponentials(const struct job *job, const char *mask, in
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     __mmask16 unknown = 0; /* scores that are no number */
     for (int64_t i = 0; i < keys; i += 16) {
-        const __m512 x = masked(job, mask, i, seen, _mm512_loadu_ps(scores + i));
+        const __m512 x = score_of(job, mask, i, seen, _mm512_loadu_ps(scores + i));
         unknown |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
         most = _mm512_max_ps(x, most);
         _mm512_storeu_ps(scores + i, x);

@@ -42,9 +42,7 @@
 #include "by_activation.h"
 #include "gelu.h"
 #define FOR_AVX2 __attribute__((target("avx2,fma")))
-#define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
-/* Distance of a quotient from half a code below which its rounding is not sure. */
-#define SURE 0.4999f
+#include "rounding.h"
 /* AT_ONCE: rows whose sums with two panels are in registers. */
 enum { TILE = 16, DEPTH = 64, AT_ONCE = 8 };
 
@@ -90,39 +88,17 @@ struct rounding {
     struct range *ranges; /* of each row, where all have one range together */
 };
 
-/* The least and the largest of some numbers and 0; both are no number where one of them is none. */
-struct range {
-    float least, most;
-};
-
 static struct range range_of(float least, float most, int no_numbers)
 {
     return no_numbers ? (struct range){NAN, NAN} : (struct range){least, most};
 }
 
-/* Notes scale and zero point of a row. One with an infinite number, or with what is none, gives no number. */
+/* Notes scale and zero point of a row. */
 static void note_range(const struct rounding *r, int64_t row, struct range range)
 {
-    const double least = range.least, most = range.most, amax = -least > most ? -least : most;
-    double step = r->symmetric ? amax / 127 : (most - least) / 255, zero = r->symmetric ? 128 : 0;
-    if (amax < TINY_AMAX)
-        step = 1;
-    else if (!r->symmetric)
-        zero = isfinite(step) ? fmin(fmax(-rint(least / step), 0), 255) : 0;
-    r->scale[row] = isfinite(amax) ? (float)step : NAN;
-    r->zero_point[row] = (int32_t)zero;
-}
-
-/* The codes of 16 numbers: round(x / scale) + zero point. x * inverse is x / scale but for some units of the
- * last place, which matter only near half a code: there it is divided. */
-VNNI_INLINE __m512i codes_of(__m512 x, __m512 scale, __m512 inverse, __m512 zero_point)
-{
-    __m512 v = _mm512_mul_ps(x, inverse);
-    __m512 n = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    if (_mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_sub_ps(v, n)), _mm512_set1_ps(SURE), _CMP_NLT_UQ))
-        n = _mm512_roundscale_ps(_mm512_div_ps(x, scale), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    v = _mm512_max_ps(_mm512_add_ps(n, zero_point), _mm512_setzero_ps()); /* what is no number becomes 0 */
-    return _mm512_cvtps_epi32(_mm512_min_ps(v, _mm512_set1_ps(255.0f)));
+    const struct qparams found = qparams_of(range, r->symmetric);
+    r->scale[row] = found.scale;
+    r->zero_point[row] = found.zero_point;
 }
 
 VNNI_INLINE __m512 some(const float *x, int64_t n)
@@ -153,7 +129,7 @@ FOR_VNNI static void encode(const struct rounding *r, const float *x, int64_t ro
                  middle = _mm512_set1_ps((float)r->zero_point[row]);
     int64_t k = 0;
     for (; k < r->inputs; k += 16) {
-        const __m512i codes = codes_of(some(x + k, r->inputs - k), by, inverse, middle);
+        const __m512i codes = codes_of_16(some(x + k, r->inputs - k), by, inverse, middle);
         _mm_storeu_si128((__m128i *)(to + k / DEPTH * TILE * DEPTH + k % DEPTH),
             _mm512_cvtusepi32_epi8(codes));
     }
@@ -214,13 +190,8 @@ static void measure_some(void *data, int64_t part, int64_t parts)
 static void note_together(const struct rounding *r)
 {
     struct range all = {0, 0};
-    for (int64_t row = 0; row < r->rows; row++) {
-        const struct range one = r->ranges[row];
-        all.least = !(one.least >= all.least) ? one.least : all.least; /* what is no number stays so */
-        all.most = !(one.most <= all.most) ? one.most : all.most;
-        if (one.least != one.least)
-            break;
-    }
+    for (int64_t row = 0; row < r->rows; row++)
+        all = joined(all, r->ranges[row]);
     for (int64_t row = 0; row < r->rows; row++)
         note_range(r, row, all);
 }
@@ -232,6 +203,14 @@ static struct rounding rounding_of(char *codes, int64_t rows, int64_t inputs)
         .zero_point = (int32_t *)(codes + bytes + held * 4), .rows = rows, .inputs = inputs};
 }
 
+static struct rounding rounding_by(struct rounding r, int64_t symmetric, int64_t bf16, int64_t isa)
+{
+    r.symmetric = symmetric;
+    r.bf16 = bf16;
+    r.wide = isa >= ISA_AVX512_VNNI;
+    return r;
+}
+
 /* tensors: codes; fp32; without ranges of their own, memory for two numbers of each row */
 int nc_round_rows(const struct nc_round_rows *how, void *unused, int count, char *const *tensors)
 {
@@ -239,11 +218,10 @@ int nc_round_rows(const struct nc_round_rows *how, void *unused, int count, char
     EXPECT(how->isa >= 0 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
     EXPECT(count >= 2 + !how->per_row, OTHER_TENSORS);
-    struct rounding r = rounding_of(tensors[0], how->rows, how->inputs);
+    struct rounding r =
+        rounding_by(rounding_of(tensors[0], how->rows, how->inputs), how->symmetric, 0, how->isa);
     r.x = (const float *)tensors[1];
     r.stride = how->stride;
-    r.symmetric = how->symmetric;
-    r.wide = how->isa >= ISA_AVX512_VNNI;
     const int64_t parts = how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads;
     if (!how->per_row) {
         r.ranges = (struct range *)tensors[2];
@@ -298,6 +276,13 @@ static void follow_some(void *data, int64_t part, int64_t parts)
         follow(f, r->x + row * r->stride, row);
 }
 
+/* What both functions with followers say of them. */
+#define FOLLOWERS_OF(how, rounded, width, normed_rows, factors)                                    \
+    {.normed = (float *)(normed_rows), .weight = (const float *)(factors)[0],                      \
+     .bias = (const float *)(factors)[1], .epsilon = (how)->epsilon, .norm = (how)->norm,          \
+     .rounding = rounding_by(rounding_of(rounded, (how)->rows, width), (how)->symmetric,           \
+         (how)->bf16, (how)->isa)}
+
 /* tensors: rounded rows; what the norm gives, or no address; x; weight and bias of the norm */
 int nc_norm_rows(const struct nc_norm_rows *how, void *unused, int count, char *const *tensors)
 {
@@ -307,14 +292,9 @@ int nc_norm_rows(const struct nc_norm_rows *how, void *unused, int count, char *
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->inputs <= MOST_NORMED, OTHER_SIZE);
     EXPECT(how->stride >= how->inputs && how->threads > 0, OTHER_SIZE);
     EXPECT(how->norm == NORM_LAYER || how->norm == NORM_RMS, OTHER_OPERATION);
-    struct followers f = {.normed = (float *)tensors[1], .weight = (const float *)tensors[3],
-        .bias = (const float *)tensors[4], .epsilon = how->epsilon, .norm = how->norm,
-        .rounding = rounding_of(tensors[0], how->rows, how->inputs)};
+    struct followers f = FOLLOWERS_OF(how, tensors[0], how->inputs, tensors[1], tensors + 3);
     f.rounding.x = (const float *)tensors[2];
     f.rounding.stride = how->stride;
-    f.rounding.symmetric = how->symmetric;
-    f.rounding.bf16 = how->bf16;
-    f.rounding.wide = how->isa >= ISA_AVX512_VNNI;
     const int64_t parts = how->rows * how->inputs < WORK_PER_THREAD / 8 ? 1 : how->threads;
     in_parts(follow_some, &f, parts, how->threads);
     return OK;
@@ -792,7 +772,8 @@ static int multiply_all(struct job *j, int64_t threads)
     const int64_t pairs = whole(j->outputs, 2 * TILE) / (2 * TILE), depth = j->of.depth;
     /* a piece of rows stays in the second cache, beside its weights and results; AMX needs more rows for the
      * time that its weights take */
-    const int64_t fit = second_cache() / 2 / depth, wanted = j->isa == ISA_AMX ? 8 * ROWS_OF_PIECE : ROWS_OF_PIECE;
+    const int64_t fit = second_cache() / 2 / depth,
+                  wanted = j->isa == ISA_AMX ? 8 * ROWS_OF_PIECE : ROWS_OF_PIECE;
     const int64_t rows_of_piece = j->rows <= 4 * ROWS_OF_PIECE || fit < wanted ? fit : wanted;
     const int64_t most = whole(rows_of_piece > 0 ? rows_of_piece : 1, 2 * TILE); /* one row may not fit */
     j->at_once = most;
@@ -817,6 +798,23 @@ static struct operand in_tiles(const uint8_t *x, int64_t depth)
         .block = TILE * DEPTH};
 }
 
+/* Rows in memory that rounding wrote. */
+static struct operand rounded_rows(char *memory, int64_t rows, int64_t inputs, int64_t bf16)
+{
+    return in_tiles(rounding_of(memory, rows, inputs).codes, whole((bf16 ? 2 : 1) * inputs, DEPTH));
+}
+
+/* A product of rounded rows; `factors`: the rows, weights, their sums, scale and bias. */
+#define JOB_OF_ROWS(how, result, factors, other)                                                           \
+    {.y = (result), .of = rounded_rows((factors)[0], (how)->rows, (how)->inputs, (how)->bf16),             \
+     .row_scale = rounding_of((factors)[0], (how)->rows, (how)->inputs).scale,                             \
+     .zero_point = rounding_of((factors)[0], (how)->rows, (how)->inputs).zero_point,                       \
+     .weights = (const int8_t *)(factors)[1], .sums = (const int32_t *)(factors)[2],                       \
+     .scale = (const float *)(factors)[3], .bias = (const float *)(factors)[4], .added = (other),          \
+     .rows = (how)->rows, .bf16 = (how)->bf16 != 0, .outputs = (how)->outputs,                             \
+     .activation = (how)->activation, .alpha = (float)(how)->alpha, .beta = (float)(how)->beta,            \
+     .isa = (how)->isa}
+
 static int has_product(int64_t isa, int64_t bf16)
 {
     const int one = bf16 ? isa == ISA_AVX512_BF16
@@ -831,14 +829,7 @@ int nc_row_product(const struct nc_row_product *how, void *unused, int count, ch
     EXPECT(how->rows >= 0 && how->inputs > 0 && how->outputs > 0 && how->threads > 0, OTHER_SIZE);
     EXPECT(how->bf16 || how->inputs <= MOST_INPUTS, OTHER_SIZE); /* int32 holds their sums */
     EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
-    const int64_t bytes = how->bf16 ? 2 : 1; /* of a number of a row */
-    const struct rounding r = rounding_of(tensors[1], how->rows, how->inputs);
-    struct job j = {.y = tensors[0], .of = in_tiles(r.codes, whole(bytes * how->inputs, DEPTH)), .row_scale = r.scale, .zero_point = r.zero_point,
-        .weights = (const int8_t *)tensors[2], .sums = (const int32_t *)tensors[3],
-        .scale = (const float *)tensors[4], .bias = (const float *)tensors[5],
-        .added = count > 6 ? (const float *)tensors[6] : NULL, .rows = how->rows,
-        .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
-        .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa};
+    struct job j = JOB_OF_ROWS(how, tensors[0], tensors + 1, count > 6 ? (const float *)tensors[6] : NULL);
     return multiply_all(&j, how->threads);
 }
 
@@ -856,7 +847,8 @@ static void multiply_and_follow(void *data, int64_t part, int64_t parts)
     const struct job *all = chain->product;
     const int64_t pieces = pieces_of(all), row_bytes = all->outputs * (int64_t)sizeof(float);
     for (int64_t piece = pieces * part / parts; piece < pieces * (part + 1) / parts; piece++) {
-        const int64_t first = piece * all->at_once, last = piece + 1 < pieces ? first + all->at_once : all->rows;
+        const int64_t first = piece * all->at_once,
+                      last = piece + 1 < pieces ? first + all->at_once : all->rows;
         struct job j = *all;
         /* results of a piece that nothing else reads lie where those of this thread's last piece lay */
         char *results = chain->keeps ? all->y + first * row_bytes : all->y + part * all->at_once * row_bytes;
@@ -878,21 +870,10 @@ int nc_row_chain(const struct nc_row_chain *how, void *unused, int count, char *
     EXPECT(how->norm == NORM_NONE || how->outputs <= MOST_NORMED, OTHER_SIZE);
     EXPECT(how->activation >= ACTIVATION_IDENTITY && how->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
     EXPECT(how->norm >= NORM_NONE && how->norm <= NORM_RMS, OTHER_OPERATION);
-    struct followers f = {.normed = (float *)tensors[2], .weight = (const float *)tensors[9],
-        .bias = (const float *)tensors[10], .epsilon = how->epsilon, .norm = how->norm,
-        .rounding = rounding_of(tensors[0], how->rows, how->outputs)};
+    struct followers f = FOLLOWERS_OF(how, tensors[0], how->outputs, tensors[2], tensors + 9);
     f.rounding.x = (const float *)tensors[1];
     f.rounding.stride = how->outputs;
-    f.rounding.symmetric = how->symmetric;
-    f.rounding.bf16 = how->bf16;
-    f.rounding.wide = how->isa >= ISA_AVX512_VNNI;
-    const struct rounding r = rounding_of(tensors[3], how->rows, how->inputs);
-    struct job j = {.y = tensors[1], .of = in_tiles(r.codes, whole((how->bf16 ? 2 : 1) * how->inputs, DEPTH)),
-        .row_scale = r.scale, .zero_point = r.zero_point, .weights = (const int8_t *)tensors[4],
-        .sums = (const int32_t *)tensors[5], .scale = (const float *)tensors[6],
-        .bias = (const float *)tensors[7], .added = (const float *)tensors[8], .rows = how->rows,
-        .bf16 = how->bf16 != 0, .outputs = how->outputs, .activation = how->activation,
-        .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa};
+    struct job j = JOB_OF_ROWS(how, tensors[1], tensors + 3, (const float *)tensors[8]);
     if (how->rows < PIECES_PER_THREAD * 2 * TILE * how->threads) {
         /* each thread would read all weights for few rows: they share the weights instead */
         const int status = multiply_all(&j, how->threads);
@@ -928,6 +909,7 @@ int nc_code_product(const struct nc_code_product *how, void *unused, int count, 
         .sums = (const int32_t *)tensors[3], .scale = (const float *)tensors[4],
         .bias = (const float *)tensors[5], .added = count > 6 ? (const float *)tensors[6] : NULL,
         .rows = how->rows, .outputs = how->outputs, .activation = how->activation,
-        .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa, .codes = how, .plain = is_plain(how)};
+        .alpha = (float)how->alpha, .beta = (float)how->beta, .isa = how->isa, .codes = how,
+        .plain = is_plain(how)};
     return multiply_all(&j, how->threads);
 }

@@ -8,17 +8,6 @@
 
 /* ---- rounding ---- */
 
-/* As codes_of. */
-AVX2_INLINE __m256i codes_of_8(__m256 x, __m256 scale, __m256 inverse, __m256 zero_point)
-{
-    __m256 v = _mm256_mul_ps(x, inverse), n = nearest_of_8(v);
-    const __m256 away = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_sub_ps(v, n));
-    if (_mm256_movemask_ps(_mm256_cmp_ps(away, _mm256_set1_ps(SURE), _CMP_NLT_UQ)))
-        n = nearest_of_8(_mm256_div_ps(x, scale));
-    v = _mm256_max_ps(_mm256_add_ps(n, zero_point), _mm256_setzero_ps()); /* what is no number becomes 0 */
-    return _mm256_cvtps_epi32(_mm256_min_ps(v, _mm256_set1_ps(255.0f)));
-}
-
 AVX2_INLINE float largest_of_8(__m256 x)
 {
     __m128 v = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -628,22 +628,18 @@ int nc_image(const struct nc_image *how, void *unused, int count, char *const *t
 
 /* ---- images whose range is found in each call ---- */
 
-#define TINY_AMAX 0x1p-100 /* as in nc.numerics.affine */
-/* Distance of a quotient from half a code below which its rounding is not sure. */
-#define SURE 0.4999f
-
-/* The least and the largest of some numbers and 0; both are no number where one of them is none. */
-struct range {
-    float least, most;
-};
+#if CLONES
+#define FOR_AVX512 __attribute__((target("avx512f")))
+#define FOR_AVX2 __attribute__((target("avx2")))
+#endif
+#include "rounding.h"
 
 struct rounding {
     const struct nc_round_images *how;
     const float *x;
     uint8_t *y;
     struct range *ranges; /* of each part */
-    float scale;
-    int32_t zero_point;
+    struct qparams as;
 };
 
 INLINE struct range any_range_of(const float *x, int64_t n)
@@ -680,80 +676,53 @@ static void measure_part(void *data, int64_t part, int64_t parts)
     r->ranges[part] = range_of(r->x + begin, n * (part + 1) / parts - begin);
 }
 
-/* Scale and zero point of all parts. With an infinite number, or with what is none, the scale is no number. */
+/* Scale and zero point of all parts. */
 static void choose(struct rounding *r, int64_t parts)
 {
-    double least = 0, most = 0;
-    for (int64_t part = 0; part < parts; part++) {
-        least = !(r->ranges[part].least >= least) ? r->ranges[part].least : least;
-        most = !(r->ranges[part].most <= most) ? r->ranges[part].most : most;
-        if (least != least)
-            break;
-    }
-    const double amax = -least > most ? -least : most;
-    double step = r->how->symmetric ? amax / 127 : (most - least) / 255, zero = r->how->symmetric ? 128 : 0;
-    if (amax < TINY_AMAX)
-        step = 1;
-    else if (!r->how->symmetric && isfinite(step))
-        zero = fmin(fmax(-rint(least / step), 0), 255);
-    r->scale = isfinite(amax) ? (float)step : NAN;
-    r->zero_point = (int32_t)zero;
+    struct range all = {0, 0};
+    for (int64_t part = 0; part < parts; part++)
+        all = joined(all, r->ranges[part]);
+    r->as = qparams_of(all, r->how->symmetric);
 }
 
-/* Codes of n numbers: round(x / scale) + zero point. x * inverse is x / scale but for some units of the last
- * place, which matter only near half a code: there it is divided. What is not a number becomes 0. */
+/* Codes of n numbers, as codes_of_16 gives them. */
 static void encode_any(const struct rounding *r, const float *restrict x, uint8_t *restrict y, int64_t n)
 {
-    const float inverse = 1 / r->scale;
+    const float inverse = 1 / r->as.scale;
     for (int64_t i = 0; i < n; i++) {
         const float value = x[i] * inverse;
         float code = rintf(value);
         if (!(fabsf(value - code) < SURE))
-            code = rintf(x[i] / r->scale);
-        code += (float)r->zero_point;
+            code = rintf(x[i] / r->as.scale);
+        code += (float)r->as.zero_point;
         code = code > 0 ? code : 0;
         y[i] = (uint8_t)(int)(code < 255 ? code : 255);
     }
 }
 
 #if CLONES
-#define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
-
-__attribute__((target("avx512f"))) static void encode_512(const struct rounding *r, const float *x,
-    uint8_t *y, int64_t n)
+FOR_AVX512 static void encode_512(const struct rounding *r, const float *x, uint8_t *y, int64_t n)
 {
-    const __m512 scale = _mm512_set1_ps(r->scale), inverse = _mm512_set1_ps(1 / r->scale),
-                 zero_point = _mm512_set1_ps((float)r->zero_point), most = _mm512_set1_ps(255.0f);
+    const __m512 scale = _mm512_set1_ps(r->as.scale), inverse = _mm512_set1_ps(1 / r->as.scale),
+                 zero_point = _mm512_set1_ps((float)r->as.zero_point);
     for (int64_t i = 0; i < n; i += 16) {
         const __mmask16 mask = n - i < 16 ? (__mmask16)((1 << (n - i)) - 1) : 0xffff;
-        const __m512 v = _mm512_maskz_loadu_ps(mask, x + i), quotient = _mm512_mul_ps(v, inverse);
-        __m512 code = _mm512_roundscale_ps(quotient, NEAREST);
-        if (_mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_sub_ps(quotient, code)), _mm512_set1_ps(SURE),
-                _CMP_NLT_UQ))
-            code = _mm512_roundscale_ps(_mm512_div_ps(v, scale), NEAREST);
-        code = _mm512_min_ps(_mm512_max_ps(_mm512_add_ps(code, zero_point), _mm512_setzero_ps()), most);
-        _mm512_mask_cvtusepi32_storeu_epi8(y + i, mask, _mm512_cvtps_epi32(code));
+        const __m512i codes = codes_of_16(_mm512_maskz_loadu_ps(mask, x + i), scale, inverse, zero_point);
+        _mm512_mask_cvtusepi32_storeu_epi8(y + i, mask, codes);
     }
 }
 
-__attribute__((target("avx2"))) static __m256i codes_of_8(const struct rounding *r, const float *x)
+FOR_AVX2 static void encode_256(const struct rounding *r, const float *x, uint8_t *y, int64_t n)
 {
-    const __m256 v = _mm256_loadu_ps(x), quotient = _mm256_mul_ps(v, _mm256_set1_ps(1 / r->scale));
-    __m256 code = _mm256_round_ps(quotient, NEAREST);
-    const __m256 off = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_sub_ps(quotient, code));
-    if (_mm256_movemask_ps(_mm256_cmp_ps(off, _mm256_set1_ps(SURE), _CMP_NLT_UQ)))
-        code = _mm256_round_ps(_mm256_div_ps(v, _mm256_set1_ps(r->scale)), NEAREST);
-    code = _mm256_max_ps(_mm256_add_ps(code, _mm256_set1_ps((float)r->zero_point)), _mm256_setzero_ps());
-    return _mm256_cvtps_epi32(_mm256_min_ps(code, _mm256_set1_ps(255.0f)));
-}
-
-__attribute__((target("avx2"))) static void encode_256(const struct rounding *r, const float *x, uint8_t *y,
-    int64_t n)
-{
+    const __m256 by[] = {_mm256_set1_ps(r->as.scale), _mm256_set1_ps(1 / r->as.scale),
+        _mm256_set1_ps((float)r->as.zero_point)};
     int64_t i = 0;
     for (; i + 32 <= n; i += 32) {
-        const __m256i low = _mm256_packs_epi32(codes_of_8(r, x + i), codes_of_8(r, x + i + 8)),
-                      high = _mm256_packs_epi32(codes_of_8(r, x + i + 16), codes_of_8(r, x + i + 24));
+        __m256i codes[4];
+        for (int part = 0; part < 4; part++)
+            codes[part] = codes_of_8(_mm256_loadu_ps(x + i + 8 * part), by[0], by[1], by[2]);
+        const __m256i low = _mm256_packs_epi32(codes[0], codes[1]),
+                      high = _mm256_packs_epi32(codes[2], codes[3]);
         /* packed within halves: their words of 4 codes go back into order */
         _mm256_storeu_si256((__m256i *)(y + i),
             _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high),
@@ -801,7 +770,8 @@ static void encode_turned(void *data, int64_t part, int64_t parts)
     }
 }
 
-/* tensors: y; scale (fp32) and zero point (int32), one behind the other; x; memory for a range of each thread */
+/* tensors: y; scale (fp32) and zero point (int32), one behind the other; x; memory for a range of each
+ * thread */
 int nc_round_images(const struct nc_round_images *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_round_images);
@@ -812,8 +782,8 @@ int nc_round_images(const struct nc_round_images *how, void *unused, int count, 
         parts = worth < how->threads && gomp_parallel ? worth : gomp_parallel ? how->threads : 1;
     in_parts(measure_part, &r, parts, how->threads);
     choose(&r, parts);
-    memcpy(tensors[1], &r.scale, 4);
-    memcpy(tensors[1] + 4, &r.zero_point, 4);
+    memcpy(tensors[1], &r.as.scale, 4);
+    memcpy(tensors[1] + 4, &r.as.zero_point, 4);
     in_parts(how->channels_last ? encode_flat : encode_turned, &r, parts, how->threads);
     return OK;
 }
