@@ -12,6 +12,7 @@ from nc.algorithms.transforms import AWQ as AWQ
 from nc.algorithms.transforms import TEQ as TEQ
 from nc.algorithms.transforms import Rotation as Rotation
 from nc.algorithms.transforms import Smooth as Smooth
+from nc.algorithms.weight_rounding import WeightRounding as WeightRounding
 from nc.api.artefact import load as load
 from nc.api.artefact import save as save
 from nc.api.exports import export_model as export_model
@@ -52,6 +53,7 @@ from nc.config import get_default_rtn_config as get_default_rtn_config
 from nc.config import get_default_sq_config as get_default_sq_config
 from nc.config import get_default_static_config as get_default_static_config
 from nc.config import get_default_teq_config as get_default_teq_config
+from nc.config.auto import AutoConfig as AutoConfig
 from nc.errors import ArtefactCorruptError as ArtefactCorruptError
 from nc.errors import ArtefactError as ArtefactError
 from nc.errors import ArtefactMissingError as ArtefactMissingError

@@ -16,11 +16,12 @@ from nc.algorithms.dead_channels import DeadChannels
 from nc.algorithms.equalization import Equalization
 from nc.algorithms.range_search import RangeSearch
 from nc.algorithms.smoothing import SmoothQuant
+from nc.algorithms.weight_rounding import WeightRounding
 from nc.graph.plan import Plan, Step
 from nc.observers.auto import AUTO
 
 PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption)}
-POST: dict[str, type] = {cls.name: cls for cls in (BiasCorrection,)}
+POST: dict[str, type] = {cls.name: cls for cls in (WeightRounding, BiasCorrection)}
 
 
 def in_order(

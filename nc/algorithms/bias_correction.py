@@ -19,32 +19,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from nc.algorithms.base import Batch, Bound, Context, Needs, Stage, State, Tap
+from nc.algorithms.judged import TOLERANCE, errors_of, errors_of_outputs, is_worse, rows_of
 from nc.algorithms.replay import channel_axis
 from nc.algorithms.side_by_side import Stream
 from nc.graph.catalogue import WEIGHTED, is_float_tensor, kind_of_node
 from nc.graph.fx_utils import add_constant, call_function, constant_of, replace_constant
 from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
-from nc.numerics.mean_error import mean_error, square_errors
+from nc.numerics.mean_error import mean_error
 
 #: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM
 #: samples or 50 of ResNet-50.
 MAC_BUDGET = 2e11
-#: Errors that are larger by less than this are not worse: 0.05 dB. That is what the mean of 85 samples of
-#: pure noise adds to the others.
-TOLERANCE = 10**0.005
-#: Values of one tensor over all batches that a mean is taken of, and that errors are compared at; of more,
-#: evenly spaced positions.
-_VALUES, _JUDGED = 2**23, 2**19
+#: Values of one tensor over all batches that a mean is taken of; of more, evenly spaced positions.
+_VALUES = 2**23
 #: How often the model's outputs are computed to find corrections that make them worse.
 _TRIALS = 12
 #: Why a correction was taken back.
@@ -156,7 +152,7 @@ def _best(attempt: Callable[[Collection[str]], Corrections], operators: Sequence
         part = open_.pop(0)
         tried = attempt({*best.deltas, *part}) if trials < _TRIALS else None
         trials += 1
-        if tried is not None and not _is_worse(best.errors, tried.errors):
+        if tried is not None and not is_worse(best.errors, tried.errors):
             best = tried
             refused |= tried.refused
         elif len(part) > 1 and tried is not None:
@@ -168,12 +164,6 @@ def _best(attempt: Callable[[Collection[str]], Corrections], operators: Sequence
             refused |= dict.fromkeys(part, MODEL)
     order = [name for name in operators if name in refused and name not in best.deltas]
     return dataclasses.replace(best, refused={name: refused[name] for name in order})
-
-
-def _is_worse(before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]]) -> bool:
-    """Whether one tensor has a larger error, over all its rows or over those that differ."""
-    pairs = [pair for one, other in zip(before, after, strict=True) for pair in zip(one, other, strict=True)]
-    return any(a > TOLERANCE * b for b, a in pairs)
 
 
 def _attempt(
@@ -198,16 +188,15 @@ def _attempt(
             continue
         got.replace(node, values)
         deltas[name] = delta
-    outputs = zip(_transposed(expected.outputs()), _transposed(got.outputs()), strict=True)
-    return Corrections(deltas, refused, [_errors(e, g) for e, g in outputs if _is_float(e[0])])
+    return Corrections(deltas, refused, errors_of_outputs(expected.outputs(), got.outputs()))
 
 
 def _correction(
     node: fx.Node, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, str]:
     """Return what an operator's bias gets, fp32 [channels]; None and the reason, where it stays."""
-    rows = [_rows(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in expected]
-    quantized = [_rows(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in got]
+    rows = [rows_of(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in expected]
+    quantized = [rows_of(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in got]
     found = mean_error(
         torch.cat([r for r, _ in rows]), torch.cat([r for r, _ in quantized]), _samples([s for _, s in rows])
     )
@@ -238,8 +227,8 @@ def _harms_readers(
     after = list(got.ahead(node, values, names[1], ends))
     for name in sorted(ends):
         right = [each[name] for each in wanted]
-        errors = [_errors(right, [each[name] for each in found]) for found in (before, after)]
-        if _is_worse(errors[:1], errors[1:]):
+        errors = [errors_of(right, [each[name] for each in found]) for found in (before, after)]
+        if is_worse(errors[:1], errors[1:]):
             return True
     return False
 
@@ -251,32 +240,6 @@ def _needed(ends: Collection[str], nodes: dict[str, fx.Node]) -> list[fx.Node]:
         if name in needed:
             needed.update(source.name for source in nodes[name].all_input_nodes)
     return [node for name, node in nodes.items() if name in needed]
-
-
-def _errors(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """`square_errors` of a tensor over all batches."""
-    limit = _JUDGED // len(got)
-    pairs = [(_rows(e, limit)[0], _rows(g, limit)[0]) for e, g in zip(expected, got, strict=True)]
-    widths = {e.shape[1] for e, _ in pairs}
-    found = [(0.0, 0.0)]
-    for width in widths:
-        rows = [(e, g) for e, g in pairs if e.shape[1] == width]
-        found.append(square_errors(torch.cat([e for e, _ in rows]), torch.cat([g for _, g in rows])))
-    return math.fsum(a for a, _ in found), math.fsum(b for _, b in found)
-
-
-def _rows(value: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return vectors of a tensor's last dimension and the index in the first dimension of each.
-
-    There are about `limit` values in them.
-    """
-    value = value if value.dim() > 1 else value.reshape(1, -1)
-    flat = value.reshape(-1, value.shape[-1])
-    count = len(flat)
-    step = max(1, math.ceil(flat.numel() / max(1, limit)))
-    while count > 1 and math.gcd(step, count) > 1 and step < count:
-        step += 1  # no row or column of a picture is left out
-    return flat[::step].float(), torch.arange(0, count, step) // max(1, count // max(1, value.shape[0]))
 
 
 def _samples(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -291,15 +254,6 @@ def _shifted(node: fx.Node, values: Sequence[torch.Tensor], delta: torch.Tensor)
     return [
         v + delta.reshape([-1 if d == channel_axis(node, v) else 1 for d in range(v.dim())]) for v in values
     ]
-
-
-def _transposed(outputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """For each output its values for all batches."""
-    return list(zip(*outputs, strict=True))
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 def _targets(module: fx.GraphModule, operators: set[str]) -> list[fx.Node]:

@@ -55,6 +55,14 @@ class Stream:
         for run, value in zip(self._runs, values, strict=True):
             run.env[node] = value
 
+    def again(self, node: fx.Node) -> None:
+        """Compute a constant again whose values in the module have changed."""
+        if node in self._runs[0].env:
+            trial = _interpreter(self._module, {})
+            for source in node.all_input_nodes:
+                trial.env[source] = trial.run_node(source)
+            self.replace(node, [trial.run_node(node)] * len(self._runs))
+
     def outputs(self) -> list[tuple[Any, ...]]:
         """Compute the rest; the graph's flat outputs, one tuple per batch."""
         self.until(self._nodes[-2])

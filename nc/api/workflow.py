@@ -11,12 +11,13 @@ import torch
 from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.model_checks import check_model
 from nc.api.preparation.base import Conversion, Preparation
-from nc.api.preparation.make import Request, plan_of, preparation
+from nc.api.preparation.make import Request, automatic, plan_of, preparation
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.report import Report
 from nc.api.weight_report import WeightReport, weight_report
 from nc.backends.verify import check_option
-from nc.config import AnyConfig, config_from
+from nc.config import AnyConfig, StaticQuantConfig
+from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import ConfigError, InputError, StateError
 from nc.graph.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_plan import WeightPlan
@@ -26,7 +27,7 @@ from nc.weights.driver import Progress
 
 def prepare(
     model: torch.nn.Module,
-    quant_config: AnyConfig | dict[str, Any],
+    quant_config: AnyConfig | AutoConfig | dict[str, Any] | str,
     inplace: bool = False,
     example_inputs: Any = None,
     *,
@@ -44,7 +45,9 @@ def prepare(
     Args:
         model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and
             is quantized as in eval mode.
-        quant_config: a configuration, a sum of configurations, or a dict from `to_dict`.
+        quant_config: a configuration, a sum of configurations, a dict from `to_dict`, or "auto": `convert`
+            tries what suits the model and the CPU, and takes the fastest whose error is near the least one
+            (`AutoConfig`).
         inplace: share the model's weights instead of copying them, and leave the model in eval mode. If you
             train the model afterwards, the prepared model changes too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch
@@ -78,10 +81,10 @@ def prepare(
     """
     check_option("placement", placement, PLACEMENTS)
     check_default_device("prepare")
-    config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
+    config = copy.deepcopy(auto_or_config(quant_config))  # later changes by the user have no effect here
     check_model(model)
     asked = Request(
-        config=config,
+        config=StaticQuantConfig() if isinstance(config, AutoConfig) else config,
         inplace=inplace,
         example_inputs=example_inputs,
         backend=backend,
@@ -89,12 +92,12 @@ def prepare(
         strict=strict,
         placement=placement,
     )
-    return preparation(model, asked)
+    return automatic(model, config, asked) if isinstance(config, AutoConfig) else preparation(model, asked)
 
 
 def convert(
     model: Preparation,
-    quant_config: AnyConfig | dict[str, Any] | None = None,
+    quant_config: AnyConfig | AutoConfig | dict[str, Any] | str | None = None,
     inplace: bool = True,
     *,
     backend: str | None = None,
@@ -103,6 +106,7 @@ def convert(
     isolate: str = "auto",
     compile: bool = False,
     measure: bool = True,
+    guard: str = "warn",
     progress: Progress | None = None,
 ) -> Any:
     """Convert a prepared model to an int8 model on an engine. The prepared model can be used again.
@@ -128,7 +132,11 @@ def convert(
         measure: time the quantized model and yours on the example inputs, for about a second. The report
             begins with the result. The reference is never timed. Of weight-only quantization, single layers
             are timed, and it warns if they are slower.
-        progress: for weight-only quantization, called as `progress(done, total, name)` before each block.
+        guard: what is done if int8 costs time by that measurement. "warn": the verdict names the operators,
+            and the rule that leaves them in fp32. "undo": they are left in fp32, and so is the whole model
+            where int8 is not 1.02 times as fast; the report says which and why. With "auto" it always acts.
+        progress: called as `progress(done, total, name)` before each block of weight-only quantization, and
+            before each configuration that "auto" tries.
 
     Returns:
         A `QuantizedModel`; with weight-only quantization a module of the class of the user's model.
@@ -147,13 +155,14 @@ def convert(
     if not isinstance(model, Preparation):
         msg = f"convert() expects the result of prepare(), but got {type(model).__name__}."
         raise StateError(msg)
-    if quant_config is not None and config_from(quant_config) != model.quant_config:
+    if quant_config is not None and auto_or_config(quant_config) != model.quant_config:
         msg = (
             "convert() got another configuration than prepare(); leave it out here, or call prepare() again "
             "with this configuration."
         )
         raise ConfigError(msg)
     check_default_device("convert")
+    check_option("guard", guard, ("warn", "undo"))
     asked = Conversion(
         backend=backend,
         verify=verify,
@@ -161,6 +170,7 @@ def convert(
         isolate=isolate,
         compile=compile,
         measure=measure,
+        guard=guard,
         progress=progress,
     )
     return model.convert(asked)
@@ -168,19 +178,23 @@ def convert(
 
 def quantize(
     model: torch.nn.Module,
-    quant_config: AnyConfig | dict[str, Any],
+    quant_config: AnyConfig | AutoConfig | dict[str, Any] | str = "auto",
     run_fn: Callable[..., Any] | None = None,
     run_args: Any = None,
     inplace: bool = False,
     example_inputs: Any = None,
     *,
     measure: bool = True,
+    guard: str = "warn",
     progress: Progress | None = None,
     **options: Any,
 ) -> Any:
     """Call `prepare`, `run_fn(prepared, *run_args)` and `convert`. Dynamic quantization needs no `run_fn`.
 
-    `measure` and `progress` are passed to `convert`, `options` are passed to `prepare`.
+    Without a configuration it is "auto": what suits the model and the CPU is tried, and the fastest taken
+    whose error is near the least one.
+
+    `measure`, `guard` and `progress` are passed to `convert`, `options` are passed to `prepare`.
 
     Example:
         >>> import torch
@@ -202,12 +216,12 @@ def quantize(
     if run_fn is not None:
         args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
         run_fn(prepared, *args)
-    return convert(prepared, measure=measure, progress=progress)
+    return convert(prepared, measure=measure, guard=guard, progress=progress)
 
 
 def describe(
     model: torch.nn.Module,
-    quant_config: AnyConfig | dict[str, Any],
+    quant_config: AnyConfig | AutoConfig | dict[str, Any] | str,
     example_inputs: Any = None,
     *,
     backend: str = "auto",
@@ -227,10 +241,10 @@ def describe(
     """
     check_option("placement", placement, PLACEMENTS)
     check_default_device("describe")
-    config = config_from(quant_config)
+    config = auto_or_config(quant_config)
     check_model(model)
     asked = Request(
-        config=config,
+        config=StaticQuantConfig() if isinstance(config, AutoConfig) else config,
         inplace=False,
         example_inputs=example_inputs,
         backend=backend,
@@ -238,7 +252,7 @@ def describe(
         strict=strict,
         placement=placement,
     )
-    return plan_of(model, asked)
+    return automatic(model, config, asked).plan if isinstance(config, AutoConfig) else plan_of(model, asked)
 
 
 def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:

@@ -67,6 +67,10 @@ class Cause(enum.Enum):
         "its int8 result has {db} dB against fp32 on the example inputs; keep_inaccurate=True keeps it int8"
     )
     NEVER_RAN = "never executed during calibration"
+    # what was measured
+    SLOWER = "int8 takes {int8}, fp32 {fp32}: undone by measurement"
+    NOTHING_GAINED = "in int8 the model is {ratio} times as fast: undone by measurement"
+    COSTLY = "it adds {share} of the error of int8: left out by measurement"
 
     def __call__(self, **arguments: object) -> Reason:
         """Return the reason with its arguments."""

@@ -145,8 +145,10 @@ def run_with(
     inputs: Sequence[torch.Tensor],
     hook: Hook,
     before: Callable[[fx.Node, Mapping[fx.Node, Any]], None] | None = None,
+    *,
+    gradients: bool = False,
 ) -> Any:
-    """Run a graph node by node, without gradients.
+    """Run a graph node by node.
 
     Args:
         module: flat graph.
@@ -155,11 +157,12 @@ def run_with(
             value to go on with.
         before: called in front of each node with the node and the values of what it reads, which the node may
             change in place.
+        gradients: record for a backward pass.
 
     Returns:
         The graph's outputs.
     """
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         return _Hooked(module, hook, before).run(*inputs)
 
 

@@ -5,13 +5,13 @@ import types
 import nc
 
 PUBLIC = {
-    "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError",
+    "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError", "AutoConfig",
     "BackendError", "BackendUnavailableError", "BiasAbsorption", "BiasCorrection", "CalibrationError", "CaptureError",
     "Comparison", "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization",
     "FakeQuantConfig", "FakeTensorSpec",
     "INT8StaticQuantConfig", "InputError", "NCError", "NCWarning", "PatternError",
     "SmoothQuantConfig", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError", "UnmatchedRuleError",
-    "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "__version__",
+    "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "WeightRounding", "__version__",
     "accelerate_generation", "available_backends", "compare", "convert",
     "describe",
     "export_model", "export_onnx", "export_openvino", "export_pt2", "export_torchscript",
@@ -54,6 +54,7 @@ def test_parameters_of_the_front_door():
         "isolate",
         "compile",
         "measure",
+        "guard",
         "progress",
     }
     assert parameters(nc.quantize)[:6] == [

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from nc.config import AnyConfig
+from nc.config.auto import AutoConfig
 from nc.graph.fixed_module import FixedModule
 from nc.graph.plan import Plan
 from nc.planning.layer_plan import WeightPlan
@@ -39,6 +40,7 @@ class Conversion:
     isolate: str = "auto"
     compile: bool = False
     measure: bool = True
+    guard: str = "warn"
     progress: Progress | None = None
 
 
@@ -53,7 +55,7 @@ class Preparation(FixedModule, abc.ABC):
     what = "A prepared model"
 
     plan: Plan | WeightPlan
-    quant_config: AnyConfig
+    quant_config: AnyConfig | AutoConfig
 
     @property
     @abc.abstractmethod

@@ -14,9 +14,11 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import fx
 
-from nc.algorithms.base import Algorithm, Context, Stage
+from nc.algorithms.base import Algorithm, Bound, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
 from nc.api.preparation.base import Conversion, Preparation
+from nc.api.preparation.guard import undone
+from nc.api.preparation.observed import Observed
 from nc.api.quantized import QuantizedModel
 from nc.api.report import hopeless_text
 from nc.backends import choose_backend, engine_options, first_that_can, why_chosen
@@ -31,24 +33,24 @@ from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
 from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
 from nc.calibration.local_error import LEAST_DB, local_errors
-from nc.calibration.observe import observed_module, observer_key, watches_for
+from nc.calibration.observe import Watch, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
-from nc.calibration.statistics import Collected, Samples, Statistics
+from nc.calibration.statistics import Collected, Statistics
 from nc.calibration.tensor_file import checksum
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
-from nc.errors import CalibrationError, InputError, NCError, StateError
+from nc.errors import InputError, StateError
 from nc.formats import BF16, FLOAT, Capabilities
-from nc.formats.reasons import Cause
+from nc.formats.reasons import Cause, Reason
 from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
-from nc.graph.fx_utils import call_graph
 from nc.graph.placement import Edge, place
 from nc.graph.plan import Plan
 from nc.graph.qdq import Finding, QDQGraph, expected_outputs, insert_qdq
-from nc.graph.signature import call_error
 from nc.numerics.metrics import worst_sqnr_db
+from nc.observers import Observer
+from nc.observers.base import Key
 from nc.planning.nothing import nothing_quantized
 from nc.planning.rules import fit
 from nc.planning.simulated import WHY_REFERENCE, that_simulates
@@ -68,10 +70,12 @@ class PreparedModel(Preparation):
         failed: engines that "auto" passed over, because they lack what the configuration asks for, and why.
         quant_config: the configuration.
         own: the user's module, while it exists, and its example arguments, for the verdict on speed.
+        observed: runs the model and collects.
     """
 
     saved_by = "save what it has seen with prepared.statistics.save()"
     plan: Plan
+    quant_config: AnyConfig
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class PreparedModel(Preparation):
         asked: str = "",
         failed: Mapping[str, str] | None = None,
         own: OwnModel | None = None,
+        observed: Observed | None = None,
     ) -> None:
         super().__init__()
         self._algorithms = tuple(algorithms)
@@ -99,16 +104,7 @@ class PreparedModel(Preparation):
         self.own = own
         self.quant_config = quant_config
         self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
-        needs = all_needs(self._algorithms, graph.module, plan)
-        watches = [
-            *watches_for(self._edges(graph.module, plan)),
-            *watches_for_sites(static_sites(graph.module, plan)),
-        ]
-        self._observed, self.observers = observed_module(graph.module, [*watches, *needs.statistics])
-        self._calls = 0
-        self._samples = (
-            Samples(needs.samples.rows, needs.samples.size) if needs.samples is not None else Samples(0, 0)
-        )
+        self.observed = Observed(graph, self.watches(), self.room()) if observed is None else observed
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,32 +114,29 @@ class PreparedModel(Preparation):
             InputError: the inputs do not fit what was captured.
             CalibrationError: NaN or Inf reached an operator that is to be quantized.
         """
-        signature = self.graph.signature
-        inputs = signature.bind(args, kwargs)
-        self._calls += 1
-        before = {key: (o.state, o.seen) for key, o in self.observers.items()}
-        samples = len(self._samples.batches)
-        try:
-            with torch.no_grad():
-                outputs = call_graph(self._observed, inputs)
-            self._samples.keep(inputs)  # before the model's own writes change them
-            result = signature.result(outputs, args, kwargs)
-        except BaseException as error:
-            for key, (state, seen) in before.items():  # a batch counts whole or not at all
-                self.observers[key].state, self.observers[key].seen = state, seen
-            del self._samples.batches[samples:]
-            if isinstance(error, CalibrationError):
-                msg = f"Calibration batch {self._calls}: {error}"
-                raise CalibrationError(msg) from None
-            if isinstance(error, NCError) or not isinstance(error, Exception):
-                raise
-            raise call_error(error, "The captured model", inputs, self.graph.example) from error
-        return result
+        return self.observed(*args, **kwargs)
+
+    def watches(self) -> list[Watch]:
+        """Return what is to be collected of which tensors."""
+        return [
+            *watches_for(self._edges(self.graph.module, self.plan)),
+            *watches_for_sites(static_sites(self.graph.module, self.plan)),
+            *all_needs(self._algorithms, self.graph.module, self.plan).statistics,
+        ]
+
+    def room(self) -> Bound | None:
+        """Return how many samples are to be kept; None: none."""
+        return all_needs(self._algorithms, self.graph.module, self.plan).samples
+
+    @property
+    def observers(self) -> Mapping[Key, Observer]:
+        """By node and statistic."""
+        return self.observed.observers
 
     @property
     def statistics(self) -> Statistics:
         """What was collected so far, to save, load or merge."""
-        return Statistics(self.graph.module, self.observers, self._samples)
+        return self.observed.statistics
 
     def _users_model(self) -> torch.nn.Module | None:
         own = vars(self).get("own")
@@ -175,14 +168,28 @@ class PreparedModel(Preparation):
 
     def convert(self, asked: Conversion) -> QuantizedModel:
         """Return the model on an engine, compared with the reference; warns where it is hardly worth it."""
+        return finished(self, self.lowered(asked), asked)
+
+    def lowered(self, asked: Conversion) -> QuantizedModel:
+        """Return the model on an engine, compared with the reference."""
         graph, lowered, name, chosen = self._lowered(asked)
-        q_model = QuantizedModel(graph, lowered, name, chosen)
-        if asked.measure and name != REFERENCE:
-            # a model that fills lists or caches is another one in each call of the same arguments
-            own = None if graph.signature.effects.after is not None else self.own
-            q_model.verdict = speed_verdict(self.graph.module, graph, lowered, own=own, quantized=q_model)
-        _warn_of_result(self.plan, self.quant_config, graph, q_model.verdict)
-        return q_model
+        return QuantizedModel(graph, lowered, name, chosen)
+
+    def leaving(self, reasons: Mapping[str, Reason]) -> PreparedModel:
+        """Return the same preparation with some operators in fp32, or in bf16 where their rule says so."""
+        decisions = tuple(
+            d
+            if d.operator not in reasons
+            else dataclasses.replace(
+                d,
+                spec=BF16 if d.fallback == "bf16" and d.kind in PRODUCTS else FLOAT,
+                why=reasons[d.operator],
+            )
+            for d in self.plan.decisions
+        )
+        other = copy.copy(self)
+        other.plan = dataclasses.replace(self.plan, decisions=decisions)
+        return other
 
     def _lowered(self, asked: Conversion) -> tuple[QDQGraph, EngineModel, str, str]:
         """Return the QDQ graph, the engine's model of it, the name of the engine, and why "auto" chose it."""
@@ -345,6 +352,35 @@ class PreparedModel(Preparation):
                 spec = BF16 if d.fallback == "bf16" and d.kind in PRODUCTS else FLOAT
                 decisions.append(dataclasses.replace(d, spec=spec, why=Cause.INACCURATE(db=f"{db:.1f}")))
         return dataclasses.replace(plan, decisions=tuple(decisions)), findings
+
+
+def finished(prepared: PreparedModel, q_model: QuantizedModel, asked: Conversion) -> QuantizedModel:
+    """Return a quantized model with the verdict on its speed; warns where it is hardly worth it.
+
+    With `guard="undo"`, what costs time is undone.
+    """
+    model = _judged(prepared, q_model, asked)
+    if asked.guard == "undo":
+
+        def remake(reasons: Mapping[str, Reason]) -> QuantizedModel:
+            other = prepared.leaving(reasons)
+            return _judged(other, other.lowered(asked), asked)
+
+        model = undone(model, remake)
+    _warn_of_result(prepared.plan, prepared.quant_config, model.graph, model.verdict)
+    return model
+
+
+def _judged(prepared: PreparedModel, q_model: QuantizedModel, asked: Conversion) -> QuantizedModel:
+    """Return the model with its verdict."""
+    graph = q_model.graph
+    if asked.measure and q_model.backend != REFERENCE:
+        # a model that fills lists or caches is another one in each call of the same arguments
+        own = None if graph.signature.effects.after is not None else prepared.own
+        q_model.verdict = speed_verdict(
+            prepared.graph.module, graph, q_model.engine, own=own, quantized=q_model
+        )
+    return q_model
 
 
 def _check_weights(graph: Graph, plan: Plan) -> None:

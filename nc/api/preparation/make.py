@@ -12,6 +12,7 @@ import torch
 from nc.algorithms import in_order, steps
 from nc.algorithms.base import Algorithm
 from nc.algorithms.inputs.layers import has_low_bit
+from nc.api.auto.prepared import PreparedAuto
 from nc.api.preparation.base import Preparation
 from nc.api.preparation.captured import PreparedModel
 from nc.api.preparation.combined import PreparedCombined
@@ -24,8 +25,10 @@ from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.profiling.own_model import OwnModel
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, SmoothQuantConfig, has_weight_only, is_weight_only, outer_field, with_rules
+from nc.config.auto import AutoConfig
 from nc.errors import InputError
 from nc.export import ExportedModel
+from nc.graph.catalogue import kind_of_node
 from nc.graph.plan import Plan
 from nc.graph.products import unknown_products, unknown_text
 from nc.planning.layer_plan import WeightPlan, others_text
@@ -104,16 +107,20 @@ def _graph(model: torch.nn.Module, asked: Request) -> PreparedModel:
     engine = choose_backend(that_simulates(asked.backend, asked.config))
     engine.start()
     graph = _captured(model, asked, share_weights=asked.inplace)
-    plan, name, failed = _decided(graph, model, asked)
-    if name != engine.name:
-        engine = get_backend(name)
-        engine.start()
-    _refuse_nothing(plan, asked.config, strict=asked.strict)
-    _warn_of_unknown_products(plan)
-    plan, algorithms = _with_algorithms(plan, asked.config)
+    prepared = _of_graph(graph, model, asked)
+    _refuse_nothing(prepared.plan, asked.config, strict=asked.strict)
+    _warn_of_unknown_products(prepared.plan)
     if asked.inplace:
         model.eval()
-    own = None if isinstance(model, ExportedModel) else OwnModel(model, *as_call(asked.example_inputs))
+    return prepared
+
+
+def _of_graph(graph: Graph, model: torch.nn.Module, asked: Request) -> PreparedModel:
+    """Return the preparation of a graph; nothing is said of a plan that quantizes nothing."""
+    plan, name, failed = _decided(graph, model, asked)
+    engine = get_backend(name)
+    engine.start()
+    plan, algorithms = _with_algorithms(plan, asked.config)
     return PreparedModel(
         graph,
         plan,
@@ -123,8 +130,31 @@ def _graph(model: torch.nn.Module, asked: Request) -> PreparedModel:
         algorithms,
         asked=asked.backend,
         failed=failed,
-        own=own,
+        own=_own(model, asked),
     )
+
+
+def _own(model: torch.nn.Module, asked: Request) -> OwnModel | None:
+    """Return the user's model, to be timed."""
+    return None if isinstance(model, ExportedModel) else OwnModel(model, *as_call(asked.example_inputs))
+
+
+def automatic(model: torch.nn.Module, config: AutoConfig, asked: Request) -> PreparedAuto:
+    """Return the preparation of a model whose configuration is chosen by measurement; `asked` has none."""
+    choose_backend(asked.backend).start()
+    graph = _captured(model, asked, share_weights=asked.inplace)
+
+    def make(candidate: AnyConfig) -> PreparedModel:
+        return _of_graph(graph, model, dataclasses.replace(asked, config=candidate, strict=False))
+
+    kinds = {kind for kind in map(kind_of_node, graph.module.graph.nodes) if kind is not None}
+    prepared = PreparedAuto(graph, config, make, frozenset(kinds), _own(model, asked))
+    first = next(iter(prepared.models.values()))
+    _refuse_nothing(first.plan, first.quant_config, strict=asked.strict)
+    _warn_of_unknown_products(first.plan)
+    if asked.inplace:
+        model.eval()
+    return prepared
 
 
 def _captured(model: torch.nn.Module, asked: Request, *, share_weights: bool) -> Graph:

@@ -113,7 +113,8 @@ def compare(
         clock: gives the time in seconds.
         watch: looks at the machine.
     """
-    rounds, repeats, load = timed_rounds({"slow": slow, "fast": fast}, seconds, clock, watch)
+    candidates = {"slow": slow, "fast": fast}
+    rounds, repeats, load = timed_rounds(candidates, seconds, clock, watch, LEAST_ROUNDS)
     return compared(rounds, repeats, load)
 
 

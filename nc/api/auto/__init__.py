@@ -1,0 +1,1 @@
+"""`config="auto"`: what is tried, how it is judged, and what is chosen."""

@@ -1,0 +1,65 @@
+"""What `config="auto"` tries, by what a model consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from nc.algorithms.base import Algorithm
+from nc.config import AnyConfig, DynamicQuantConfig, SmoothQuantConfig, StaticQuantConfig
+from nc.graph.catalogue import CONVOLUTIONS, RECURRENT
+
+#: Kinds of model.
+CONVOLUTIONAL, TRANSFORMER, RECURRENT_MODEL, LINEAR = "convolutions", "transformer", "recurrent", "linears"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A configuration that is tried.
+
+    Attributes:
+        name: for reports.
+        config: it.
+    """
+
+    name: str
+    config: AnyConfig
+
+
+def kind_of(kinds: Collection[str]) -> str:
+    """Return the kind of a model with quantizable operators of these kinds."""
+    if not RECURRENT.isdisjoint(kinds):
+        return RECURRENT_MODEL
+    if "matmul" in kinds and "linear" in kinds:
+        return TRANSFORMER
+    return CONVOLUTIONAL if not CONVOLUTIONS.isdisjoint(kinds) else LINEAR
+
+
+def candidates(kinds: Collection[str], post: Sequence[Algorithm] = ()) -> tuple[Candidate, ...]:
+    """Return what is tried for a model with quantizable operators of these kinds.
+
+    The first is what is taken where nothing can be measured.
+
+    Args:
+        kinds: as in `Decision.kind`.
+        post: algorithms for the quantized model.
+    """
+    static = Candidate("static", StaticQuantConfig(post=tuple(post)))
+    percentile = StaticQuantConfig(act_algo="percentile", post=tuple(post))
+    of_rows = Candidate("ranges per row", percentile + DynamicQuantConfig())
+    kind = kind_of(kinds)
+    if kind == RECURRENT_MODEL:
+        return of_rows, static
+    if kind == CONVOLUTIONAL:
+        return static, Candidate("static, percentile", percentile)
+    smooth = SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile", post=tuple(post))
+    if kind == LINEAR:
+        return of_rows, static, Candidate("SmoothQuant", smooth)
+    float_attention = StaticQuantConfig(act_algo="percentile", post=tuple(post)) + DynamicQuantConfig()
+    float_attention.set_local("matmul", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+    return (
+        Candidate("ranges per row, attention in float", float_attention),
+        of_rows,
+        Candidate("SmoothQuant", smooth),
+        static,
+    )

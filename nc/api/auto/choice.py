@@ -1,0 +1,83 @@
+"""Which of the trials is taken: a pure function of what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A configuration that was tried.
+
+    Attributes:
+        name: of the candidate.
+        sqnr_db: of its outputs against fp32 on data that was held out, in dB, the worst output; -inf where it
+            failed.
+        ms: milliseconds of a call on the example inputs; None where that was not measured.
+        failed: why there is no model; "" if there is one.
+        int8: whether it is; else it is what int8 has to beat.
+    """
+
+    name: str
+    sqnr_db: float
+    ms: float | None = None
+    failed: str = ""
+    int8: bool = True
+
+    @property
+    def error(self) -> float:
+        """Power of the error, as a part of that of the signal."""
+        return 10 ** (-self.sqnr_db / 10)
+
+    def __str__(self) -> str:
+        """Return the name and what was measured."""
+        if self.failed:
+            return f"{self.name}: {self.failed}"
+        time = "" if self.ms is None else f", {self.ms:.2f} ms"
+        return f"{self.name}: {self.sqnr_db:.1f} dB{time}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What is taken.
+
+    Attributes:
+        index: of the trial.
+        why: one sentence.
+    """
+
+    index: int
+    why: str
+
+
+def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doubt: str = "") -> Choice | None:
+    """Return the fastest int8 trial whose error is within a factor of the least, if that gains anything.
+
+    Args:
+        trials: in order of preference where times are not known.
+        error_factor: at least 1.
+        least_gain: how many times as fast as a float trial it has to be; else that one is taken.
+        doubt: why their times say nothing; "" if they do.
+
+    Returns:
+        None where all int8 trials failed.
+    """
+    possible = [index for index, trial in enumerate(trials) if trial.int8 and not trial.failed]
+    if not possible:
+        return None
+    least = min(trials[index].error for index in possible)
+    near = [index for index in possible if trials[index].error <= error_factor * least]
+    within = f"within {10 * math.log10(error_factor):.1f} dB of the least error"
+    times = [trial.ms for trial in trials]
+    if doubt or any(times[index] is None for index in near):
+        why = doubt or "times were not measured"
+        return Choice(near[0], f"it is what suits this kind of model, and {within}; {why}")
+    fastest = min(near, key=lambda index: times[index] or 0.0)
+    ms = times[fastest] or 0.0
+    for index, trial in enumerate(trials):
+        if not trial.int8 and trial.ms is not None and trial.ms < ms * least_gain:
+            gain = f"{trial.ms / ms:.2f} times as fast" if ms else "no faster"
+            return Choice(index, f"{trials[fastest].name} is {gain}")
+    return Choice(fastest, f"it is the fastest {within}")

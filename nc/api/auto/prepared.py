@@ -1,0 +1,242 @@
+"""A model under calibration whose configuration is chosen by `convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nc.algorithms import POST
+from nc.algorithms.base import Bound
+from nc.api.auto.candidates import Candidate, candidates
+from nc.api.auto.choice import Trial, choose
+from nc.api.auto.held_out import HeldOut
+from nc.api.preparation.base import Conversion, Preparation
+from nc.api.preparation.captured import PreparedModel, finished
+from nc.api.preparation.observed import Observed
+from nc.api.quantized import QuantizedModel
+from nc.backends.profiling.latency import median, timed_rounds
+from nc.backends.profiling.own_model import OwnModel
+from nc.backends.reference import NAME as REFERENCE
+from nc.calibration.statistics import Statistics
+from nc.capture.capture import Graph
+from nc.config import AnyConfig, StaticQuantConfig
+from nc.config.auto import AutoConfig
+from nc.errors import BackendError, NCError, StateError
+from nc.graph.fx_utils import call_graph
+from nc.graph.plan import Applied, Plan
+from nc.numerics.metrics import sqnr_db
+from nc.weights.driver import Progress
+
+#: Seconds for the times of each trial.
+_SECONDS = 0.7
+_NAME, _BF16 = "auto", "bf16"
+
+
+class PreparedAuto(Preparation):
+    """The captured model. Call it with calibration data; it returns what the fp32 model returns.
+
+    A part of the data is held out: `convert` judges what it tries by it.
+
+    Attributes:
+        plan: of what is taken where nothing can be measured.
+        quant_config: how the choice is made.
+        models: what is tried, by name; they share one calibration.
+        own: the user's module, while it exists, and its example arguments.
+    """
+
+    saved_by = "save what it has seen with prepared.statistics.save()"
+    plan: Plan
+    quant_config: AutoConfig
+
+    def __init__(
+        self,
+        graph: Graph,
+        config: AutoConfig,
+        make: Callable[[AnyConfig], PreparedModel],
+        kinds: frozenset[str],
+        own: OwnModel | None,
+    ) -> None:
+        super().__init__()
+        self.graph, self.quant_config, self.own = graph, config, own
+        self.models = _distinct(candidates(kinds), make)
+        self._finals = {
+            c.name: c.config for c in candidates(kinds, post=tuple(cls() for cls in POST.values()))
+        }
+        self._make = make
+        self.plan = next(iter(self.models.values())).plan
+        watches = [watch for model in self.models.values() for watch in model.watches()]
+        self.observed = Observed(graph, watches, Bound())
+        for model in self.models.values():
+            model.observed = self.observed
+        self.held = HeldOut()
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the fp32 model's outputs, in its own structure.
+
+        Raises:
+            InputError: the inputs do not fit what was captured.
+            CalibrationError: NaN or Inf reached an operator that is to be quantized.
+        """
+        signature = self.graph.signature
+        with torch.no_grad():
+            inputs = tuple(signature.bind(args, kwargs))
+            part, outputs = self.held.split(inputs, self._run)
+
+            def result(found: Sequence[Any]) -> Any:
+                return signature.result(found if outputs is None else outputs, args, kwargs)
+
+            return result(()) if part is None else self.observed.see(part, result)
+
+    def _run(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        outputs: Sequence[Any] = call_graph(self.graph.module, inputs)
+        return outputs
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was collected so far, to save, load or merge; without what is held out."""
+        return self.observed.statistics
+
+    def _users_model(self) -> torch.nn.Module | None:
+        own = vars(self).get("own")
+        return None if own is None else own.model
+
+    def convert(self, asked: Conversion) -> QuantizedModel:
+        """Return the fastest of the models whose error is near the least one; see `AutoConfig`."""
+        # a wrong kernel shows in the error; the chosen model is verified as asked
+        quick = dataclasses.replace(asked, measure=False, progress=None, verify="off")
+        tried = dict(self.models)
+        if asked.measure and not next(iter(self.models.values())).capabilities.why_no_bf16:
+            tried[_BF16] = self._prepared(StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
+        made: dict[str, QuantizedModel] = {}
+        trials: list[Trial] = []
+        for number, (name, model) in enumerate(tried.items()):
+            _report(asked.progress, number, len(tried) + 1, name)
+            trial, made_model = self._tried(name, model, quick)
+            trials.append(trial)
+            if made_model is not None:
+                made[name] = made_model
+        doubt = "measure=False"
+        if asked.measure:
+            trials, doubt = self._timed(trials, made)
+        config = self.quant_config
+        choice = choose(trials, config.error_factor, config.least_gain, doubt)
+        if choice is None:
+            msg = f"Nothing that suits this model could be converted: {'; '.join(map(str, trials))}."
+            raise BackendError(msg)
+        chosen = trials[choice.index].name
+        _report(asked.progress, len(tried), len(tried) + 1, f"{chosen}, algorithms")
+        found, text = self._final(asked, trials[choice.index], tried[chosen], made[chosen])
+        said = "; ".join([*map(str, trials), f"chosen: {chosen}, {choice.why}", *([text] if text else [])])
+        operators = tuple(d.operator for d in found.graph.plan.quantized)
+        note = Applied(_NAME, operators, f"{self._where()}: {said}")
+        graph = dataclasses.replace(found.graph, applied=(note, *found.graph.applied))
+        return QuantizedModel(graph, found.engine, found.backend, found.chosen, found.verdict)
+
+    def _prepared(self, config: AnyConfig) -> PreparedModel:
+        """Return a preparation that shares this calibration."""
+        model = self._make(config)
+        model.observed = self.observed
+        return model
+
+    def _tried(
+        self, name: str, model: PreparedModel, asked: Conversion
+    ) -> tuple[Trial, QuantizedModel | None]:
+        """Return what a preparation gives on the data that is held out, and the model; None if it fails."""
+        int8 = name != _BF16
+        try:
+            made = model.lowered(asked)
+        except StateError:  # nothing was calibrated
+            raise
+        except NCError as error:
+            return Trial(name=name, sqnr_db=-math.inf, failed=str(error), int8=int8), None
+        return Trial(name=name, sqnr_db=self._sqnr_db(made), int8=int8), made
+
+    def _final(
+        self, asked: Conversion, trial: Trial, tried: PreparedModel, made: QuantizedModel
+    ) -> tuple[QuantizedModel, str]:
+        """Return the chosen model with its algorithms, where these lower its error, and what they gave."""
+        model, found, text = tried, made, ""
+        if trial.int8:
+            better = self._prepared(self._finals[trial.name])
+            again, q_model = self._tried(trial.name, better, dataclasses.replace(asked, measure=False))
+            text = f"with its algorithms {again.sqnr_db:.1f} dB"
+            if q_model is not None and again.sqnr_db > trial.sqnr_db:
+                model, found = better, q_model
+            else:
+                text = f"{text}, which are left out"
+        return finished(model, found, dataclasses.replace(asked, guard="undo")), text
+
+    def _judged(self) -> tuple[Sequence[tuple[torch.Tensor, ...]], Sequence[Sequence[Any]]]:
+        """Return flat inputs and outputs to judge by."""
+        if self.held.samples.batches:
+            return self.held.samples.batches, self.held.outputs
+        batches = self.observed.samples.batches[-1:] or [tuple(self.graph.example)]
+        with torch.no_grad():
+            return batches, [self._run(batch) for batch in batches]
+
+    def _where(self) -> str:
+        """Say what the dB are measured on."""
+        if not self.held.samples.batches:
+            return "judged by calibration data, none was held out"
+        rows = sum(len(batch[0]) if batch[0].dim() else 1 for batch in self.held.samples.batches)
+        return f"judged by {rows} rows held out"
+
+    def _sqnr_db(self, model: QuantizedModel) -> float:
+        """Return the SQNR of the worst output over all that is held out."""
+        inputs, outputs = self._judged()
+        found = [model.engine.run(batch) for batch in inputs]
+        worst = float("inf")
+        for expected, got in zip(zip(*outputs, strict=True), zip(*found, strict=True), strict=True):
+            if isinstance(expected[0], torch.Tensor) and expected[0].is_floating_point():
+                flat = [torch.cat([t.reshape(-1).float() for t in side]) for side in (expected, got)]
+                worst = min(worst, sqnr_db(*flat))
+        return worst
+
+    def _timed(self, trials: Sequence[Trial], made: Mapping[str, QuantizedModel]) -> tuple[list[Trial], str]:
+        """Return the trials with their times on the example inputs, and why they say nothing."""
+        if any(model.backend == REFERENCE for model in made.values()):
+            return list(trials), "the reference is never timed"
+        calls = {name: _call(model, self.own, self.graph.example) for name, model in made.items()}
+        with torch.no_grad():
+            rounds, _, load = timed_rounds(calls, _SECONDS * len(calls))
+        times = median(rounds)
+        return [dataclasses.replace(t, ms=times.get(t.name)) for t in trials], load.disturbed()
+
+
+def _distinct(
+    tried: Sequence[Candidate], make: Callable[[AnyConfig], PreparedModel]
+) -> dict[str, PreparedModel]:
+    """Return the preparations that differ and quantize something; the first where none does."""
+    models: dict[str, PreparedModel] = {}
+    for candidate in tried:
+        model = make(candidate.config)
+        if not any(_same(model.plan, other.plan) for other in models.values()):
+            models[candidate.name] = model
+    return {name: m for name, m in models.items() if m.plan.quantized} or dict([next(iter(models.items()))])
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two plans quantize the same operators in the same way."""
+    return one.algorithms == other.algorithms and {d.operator: d.spec for d in one.decisions} == {
+        d.operator: d.spec for d in other.decisions
+    }
+
+
+def _call(
+    model: QuantizedModel, own: OwnModel | None, example: Sequence[torch.Tensor]
+) -> Callable[[], object]:
+    """Return the call of a model as the user makes it."""
+    if own is None:
+        return lambda: model.engine.run(example)
+    args, kwargs = own.copies()
+    return lambda: model(*args, **kwargs)
+
+
+def _report(progress: Progress | None, done: int, total: int, name: str) -> None:
+    if progress is not None:
+        progress(done, total, name)

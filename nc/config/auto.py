@@ -1,0 +1,63 @@
+"""`config="auto"`: the configuration is chosen by measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nc.config.base import AnyConfig
+from nc.config.neural_compressor import config_from
+from nc.errors import ConfigError
+from nc.formats.checks import is_number
+
+NAME = "auto"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AutoConfig:
+    """Try what suits the model and the CPU, and take the fastest whose error is near the least one.
+
+    `"auto"` is the same with the default values.
+
+    Attributes:
+        error_factor: how many times the power of the least error the chosen one may have; at least 1.
+        least_gain: how many times as fast as fp32, and as bf16 where the CPU has it, int8 has to be; else
+            the model is delivered in that precision.
+
+    Raises:
+        ConfigError: a value that is out of range.
+    """
+
+    error_factor: float = 1.2
+    least_gain: float = 1.02
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        for name in ("error_factor", "least_gain"):
+            value = getattr(self, name)
+            if not is_number(value) or value < (1 if name == "error_factor" else 0):
+                msg = f"AutoConfig: {name}={value!r} is out of range; see its docstring."
+                raise ConfigError(msg)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `auto_or_config`."""
+        return {NAME: dataclasses.asdict(self)}
+
+
+def auto_or_config(value: object) -> AnyConfig | AutoConfig:
+    """Return what `config_from` returns, and an `AutoConfig` for "auto" and the dict of one.
+
+    Raises:
+        ConfigError: it is nothing of that kind.
+    """
+    if isinstance(value, AutoConfig):
+        return value
+    if value == NAME:
+        return AutoConfig()
+    if isinstance(value, dict) and set(value) == {NAME} and isinstance(value[NAME], dict):
+        try:
+            return AutoConfig(**value[NAME])
+        except TypeError as error:
+            msg = f"AutoConfig has error_factor and least_gain, but got {sorted(value[NAME])}."
+            raise ConfigError(msg) from error
+    return config_from(value)

@@ -1,0 +1,201 @@
+"""`config="auto"`: what is held out, what is tried, and what comes of it."""
+
+import dataclasses
+
+import pytest
+import torch
+from models import MLP, Attention, ResidualCNN, worst_db
+from torch import nn
+
+import nc
+from nc.api.auto import prepared as module_under_test
+from nc.backends.profiling.load import Load
+
+QUIET = Load(seconds=1.0, share=1.0)
+BUSY = Load(seconds=1.0, share=0.3)
+
+
+def batches(count, rows, *shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, *shape, generator=generator) for _ in range(count)]
+
+
+def prepared(model, example, **options):
+    torch.manual_seed(0)
+    return nc.prepare(model.eval(), "auto", example_inputs=example, **{"backend": "reference", **options})
+
+
+def with_times(monkeypatch, load=QUIET, **times):
+    """Inject what calls take, in ms; others take 100 ms."""
+
+    def timed(calls, *_):
+        for call in calls.values():
+            call()
+        return [{name: times.get(name.split(",")[0].replace(" ", "_"), 100.0) for name in calls}], 1, load
+
+    monkeypatch.setattr(module_under_test, "timed_rounds", timed)
+
+
+def text_of(q_model):
+    return next(a.text for a in q_model.report().algorithms if a.algorithm == "auto")
+
+
+class TestWhatIsHeldOut:
+    def test_a_quarter_of_the_rows_of_each_batch(self):
+        x = batches(3, 8, 16)
+        model = MLP().eval()
+        found = prepared(model, x[0])
+        for batch in x:
+            torch.testing.assert_close(found(batch), model(batch))
+        held = torch.cat([each[0] for each in found.held.samples.batches])
+        seen = torch.cat([each[0] for each in found.observed.samples.batches])
+        assert torch.equal(held, torch.cat([batch[6:] for batch in x]))
+        assert torch.equal(seen, torch.cat([batch[:6] for batch in x]))
+
+    def test_ranges_do_not_know_them(self):
+        (x,) = batches(1, 8, 16)
+        x[7] = 1e3
+        found = prepared(MLP(), x)
+        found(x)
+        low, high = (found.observed.observers["x", "extremes"].state[name] for name in ("low", "high"))
+        assert float(high) == float(x[:6].max())
+        assert float(low) == float(x[:6].min())
+
+    def test_of_batches_with_one_row_the_second_and_each_fourth_behind_it(self):
+        x = batches(7, 1, 16)
+        found = prepared(MLP(), x[0])
+        for batch in x:
+            found(batch)
+        assert [
+            int(torch.equal(b[0], x[1]) or torch.equal(b[0], x[5])) for b in found.held.samples.batches
+        ] == [1, 1]
+        assert len(found.observed.samples.batches) == 5
+
+    def test_of_models_whose_rows_meet_whole_batches(self):
+        class Meets(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc = nn.Linear(16, 16)
+
+            def forward(self, x):
+                return self.fc(x - x.mean(0))
+
+        x = batches(3, 8, 16)
+        found = prepared(Meets(), x[0])
+        for batch in x:
+            found(batch)
+        assert (
+            not found.held.samples.batches
+        )  # rows >= 4 are never a whole batch, and a part is another result
+        assert len(found.observed.samples.batches) == 3
+
+    def test_with_one_row_the_report_says_that_none_was(self):
+        (x,) = batches(1, 1, 16)
+        found = prepared(MLP(), x)
+        found(x)
+        assert "none was held out" in text_of(nc.convert(found))
+
+
+class TestWhatIsTaken:
+    def test_the_fastest_of_those_near_the_least_error(self, monkeypatch):
+        x = batches(4, 8, 16)
+        with_times(monkeypatch, static=1.0, SmoothQuant=2.0, ranges_per_row=3.0)
+        config = nc.AutoConfig(error_factor=1e9, least_gain=0.0)
+        found = nc.prepare(MLP().eval(), config, example_inputs=x[0], backend="native")
+        for batch in x:
+            found(batch)
+        q_model = nc.convert(found)
+        assert "chosen: static, it is the fastest" in text_of(q_model)
+        assert {d.spec.mode for d in q_model.graph.plan.quantized} == {"static"}
+        with_times(monkeypatch, static=3.0, SmoothQuant=2.0, ranges_per_row=1.0)
+        assert {d.spec.mode for d in nc.convert(found).graph.plan.quantized} == {"dynamic"}
+
+    def test_on_a_busy_machine_what_suits_the_model(self, monkeypatch):
+        x = batches(4, 8, 16)
+        with_times(monkeypatch, load=BUSY, static=1.0)
+        found = nc.prepare(MLP().eval(), nc.AutoConfig(1e9), example_inputs=x[0], backend="native")
+        for batch in x:
+            found(batch)
+        text = text_of(nc.convert(found))
+        assert "this machine is busy" in text
+        assert "chosen: ranges per row" in text
+
+    @pytest.mark.parametrize(
+        ("model", "shape", "mode"),
+        [
+            (MLP(), (16,), "dynamic"),
+            (ResidualCNN(), (3, 16, 16), "static"),
+            (Attention(), (6, 32), "dynamic"),
+        ],
+        ids=["linears", "convolutions", "attention"],
+    )
+    def test_without_times_what_suits_the_model(self, model, shape, mode):
+        x = batches(4, 8, *shape)
+        found = prepared(model, x[0])
+        for batch in x:
+            found(batch)
+        q_model = nc.convert(found, measure=False)
+        assert mode in {d.spec.mode for d in q_model.graph.plan.quantized}
+        assert worst_db(model(x[0]), q_model(x[0])) > 15
+
+    def test_the_choice_is_in_the_artefact(self, tmp_path):
+        x = batches(2, 8, 16)
+        q_model = nc.quantize(
+            MLP().eval(), run_fn=lambda m: [m(b) for b in x], example_inputs=x[0], backend="reference"
+        )
+        nc.save(q_model, tmp_path / "model")
+        assert text_of(nc.load(tmp_path / "model")) == text_of(q_model)
+
+    def test_nothing_calibrated_is_an_error(self):
+        (x,) = batches(1, 8, 16)
+        with pytest.raises(nc.StateError, match="Nothing was calibrated"):
+            nc.convert(prepared(MLP(), x))
+
+    def test_progress_names_what_is_tried(self):
+        x = batches(2, 8, 16)
+        found, seen = prepared(MLP(), x[0]), []
+        for batch in x:
+            found(batch)
+        nc.convert(found, progress=lambda *each: seen.append(each))
+        assert [done for done, _, _ in seen] == list(range(len(seen)))
+        assert {total for _, total, _ in seen} == {len(seen)}
+        assert seen[-1][2].endswith("algorithms")
+
+    def test_a_model_without_anything_to_quantize(self):
+        with pytest.warns(nc.NCWarning, match="Nothing is quantized"):
+            prepared(nn.Sequential(nn.ReLU()), torch.randn(4, 4))
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize("value", ["auto", nc.AutoConfig(), {"auto": {}}, nc.AutoConfig().to_dict()])
+    def test_its_forms(self, value):
+        (x,) = batches(1, 8, 16)
+        assert (
+            nc.prepare(MLP().eval(), value, example_inputs=x, backend="reference").quant_config
+            == nc.AutoConfig()
+        )
+        assert "linear" in str(nc.describe(MLP().eval(), value, x, backend="reference"))
+
+    def test_convert_takes_the_same(self):
+        x = batches(2, 8, 16)
+        found = prepared(MLP(), x[0])
+        for batch in x:
+            found(batch)
+        nc.convert(found, "auto", measure=False)
+        with pytest.raises(nc.ConfigError, match="another configuration"):
+            nc.convert(found, nc.AutoConfig(error_factor=3.0))
+
+    @pytest.mark.parametrize("fields", [{"error_factor": 0.5}, {"least_gain": -1}, {"error_factor": "2"}])
+    def test_values_out_of_range(self, fields):
+        with pytest.raises(nc.ConfigError, match="out of range"):
+            nc.AutoConfig(**fields)
+
+    @pytest.mark.parametrize("value", ["static", {"auto": {"factor": 2}}, {"auto": {}, "static_quant": {}}])
+    def test_other_words(self, value):
+        with pytest.raises(nc.ConfigError):
+            nc.prepare(MLP().eval(), value, example_inputs=torch.randn(2, 16))
+
+
+def test_options_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        nc.AutoConfig().error_factor = 3.0
