@@ -3,6 +3,7 @@
 from nc._version import __version__ as __version__
 from nc.algorithms.bias_absorption import BiasAbsorption as BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection as BiasCorrection
+from nc.algorithms.channel_scaling import ChannelScaling as ChannelScaling
 from nc.algorithms.equalization import Equalization as Equalization
 from nc.algorithms.solvers import GPTQ as GPTQ
 from nc.algorithms.solvers import HQQ as HQQ

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from nc.algorithms.base import Algorithm, Stage
 from nc.algorithms.bias_absorption import BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection
+from nc.algorithms.channel_scaling import ChannelScaling
 from nc.algorithms.dead_channels import DeadChannels
 from nc.algorithms.equalization import Equalization
 from nc.algorithms.range_search import RangeSearch
@@ -20,7 +21,7 @@ from nc.algorithms.weight_rounding import WeightRounding
 from nc.graph.plan import Plan, Step
 from nc.observers.auto import AUTO
 
-PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption)}
+PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption, ChannelScaling)}
 POST: dict[str, type] = {cls.name: cls for cls in (WeightRounding, BiasCorrection)}
 
 

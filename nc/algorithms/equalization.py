@@ -116,7 +116,7 @@ class Equalization:
         Returns:
             Names of the operators whose weights changed, in execution order.
         """
-        reads = _reads(module)
+        reads = constant_reads(module)
         found = [
             p
             for p in pairs(module)
@@ -129,7 +129,7 @@ class Equalization:
                 outputs[pair.first], inputs[pair.second] = scale, 1 / scale
         changed = [n for n in module.graph.nodes if n in outputs or n in inputs]
         for node in changed:
-            _rescale(module, node, outputs.get(node), inputs.get(node))
+            rescale(module, node, outputs.get(node), inputs.get(node))
         module.graph.lint()
         module.recompile()
         return tuple(node.meta["operator"] for node in changed)
@@ -179,26 +179,26 @@ def pairs(module: fx.GraphModule) -> list[Pair]:
 
     A layer can be the second of one and the first of the next.
     """
-    found = (_pair_from(node) for node in module.graph.nodes if _is_layer(node))
+    found = (_pair_from(node) for node in module.graph.nodes if is_layer(node))
     return [pair for pair in found if pair is not None]
 
 
 def _pair_from(first: fx.Node) -> Pair | None:
     value = first
-    axis: int | None = _channel_axis(first)
+    axis: int | None = channel_axis(first)
     between: list[fx.Node] = []
     while axis is not None and len(value.users) == 1:
         (user,) = value.users
         if first_input(user) is not value:
             return None
-        if _is_layer(user):
-            return Pair(first, user, tuple(between)) if axis == _channel_axis(user) else None
-        value, axis = user, _axis_behind(user, axis)
+        if is_layer(user):
+            return Pair(first, user, tuple(between)) if axis == channel_axis(user) else None
+        value, axis = user, axis_behind(user, axis)
         between.append(user)
     return None
 
 
-def _is_layer(node: fx.Node) -> bool:
+def is_layer(node: fx.Node) -> bool:
     """Whether a node is a layer in fp32 (or fp64) with constants for weight and bias."""
     if kind_of_node(node) not in WEIGHTED or node.meta["val"].dtype not in (torch.float32, torch.float64):
         return False
@@ -206,12 +206,12 @@ def _is_layer(node: fx.Node) -> bool:
     return layer.weight.op == "get_attr" and (layer.bias is None or layer.bias.op == "get_attr")
 
 
-def _channel_axis(layer: fx.Node) -> int:
+def channel_axis(layer: fx.Node) -> int:
     """Return the axis of a layer's channels, from the end: inputs and outputs, batched or not."""
     return 1 - int(Weighted.of(layer).weight.meta["val"].dim())
 
 
-def _axis_behind(node: fx.Node, axis: int) -> int | None:
+def axis_behind(node: fx.Node, axis: int) -> int | None:
     """Where the channels are behind a homogeneous operator, from the end.
 
     None is returned behind one that is not, or that mixes channels.
@@ -282,7 +282,7 @@ def _along_inputs(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scale.repeat_interleave(inputs // scale.numel()).view(weight.shape[0], 1, -1)
 
 
-def _reads(module: fx.GraphModule) -> Counter[int]:
+def constant_reads(module: fx.GraphModule) -> Counter[int]:
     """How often each constant tensor is read, by its address: one tensor can have several names and nodes."""
     constants = [
         n for n in module.graph.nodes if n.op == "get_attr" and constant_of(module, n).layout is torch.strided
@@ -294,7 +294,7 @@ def _weight(module: fx.GraphModule, layer: fx.Node) -> torch.Tensor:
     return constant_of(module, Weighted.of(layer).weight)
 
 
-def _rescale(
+def rescale(
     module: fx.GraphModule, layer: fx.Node, outputs: torch.Tensor | None, inputs: torch.Tensor | None
 ) -> None:
     """Multiply a layer's outputs, and the weights of its inputs, by float64 [channels] each; rounded once."""

@@ -7,6 +7,7 @@ import nc
 PUBLIC = {
     "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError", "AutoConfig",
     "BackendError", "BackendUnavailableError", "BiasAbsorption", "BiasCorrection", "CalibrationError", "CaptureError",
+    "ChannelScaling",
     "Comparison", "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization",
     "FakeQuantConfig", "FakeTensorSpec",
     "INT8StaticQuantConfig", "InputError", "NCError", "NCWarning", "PatternError",

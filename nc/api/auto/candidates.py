@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from nc.algorithms.base import Algorithm
+from nc.algorithms.channel_scaling import ChannelScaling
 from nc.config import AnyConfig, DynamicQuantConfig, SmoothQuantConfig, StaticQuantConfig
 from nc.graph.catalogue import CONVOLUTIONS, RECURRENT
 
@@ -51,7 +52,12 @@ def candidates(kinds: Collection[str], post: Sequence[Algorithm] = ()) -> tuple[
     if kind == RECURRENT_MODEL:
         return of_rows, static
     if kind == CONVOLUTIONAL:
-        return static, Candidate("static, percentile", percentile)
+        scaled = {"pre": (ChannelScaling(),), "post": tuple(post)}
+        return (
+            Candidate("static, channels scaled", StaticQuantConfig(**scaled)),
+            Candidate("static, channels scaled, mse", StaticQuantConfig(act_algo="mse", **scaled)),
+            static,
+        )
     smooth = SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile", post=tuple(post))
     if kind == LINEAR:
         return of_rows, static, Candidate("SmoothQuant", smooth)
