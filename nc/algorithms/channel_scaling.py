@@ -52,13 +52,13 @@ _POWERS = tuple(step / 8 for step in range(9))
 _WEIGHT_STEPS, _STEPS = 127.0, 255.0
 #: A channel is clipped where it comes so near to the limit.
 _REACHED = 1 - 1e-5
-#: Channels grow no further than to this part of the range: other data may have larger values than calibration.
+#: Channels grow up to this part of the range: other data may have larger values than calibration has.
 _ROOM = 1.25
 _CLIPS = frozenset({"relu6", "hardtanh", "clamp"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Region:
+class ChannelRegion:
     """Tensors whose channels share their scale.
 
     Attributes:
@@ -82,7 +82,7 @@ class Region:
         return [node for node in self.tensors if not readers.isdisjoint(node.users)]
 
 
-def regions(module: fx.GraphModule) -> Iterator[Region]:
+def regions(module: fx.GraphModule) -> Iterator[ChannelRegion]:
     """Yield the regions of a graph whose layers are no part of another region of the same side."""
     reads = constant_reads(module)
     done: set[fx.Node] = set()
@@ -99,7 +99,7 @@ def regions(module: fx.GraphModule) -> Iterator[Region]:
             yield region
 
 
-def _region_of(first: fx.Node) -> Region | None:
+def _region_of(first: fx.Node) -> ChannelRegion | None:
     """Return the region of a layer's output; None where something in it does not scale, or reads it too."""
     axis = channel_axis(first)
     tensors: dict[fx.Node, None] = {}
@@ -129,7 +129,7 @@ def _region_of(first: fx.Node) -> Region | None:
             else:
                 open_.append(user)
     producers = tuple(node for node in tensors if is_layer(node))
-    return Region(producers, tuple(tensors), tuple(consumers), clips, axis)
+    return ChannelRegion(producers, tuple(tensors), tuple(consumers), clips, axis)
 
 
 def _scaled_sources(node: fx.Node, axis: int) -> list[fx.Node] | None:
@@ -219,11 +219,11 @@ class ChannelScaling:
         return Applied(self.name, names, f"{len(names)} operators scaled{why}")
 
 
-def _operator(region: Region) -> str:
+def _operator(region: ChannelRegion) -> str:
     return str(region.producers[0].meta["operator"])
 
 
-def _is_static(region: Region, plan: Plan) -> bool:
+def _is_static(region: ChannelRegion, plan: Plan) -> bool:
     """Whether a layer in static int8 reads the region, and each layer has a scale for each output channel."""
     specs = {d.operator: d.spec for d in plan.decisions}
     layers = [specs[node.meta["operator"]] for node in (*region.producers, *region.consumers)]
@@ -253,7 +253,7 @@ def _observed_again(
 
 def best_scale(
     module: fx.GraphModule,
-    region: Region,
+    region: ChannelRegion,
     ranges: Mapping[fx.Node, tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
     """Return what channels are multiplied by, float64, shape [channels]: the power with the least error.
@@ -288,7 +288,7 @@ def best_scale(
 
 def _expected_error(
     module: fx.GraphModule,
-    region: Region,
+    region: ChannelRegion,
     ranges: Mapping[fx.Node, tuple[torch.Tensor, torch.Tensor]],
     scale: torch.Tensor,
 ) -> float:
@@ -322,7 +322,7 @@ def _expected_error(
     return total
 
 
-def _rescaled(module: fx.GraphModule, region: Region, scale: torch.Tensor) -> None:
+def _rescaled(module: fx.GraphModule, region: ChannelRegion, scale: torch.Tensor) -> None:
     """Multiply the outputs of producers and divide the inputs of consumers; a layer can be both."""
     for layer in region.producers:
         rescale(module, layer, scale, None)
@@ -332,7 +332,7 @@ def _rescaled(module: fx.GraphModule, region: Region, scale: torch.Tensor) -> No
 
 def _scaled_states(
     states: Mapping[tuple[str, str], State],
-    region: Region,
+    region: ChannelRegion,
     ranges: Mapping[fx.Node, tuple[torch.Tensor, torch.Tensor]],
     scale: torch.Tensor,
     key: str,

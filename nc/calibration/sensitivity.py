@@ -9,7 +9,7 @@ each is a draw of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,27 @@ from torch import fx
 
 from nc.graph.fx_utils import run_with
 from nc.graph.placement import works_in_place
-from nc.graph.plan import Plan
+from nc.graph.plan import Applied, Plan
 
 #: Backward passes for each batch.
 PROBES = 8
+#: Values of a batch that are held for them, in bytes; larger batches are left out.
+_BYTES = 2 << 30
+#: How many operators are named.
+NAMED = 12
+NAME = "sensitivity"
+
+
+def ranking(noise: Mapping[str, float]) -> Applied:
+    """Return the operators that add most of the error, for the report."""
+    total = sum(noise.values())
+    worst = list(noise.items())[:NAMED]
+    parts = [
+        f"{name} {share / total if total else 0.0:.0%} ({-10 * math.log10(max(share, 1e-30)):.1f} dB alone)"
+        for name, share in worst
+    ]
+    text = f"error of the outputs by operator: {', '.join(parts)}"
+    return Applied(NAME, tuple(name for name, _ in worst), text)
 
 
 def noise_of_operators(
@@ -51,7 +68,9 @@ def noise_of_operators(
     power: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(0)
     for batch in batches:
-        errors = _errors(fp32, quantized, names, batch)
+        errors, size = _errors(fp32, quantized, names, batch)
+        if size > _BYTES:
+            continue
         found = _propagated(fp32, errors, batch, probes, generator)
         for operator, values in found[0].items():
             noise.setdefault(operator, []).append(values)
@@ -68,11 +87,18 @@ def noise_of_operators(
 @torch.no_grad()
 def _errors(
     fp32: fx.GraphModule, quantized: fx.GraphModule, names: set[str], batch: Sequence[torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return by node name what rounding changes in each operator's result, on exact inputs."""
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Return by node name what rounding changes in each operator's result, on exact inputs.
+
+    Returned too are the bytes of all values of the float graph.
+    """
     exact: dict[str, Any] = {}
+    size = 0
 
     def note(node: fx.Node, value: Any, _: Any) -> Any:
+        nonlocal size
+        if isinstance(value, torch.Tensor) and node.op == "call_function":
+            size += value.numel() * value.element_size()
         if node.meta.get("operator") in names and isinstance(value, torch.Tensor):
             exact[node.name] = value
         return value
@@ -87,7 +113,7 @@ def _errors(
         return exact[node.name]
 
     run_with(quantized, batch, compare)
-    return errors
+    return errors, size
 
 
 def _propagated(

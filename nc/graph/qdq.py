@@ -80,6 +80,8 @@ class QDQGraph:
             what quantization itself costs.
         health: problems that calibration found, the worst of each kind first.
         applied: what each algorithm did, in the order of the plan.
+        noise: operator → power of the error that it adds to the outputs, as a part of theirs, the largest
+            first; empty where it was not estimated. Artefacts do not have it.
         changes: what `saturation.py` did to this graph, one line each.
         expected: what `module` gives for the example, where that is known already; see `expected_outputs`.
         intact: raises NCError when the constants are no longer what they were: codes may lie in a file that
@@ -95,6 +97,7 @@ class QDQGraph:
     sqnr_vs_fp32_db: float
     health: tuple[Finding, ...] = ()
     applied: tuple[Applied, ...] = ()
+    noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
     changes: tuple[str, ...] = ()
     expected: tuple[Any, ...] | None = None
     intact: Callable[[], None] = dataclasses.field(default=_nothing, compare=False)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+#: Operators that are left in float together: at most so many, or this part of those that are int8; they add
+#: at least so much of the error.
+_FEW, _PART, _MOST_OF_IT = 4, 0.05, 0.5
+#: Leaving them in float has to lower the power of the error by so much, and may cost so much time.
+LEAST_MENDED, MOST_LOST = 1.5, 1.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,3 +87,21 @@ def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doub
             gain = f"{trial.ms / ms:.2f} times as fast" if ms else "no faster"
             return Choice(index, f"{trials[fastest].name} is {gain}")
     return Choice(fastest, f"it is the fastest {within}")
+
+
+def costly_few(noise: Mapping[str, float]) -> dict[str, float]:
+    """Return the few operators that add most of the error, and the part of it that each adds.
+
+    Args:
+        noise: of each int8 operator, the largest first.
+
+    Returns:
+        {} where many operators share the error.
+    """
+    total, found = sum(noise.values()), dict[str, float]()
+    for name, share in list(noise.items())[: max(_FEW, int(_PART * len(noise)))]:
+        if total > 0:
+            found[name] = share / total
+        if sum(found.values()) >= _MOST_OF_IT:
+            return found if len(found) < len(noise) else {}
+    return {}

@@ -12,7 +12,7 @@ import torch
 from nc.algorithms import POST
 from nc.algorithms.base import Bound
 from nc.api.auto.candidates import Candidate, candidates
-from nc.api.auto.choice import Trial, choose
+from nc.api.auto.choice import LEAST_MENDED, MOST_LOST, Trial, choose, costly_few
 from nc.api.auto.held_out import HeldOut
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.preparation.captured import PreparedModel, finished
@@ -26,6 +26,7 @@ from nc.capture.capture import Graph
 from nc.config import AnyConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig
 from nc.errors import BackendError, NCError, StateError
+from nc.formats.reasons import Cause
 from nc.graph.fx_utils import call_graph
 from nc.graph.plan import Applied, Plan
 from nc.numerics.metrics import sqnr_db
@@ -130,8 +131,8 @@ class PreparedAuto(Preparation):
             raise BackendError(msg)
         chosen = trials[choice.index].name
         _report(asked.progress, len(tried), len(tried) + 1, f"{chosen}, algorithms")
-        found, text = self._final(asked, trials[choice.index], tried[chosen], made[chosen])
-        said = "; ".join([*map(str, trials), f"chosen: {chosen}, {choice.why}", *([text] if text else [])])
+        found, texts = self._final(asked, trials[choice.index], tried[chosen], made[chosen])
+        said = "; ".join([*map(str, trials), f"chosen: {chosen}, {choice.why}", *texts])
         operators = tuple(d.operator for d in found.graph.plan.quantized)
         note = Applied(_NAME, operators, f"{self._where()}: {said}")
         graph = dataclasses.replace(found.graph, applied=(note, *found.graph.applied))
@@ -158,18 +159,54 @@ class PreparedAuto(Preparation):
 
     def _final(
         self, asked: Conversion, trial: Trial, tried: PreparedModel, made: QuantizedModel
-    ) -> tuple[QuantizedModel, str]:
-        """Return the chosen model with its algorithms, where these lower its error, and what they gave."""
-        model, found, text = tried, made, ""
+    ) -> tuple[QuantizedModel, list[str]]:
+        """Return the chosen model with what lowers its error, and what each of these gave."""
+        asked = dataclasses.replace(asked, guard="undo", judged=self._few_rows())
+        model, found, said = tried, made, []
         if trial.int8:
             better = self._prepared(self._finals[trial.name])
             again, q_model = self._tried(trial.name, better, dataclasses.replace(asked, measure=False))
-            text = f"with its algorithms {again.sqnr_db:.1f} dB"
-            if q_model is not None and again.sqnr_db > trial.sqnr_db:
-                model, found = better, q_model
-            else:
-                text = f"{text}, which are left out"
-        return finished(model, found, dataclasses.replace(asked, guard="undo")), text
+            left_out = q_model is None or again.sqnr_db < trial.sqnr_db
+            said.append(
+                f"its algorithms give {again.sqnr_db:.1f} dB{', and are left out' if left_out else ''}"
+            )
+            if q_model is not None and not left_out:
+                model, found, trial = better, q_model, again
+            model, found, text = self._mended(asked, trial, model, found)
+            said += [text] if text else []
+        return finished(model, found, asked), said
+
+    def _mended(
+        self, asked: Conversion, trial: Trial, model: PreparedModel, found: QuantizedModel
+    ) -> tuple[PreparedModel, QuantizedModel, str]:
+        """Return the model with the few operators in float that add most of the error, if that pays."""
+        worst = costly_few(found.graph.noise)
+        if not worst:
+            return model, found, ""
+        other = model.leaving({name: Cause.COSTLY(share=f"{share:.0%}") for name, share in worst.items()})
+        again, mended = self._tried(trial.name, other, dataclasses.replace(asked, measure=False))
+        names = ", ".join(worst)
+        if mended is None or again.error * LEAST_MENDED > trial.error:
+            return model, found, f"in float, {names} would give {again.sqnr_db:.1f} dB"
+        lost = self._time_lost(asked, found, mended)
+        if lost is None or lost > MOST_LOST:
+            why = "how much time that costs is not known" if lost is None else f"{lost:.2f} times as long"
+            return model, found, f"in float, {names} would give {again.sqnr_db:.1f} dB, but {why}"
+        return other, mended, f"{names} in float: {again.sqnr_db:.1f} dB, {lost:.2f} times as long"
+
+    def _time_lost(self, asked: Conversion, before: QuantizedModel, after: QuantizedModel) -> float | None:
+        """How many times as long a call takes; None where that can't be measured."""
+        if not asked.measure or REFERENCE in (before.backend, after.backend):
+            return None
+        calls = [_call(model, self.own, self.graph.example) for model in (before, after)]
+        with torch.no_grad():
+            rounds, _, load = timed_rounds({"before": calls[0], "after": calls[1]}, 2 * _SECONDS)
+        return None if load.disturbed() else median(rounds)["after"] / median(rounds)["before"]
+
+    def _few_rows(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return some of what is held out, to find the noise of each operator."""
+        inputs, _ = self._judged()
+        return [tuple(inputs[0])]
 
     def _judged(self) -> tuple[Sequence[tuple[torch.Tensor, ...]], Sequence[Sequence[Any]]]:
         """Return flat inputs and outputs to judge by."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,10 @@ class CalibrationData(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """The arguments of `nc.convert`, whose docstring says what they mean."""
+    """The arguments of `nc.convert`, whose docstring says what they mean.
+
+    `judged` are flat inputs on which the noise of each operator is estimated; without any it is not.
+    """
 
     backend: str | None = None
     verify: str = "raise"
@@ -41,6 +45,7 @@ class Conversion:
     compile: bool = False
     measure: bool = True
     guard: str = "warn"
+    judged: Sequence[Sequence[torch.Tensor]] = ()
     progress: Progress | None = None
 
 

@@ -35,6 +35,7 @@ from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sit
 from nc.calibration.local_error import LEAST_DB, local_errors
 from nc.calibration.observe import Watch, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
+from nc.calibration.sensitivity import noise_of_operators, ranking
 from nc.calibration.statistics import Collected, Statistics
 from nc.calibration.tensor_file import checksum
 from nc.capture.capture import Graph
@@ -201,7 +202,7 @@ class PreparedModel(Preparation):
 
         def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
             engine.start()
-            graph = self.quantized_graph(engine.capabilities())
+            graph = self.quantized_graph(engine.capabilities(), asked.judged)
             given = {"verify_sizes": asked.verify_sizes, "isolate": asked.isolate, "compile": asked.compile}
             return graph, lower(engine, graph, verify=asked.verify, **engine_options(engine, **given))
 
@@ -214,13 +215,16 @@ class PreparedModel(Preparation):
             why_chosen(name, found, failed, kind) if engine_name == name else WHY_REFERENCE,
         )
 
-    def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
+    def quantized_graph(
+        self, capabilities: Capabilities | None = None, judged: Sequence[Sequence[torch.Tensor]] = ()
+    ) -> QDQGraph:
         """Return the QDQ graph for the ranges seen so far, by all ranks of a process group.
 
         Calibration can go on afterwards.
 
         Args:
             capabilities: of the backend that it is for; None: the one that was planned for.
+            judged: flat inputs on which the noise of each operator is estimated.
 
         Raises:
             StateError: nothing was calibrated yet, or another rank has another model.
@@ -258,6 +262,9 @@ class PreparedModel(Preparation):
                 if is_hopeless
                 else ()
             )
+        noise = noise_of_operators(context.module, context.quantized, context.plan, judged) if judged else {}
+        if noise:
+            applied.append(ranking(noise))
         return QDQGraph(
             module=context.quantized,
             signature=self.graph.signature,
@@ -278,6 +285,7 @@ class PreparedModel(Preparation):
                 (*costly, *context.findings, *inaccurate),
             ),
             applied=tuple(applied),
+            noise=noise,
             expected=expected_outputs(
                 outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())
             ),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nc.api.auto.choice import Trial, choose
+from nc.api.auto.choice import Trial, choose, costly_few
 
 
 def trial(name, db, ms=None, failed=""):
@@ -57,3 +57,20 @@ def test_in_doubt_of_times_it_is_int8():
     bf16 = Trial(name="bf16", sqnr_db=45.0, ms=1.0, int8=False)
     given = [bf16, trial("a", 28.0, 3.0)]
     assert choose(given, 2.0, 1.02, "this machine is busy").index == 1
+
+
+@pytest.mark.parametrize(
+    ("noise", "few"),
+    [
+        ({"a": 6.0, "b": 2.0, "c": 2.0}, ["a"]),
+        ({"a": 4.0, "b": 3.0, "c": 2.0, "d": 1.0}, ["a", "b"]),
+        ({name: 1.0 for name in "abcdefghij"}, []),  # they share the error
+        ({"a": 1.0}, []),  # nothing would be int8
+        ({"a": 0.0, "b": 0.0}, []),
+        ({}, []),
+    ],
+)
+def test_the_few_that_add_most_of_the_error(noise, few):
+    found = costly_few(noise)
+    assert list(found) == few
+    assert all(found[name] == noise[name] / sum(noise.values()) for name in few)

@@ -9,6 +9,7 @@ from torch import nn
 
 import nc
 from nc.api.auto import prepared as module_under_test
+from nc.api.preparation import captured
 from nc.backends.profiling.load import Load
 
 QUIET = Load(seconds=1.0, share=1.0)
@@ -164,6 +165,49 @@ class TestWhatIsTaken:
     def test_a_model_without_anything_to_quantize(self):
         with pytest.warns(nc.NCWarning, match="Nothing is quantized"):
             prepared(nn.Sequential(nn.ReLU()), torch.randn(4, 4))
+
+
+class Loud(nn.Module):
+    """One linear has a few weights that are 500 times as large as the others, and matter little."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 512), nn.Linear(512, 4), nn.Linear(16, 4)
+        with torch.no_grad():
+            self.b.weight.mul_(0.1)
+            self.b.weight[:, :5] = torch.tensor([53.0, 23, -30, 40, -29])
+            self.a.weight[:5], self.a.bias[:5] = 0, 1e-4
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh()) + 0.01 * self.c(x)
+
+
+class TestTheWorstOperators:
+    def converted(self, monkeypatch, **times):
+        torch.manual_seed(0)
+        x = batches(4, 16, 16)
+        with_times(monkeypatch, bf16=1e3, **times)
+        monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: None)
+        found = nc.prepare(Loud().eval(), "auto", example_inputs=x[0], backend="native")
+        for batch in x:
+            found(batch)
+        return nc.convert(found)
+
+    def test_the_one_that_decides_is_left_in_float(self, monkeypatch):
+        q_model = self.converted(monkeypatch)
+        ops = {op.operator: op for op in q_model.report().ops}
+        assert (ops["a"].ran, ops["b"].ran) == ("int8", "fp32")
+        assert "of the error of int8: left out by measurement" in ops["b"].reason
+        assert "b in float" in text_of(q_model)
+        ranks = next(a for a in q_model.graph.applied if a.algorithm == "sensitivity")
+        assert "b" not in ranks.operators  # of what is delivered
+
+    def test_not_where_it_costs_time(self, monkeypatch):
+        q_model = self.converted(monkeypatch, before=1.0, after=1.2)
+        assert {op.ran for op in q_model.report().ops if op.kind == "linear"} == {"int8"}
+        assert "1.20 times as long" in text_of(q_model)
+        ranks = next(a for a in q_model.graph.applied if a.algorithm == "sensitivity")
+        assert ranks.operators[0] == "b"
 
 
 class TestConfiguration:
