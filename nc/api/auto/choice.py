@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 _FEW, _PART, _MOST_OF_IT = 4, 0.05, 0.5
 #: Leaving them in float has to lower the power of the error by so much, and may cost so much time.
 LEAST_MENDED, MOST_LOST = 1.5, 1.05
+#: From this SQNR on nothing is left in float, in dB: the error has a thousandth of the power of the outputs.
+ENOUGH_DB = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from nc.algorithms import POST
 from nc.algorithms.base import Bound
 from nc.api.auto.candidates import Candidate, candidates
-from nc.api.auto.choice import LEAST_MENDED, MOST_LOST, Trial, choose, costly_few
+from nc.api.auto.choice import ENOUGH_DB, LEAST_MENDED, MOST_LOST, Trial, choose, costly_few
 from nc.api.auto.held_out import HeldOut
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.preparation.captured import PreparedModel, finished
@@ -181,7 +181,7 @@ class PreparedAuto(Preparation):
     ) -> tuple[PreparedModel, QuantizedModel, str]:
         """Return the model with the few operators in float that add most of the error, if that pays."""
         worst = costly_few(found.graph.noise)
-        if not worst:
+        if not worst or trial.sqnr_db >= ENOUGH_DB:
             return model, found, ""
         other = model.leaving({name: Cause.COSTLY(share=f"{share:.0%}") for name, share in worst.items()})
         again, mended = self._tried(trial.name, other, dataclasses.replace(asked, measure=False))
