@@ -18,10 +18,9 @@ padding leaves behind. So each correction is judged three times, and taken back 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -128,8 +127,9 @@ def correct_biases(
         operators: names of those to correct.
         batches: flat calibration inputs, each with shapes of its own.
     """
-    attempt = functools.partial(_attempt, fp32, quantized, batches)
-    found = _best(attempt, [n.meta["operator"] for n in _targets(quantized, set(operators))])
+    found = _best(
+        _Attempts(fp32, quantized, batches), [n.meta["operator"] for n in _targets(quantized, set(operators))]
+    )
     for node in _targets(quantized, set(found.deltas)):
         _add_to_bias(quantized, node, found.deltas[node.meta["operator"]])
     quantized.graph.lint()
@@ -144,13 +144,14 @@ def _best(attempt: Callable[[Collection[str]], Corrections], operators: Sequence
         attempt: corrects those of some operators that pass their own tests.
         operators: in execution order.
     """
+    first = attempt(operators)  # of all, which are mostly kept; what both runs share is computed once
     best = attempt(())
     refused: dict[str, str] = {}
     open_ = [list(operators)] if operators else []
     trials = 0
     while open_:
         part = open_.pop(0)
-        tried = attempt({*best.deltas, *part}) if trials < _TRIALS else None
+        tried = first if not trials else attempt({*best.deltas, *part}) if trials < _TRIALS else None
         trials += 1
         if tried is not None and not is_worse(best.errors, tried.errors):
             best = tried
@@ -166,29 +167,45 @@ def _best(attempt: Callable[[Collection[str]], Corrections], operators: Sequence
     return dataclasses.replace(best, refused={name: refused[name] for name in order})
 
 
-def _attempt(
-    fp32: fx.GraphModule, quantized: fx.GraphModule, batches: Sequence[Batch], operators: Collection[str]
-) -> Corrections:
-    """Run both graphs, and correct some operators on the way; nothing is changed."""
-    expected, got = Stream(fp32, batches), Stream(quantized, batches)
-    originals = {n.meta["operator"]: n for n in _targets(fp32, set(operators))}
-    deltas: dict[str, torch.Tensor] = {}
-    refused: dict[str, str] = {}
-    for node in _targets(quantized, set(operators)):
-        name = node.meta["operator"]
-        original = originals[name]
-        expected.until(original)
-        got.until(node)
-        delta, why = _correction(node, expected[original], got[node])
-        values = [] if delta is None else _shifted(node, got[node], delta)
-        if delta is not None and _harms_readers(expected, original, got, node, values):
-            delta, why = None, READ
-        if delta is None:
-            refused[name] = why
-            continue
-        got.replace(node, values)
-        deltas[name] = delta
-    return Corrections(deltas, refused, errors_of_outputs(expected.outputs(), got.outputs()))
+@dataclasses.dataclass(slots=True)
+class _Attempts:
+    """Runs both graphs, and corrects some operators on the way; neither graph is changed.
+
+    Attributes:
+        fp32: the graph that the other was made from.
+        quantized: the QDQ graph.
+        batches: flat inputs.
+        outputs: of the fp32 graph, as soon as they are known.
+    """
+
+    fp32: fx.GraphModule
+    quantized: fx.GraphModule
+    batches: Sequence[Batch]
+    outputs: list[tuple[Any, ...]] | None = None
+
+    def __call__(self, operators: Collection[str]) -> Corrections:
+        """Return the corrections of these operators that pass their own tests."""
+        expected, got = Stream(self.fp32, self.batches), Stream(self.quantized, self.batches)
+        originals = {n.meta["operator"]: n for n in _targets(self.fp32, set(operators))}
+        deltas: dict[str, torch.Tensor] = {}
+        refused: dict[str, str] = {}
+        for node in _targets(self.quantized, set(operators)):
+            name = node.meta["operator"]
+            original = originals[name]
+            expected.until(original)
+            got.until(node)
+            delta, why = _correction(node, expected[original], got[node])
+            values = [] if delta is None else _shifted(node, got[node], delta)
+            if delta is not None and _harms_readers(expected, original, got, node, values):
+                delta, why = None, READ
+            if delta is None:
+                refused[name] = why
+                continue
+            got.replace(node, values)
+            deltas[name] = delta
+        if self.outputs is None:
+            self.outputs = expected.outputs()
+        return Corrections(deltas, refused, errors_of_outputs(self.outputs, got.outputs()))
 
 
 def _correction(

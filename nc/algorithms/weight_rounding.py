@@ -27,7 +27,7 @@ from nc.numerics.column_rounding import round_columns
 
 _KINDS = frozenset({"linear", "conv1d", "conv2d"})
 #: Rows of columns that a Hessian is made of, for each column and at least.
-_ROWS_EACH, _ROWS = 2, 2048
+_ROWS_EACH, _ROWS = 1, 2048
 #: Samples of a convolution's input that rows are taken of, evenly spaced.
 _SAMPLES = 32
 #: One batch in so many is left out, to judge by.

@@ -20,7 +20,7 @@ from nc.graph.placement import works_in_place
 from nc.graph.plan import Applied, Plan
 
 #: Backward passes for each batch.
-PROBES = 8
+PROBES = 4
 #: Values of a batch that are held for them, in bytes; larger batches are left out.
 _BYTES = 2 << 30
 #: How many operators are named.

@@ -21,10 +21,12 @@ class Candidate:
     Attributes:
         name: for reports.
         config: it.
+        late: it is tried only where others are slow.
     """
 
     name: str
     config: AnyConfig
+    late: bool = False
 
 
 def kind_of(kinds: Collection[str]) -> str:
@@ -60,12 +62,12 @@ def candidates(kinds: Collection[str], post: Sequence[Algorithm] = ()) -> tuple[
         )
     smooth = SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile", post=tuple(post))
     if kind == LINEAR:
-        return of_rows, static, Candidate("SmoothQuant", smooth)
+        return of_rows, static, Candidate("SmoothQuant", smooth, late=True)
     float_attention = StaticQuantConfig(act_algo="percentile", post=tuple(post)) + DynamicQuantConfig()
     float_attention.set_local("matmul", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
     return (
         Candidate("ranges per row, attention in float", float_attention),
         of_rows,
-        Candidate("SmoothQuant", smooth),
+        Candidate("SmoothQuant", smooth, late=True),
         static,
     )

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 _FEW, _PART, _MOST_OF_IT = 4, 0.05, 0.5
 #: Leaving them in float has to lower the power of the error by so much, and may cost so much time.
 LEAST_MENDED, MOST_LOST = 1.5, 1.05
+#: Times of the fastest from which on the late candidates are tried too.
+SLOW = 1.3
 #: From this SQNR on nothing is left in float, in dB: the error has a thousandth of the power of the outputs.
 ENOUGH_DB = 30.0
 
@@ -22,7 +24,7 @@ class Trial:
     Attributes:
         name: of the candidate.
         sqnr_db: of its outputs against fp32 on data that was held out, in dB, the worst output; -inf where it
-            failed.
+            failed. That of float trials is not measured.
         ms: milliseconds of a call on the example inputs; None where that was not measured.
         failed: why there is no model; "" if there is one.
         int8: whether it is; else it is what int8 has to beat.
@@ -44,7 +46,8 @@ class Trial:
         if self.failed:
             return f"{self.name}: {self.failed}"
         time = "" if self.ms is None else f", {self.ms:.2f} ms"
-        return f"{self.name}: {self.sqnr_db:.1f} dB{time}"
+        error = f"{self.sqnr_db:.1f} dB" if self.int8 else "near fp32"
+        return f"{self.name}: {error}{time}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +92,13 @@ def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doub
             gain = f"{trial.ms / ms:.2f} times as fast" if ms else "no faster"
             return Choice(index, f"{trials[fastest].name} is {gain}")
     return Choice(fastest, f"it is the fastest {within}")
+
+
+def is_slow(trials: Sequence[Trial], choice: Choice) -> bool:
+    """Whether the chosen trial takes far longer than the fastest int8 one."""
+    ms = trials[choice.index].ms
+    known = [trial.ms for trial in trials if trial.int8 and trial.ms is not None]
+    return ms is not None and trials[choice.index].int8 and ms > SLOW * min(known)
 
 
 def costly_few(noise: Mapping[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from nc.algorithms import POST
 from nc.algorithms.base import Bound
 from nc.api.auto.candidates import Candidate, candidates
-from nc.api.auto.choice import ENOUGH_DB, LEAST_MENDED, MOST_LOST, Trial, choose, costly_few
+from nc.api.auto.choice import ENOUGH_DB, LEAST_MENDED, MOST_LOST, Choice, Trial, choose, costly_few, is_slow
 from nc.api.auto.held_out import HeldOut
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.preparation.captured import PreparedModel, finished
@@ -34,6 +34,8 @@ from nc.weights.driver import Progress
 
 #: Seconds for the times of each trial.
 _SECONDS = 0.7
+#: Rows of calibration data that algorithms see again.
+_KEPT_ROWS = 32
 _NAME, _BF16 = "auto", "bf16"
 
 
@@ -68,9 +70,10 @@ class PreparedAuto(Preparation):
             c.name: c.config for c in candidates(kinds, post=tuple(cls() for cls in POST.values()))
         }
         self._make = make
+        self._late = {c.name for c in candidates(kinds) if c.late}
         self.plan = next(iter(self.models.values())).plan
         watches = [watch for model in self.models.values() for watch in model.watches()]
-        self.observed = Observed(graph, watches, Bound())
+        self.observed = Observed(graph, watches, Bound(rows=_KEPT_ROWS))
         for model in self.models.values():
             model.observed = self.observed
         self.held = HeldOut()
@@ -108,35 +111,58 @@ class PreparedAuto(Preparation):
 
     def convert(self, asked: Conversion) -> QuantizedModel:
         """Return the fastest of the models whose error is near the least one; see `AutoConfig`."""
-        # a wrong kernel shows in the error; the chosen model is verified as asked
-        quick = dataclasses.replace(asked, measure=False, progress=None, verify="off")
-        tried = dict(self.models)
-        if asked.measure and not next(iter(self.models.values())).capabilities.why_no_bf16:
-            tried[_BF16] = self._prepared(StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
-        made: dict[str, QuantizedModel] = {}
-        trials: list[Trial] = []
-        for number, (name, model) in enumerate(tried.items()):
-            _report(asked.progress, number, len(tried) + 1, name)
-            trial, made_model = self._tried(name, model, quick)
-            trials.append(trial)
-            if made_model is not None:
-                made[name] = made_model
-        doubt = "measure=False"
-        if asked.measure:
-            trials, doubt = self._timed(trials, made)
-        config = self.quant_config
-        choice = choose(trials, config.error_factor, config.least_gain, doubt)
+        steps = _Steps(asked.progress)
+        trials, models, choice = self._choice(asked, steps)
         if choice is None:
             msg = f"Nothing that suits this model could be converted: {'; '.join(map(str, trials))}."
             raise BackendError(msg)
-        chosen = trials[choice.index].name
-        _report(asked.progress, len(tried), len(tried) + 1, f"{chosen}, algorithms")
-        found, texts = self._final(asked, trials[choice.index], tried[chosen], made[chosen])
-        said = "; ".join([*map(str, trials), f"chosen: {chosen}, {choice.why}", *texts])
+        chosen = trials[choice.index]
+        steps.begin(f"{chosen.name}, algorithms")
+        found, texts = self._final(asked, chosen, models[chosen.name])
+        said = "; ".join([*map(str, trials), f"chosen: {chosen.name}, {choice.why}", *texts])
         operators = tuple(d.operator for d in found.graph.plan.quantized)
         note = Applied(_NAME, operators, f"{self._where()}: {said}")
         graph = dataclasses.replace(found.graph, applied=(note, *found.graph.applied))
         return QuantizedModel(graph, found.engine, found.backend, found.chosen, found.verdict)
+
+    def _choice(
+        self, asked: Conversion, steps: _Steps
+    ) -> tuple[list[Trial], dict[str, PreparedModel], Choice | None]:
+        """Return what was tried, the preparations by name, and which one is taken."""
+        # a wrong kernel shows in the error; the chosen model is verified as asked
+        quick = dataclasses.replace(asked, measure=False, progress=None, verify="off")
+        early = {name: model for name, model in self.models.items() if name not in self._late}
+        models = early or dict(self.models)
+        if asked.measure and not next(iter(models.values())).capabilities.why_no_bf16:
+            models[_BF16] = self._prepared(StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
+        steps.total = len(models) + 1
+        trials, made = self._all_tried(models, quick, steps)
+        config, doubt = self.quant_config, "measure=False"
+        if asked.measure:
+            trials, doubt = self._timed(trials, made)
+        choice = choose(trials, config.error_factor, config.least_gain, doubt)
+        late = {name: model for name, model in self.models.items() if name not in models}
+        if late and choice is not None and not doubt and is_slow(trials, choice):
+            steps.total += len(late)
+            more, made_late = self._all_tried(late, quick, steps)
+            models |= late
+            trials, doubt = self._timed([*trials, *more], {**made, **made_late})
+            choice = choose(trials, config.error_factor, config.least_gain, doubt)
+        return trials, models, choice
+
+    def _all_tried(
+        self, models: Mapping[str, PreparedModel], asked: Conversion, steps: _Steps
+    ) -> tuple[list[Trial], dict[str, QuantizedModel]]:
+        """Return a trial of each preparation, and those models that there are."""
+        trials: list[Trial] = []
+        made: dict[str, QuantizedModel] = {}
+        for name, model in models.items():
+            steps.begin(name)
+            trial, q_model = self._tried(name, model, asked)
+            trials.append(trial)
+            if q_model is not None:
+                made[name] = q_model
+        return trials, made
 
     def _prepared(self, config: AnyConfig) -> PreparedModel:
         """Return a preparation that shares this calibration."""
@@ -155,26 +181,25 @@ class PreparedAuto(Preparation):
             raise
         except NCError as error:
             return Trial(name=name, sqnr_db=-math.inf, failed=str(error), int8=int8), None
-        return Trial(name=name, sqnr_db=self._sqnr_db(made), int8=int8), made
+        return Trial(name=name, sqnr_db=self._sqnr_db(made) if int8 else math.inf, int8=int8), made
 
     def _final(
-        self, asked: Conversion, trial: Trial, tried: PreparedModel, made: QuantizedModel
+        self, asked: Conversion, trial: Trial, model: PreparedModel
     ) -> tuple[QuantizedModel, list[str]]:
         """Return the chosen model with what lowers its error, and what each of these gave."""
         asked = dataclasses.replace(asked, guard="undo", judged=self._few_rows())
-        model, found, said = tried, made, []
-        if trial.int8:
-            better = self._prepared(self._finals[trial.name])
-            again, q_model = self._tried(trial.name, better, dataclasses.replace(asked, measure=False))
-            left_out = q_model is None or again.sqnr_db < trial.sqnr_db
-            said.append(
-                f"its algorithms give {again.sqnr_db:.1f} dB{', and are left out' if left_out else ''}"
-            )
-            if q_model is not None and not left_out:
-                model, found, trial = better, q_model, again
-            model, found, text = self._mended(asked, trial, model, found)
-            said += [text] if text else []
-        return finished(model, found, asked), said
+        if not trial.int8:
+            return finished(model, model.lowered(asked), asked), []
+        better = self._prepared(self._finals[trial.name])
+        again, found = self._tried(trial.name, better, asked)
+        if found is None or again.sqnr_db < trial.sqnr_db:
+            said = f"its algorithms give {again.sqnr_db:.1f} dB, and are left out"
+            found = model.lowered(asked)
+        else:
+            said = f"its algorithms give {again.sqnr_db:.1f} dB"
+            model, trial = better, again
+        model, found, mended = self._mended(asked, trial, model, found)
+        return finished(model, found, asked), [said, *([mended] if mended else [])]
 
     def _mended(
         self, asked: Conversion, trial: Trial, model: PreparedModel, found: QuantizedModel
@@ -184,7 +209,7 @@ class PreparedAuto(Preparation):
         if not worst or trial.sqnr_db >= ENOUGH_DB:
             return model, found, ""
         other = model.leaving({name: Cause.COSTLY(share=f"{share:.0%}") for name, share in worst.items()})
-        again, mended = self._tried(trial.name, other, dataclasses.replace(asked, measure=False))
+        again, mended = self._tried(trial.name, other, asked)
         names = ", ".join(worst)
         if mended is None or again.error * LEAST_MENDED > trial.error:
             return model, found, f"in float, {names} would give {again.sqnr_db:.1f} dB"
@@ -274,6 +299,16 @@ def _call(
     return lambda: model(*args, **kwargs)
 
 
-def _report(progress: Progress | None, done: int, total: int, name: str) -> None:
-    if progress is not None:
-        progress(done, total, name)
+@dataclasses.dataclass(slots=True)
+class _Steps:
+    """Tells a caller of `convert` what is begun."""
+
+    progress: Progress | None
+    total: int = 0
+    done: int = 0
+
+    def begin(self, name: str) -> None:
+        """Say that a step begins."""
+        if self.progress is not None:
+            self.progress(self.done, self.total, name)
+        self.done += 1

@@ -152,6 +152,42 @@ class TestWhatIsTaken:
         with pytest.raises(nc.StateError, match="Nothing was calibrated"):
             nc.convert(prepared(MLP(), x))
 
+    @pytest.mark.parametrize("left_out", [False, True])
+    def test_what_is_delivered_is_verified(self, monkeypatch, left_out):
+        seen, lower = [], captured.lower
+
+        def noted(*args, **options):
+            seen.append(options["verify"])
+            return lower(*args, **options)
+
+        monkeypatch.setattr(captured, "lower", noted)
+        worth = -1 if left_out else 1  # of each algorithm, in dB
+        monkeypatch.setattr(
+            module_under_test.PreparedAuto, "_sqnr_db", lambda _, q: 60.0 + worth * len(q.graph.applied)
+        )
+        x = batches(2, 8, 16)
+        found = prepared(MLP(), x[0])
+        for batch in x:
+            found(batch)
+        text = text_of(nc.convert(found, measure=False))
+        assert ("are left out" in text) is left_out
+        assert seen == ["off"] * (len(seen) - 1 - left_out) + ["raise"] * (1 + left_out)
+
+    def test_late_candidates_are_tried_where_others_are_slow(self, monkeypatch):
+        x = batches(4, 8, 16)
+        config = nc.AutoConfig(error_factor=1.0, least_gain=0.0)
+        found = nc.prepare(MLP().eval(), config, example_inputs=x[0], backend="native")
+        for batch in x:
+            found(batch)
+        with_times(monkeypatch, static=1.0, ranges_per_row=1.2, SmoothQuant=1.0)
+        assert "SmoothQuant" not in text_of(nc.convert(found))
+        monkeypatch.setattr(
+            module_under_test.PreparedAuto, "_sqnr_db",
+            lambda _, q: 40.0 if q.graph.plan.quantized[0].spec.mode == "dynamic" else 20.0,
+        )  # fmt: skip
+        with_times(monkeypatch, static=1.0, ranges_per_row=2.0, SmoothQuant=1.5)
+        assert "SmoothQuant: 20.0 dB, 1.50 ms" in text_of(nc.convert(found))
+
     def test_progress_names_what_is_tried(self):
         x = batches(2, 8, 16)
         found, seen = prepared(MLP(), x[0]), []
