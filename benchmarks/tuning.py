@@ -1,6 +1,6 @@
 """What `nc/kernels/tuning.py` was chosen by, measured again on this machine.
 
-python benchmarks/tuning.py [elements] [dynamic] [threads] [low_bit_rows]
+python benchmarks/tuning.py [elements] [threads] [low_bit_rows]
 """
 
 from __future__ import annotations
@@ -55,25 +55,6 @@ def elements() -> None:
             functools.partial(torch.add, x, y, out=result),
         )
         print(f"{2**bits:8d}  {ours:8.1f}  {theirs:8.1f}")
-
-
-def dynamic() -> None:
-    """Print linears in fp32 and with FBGEMM's dynamic kernels, from which `DYNAMIC_COST` is read off."""
-    print("rows  inputs  outputs   fp32 µs  per tensor  per token")
-    for rows, inputs, outputs in (
-        (1, 64, 64), (1, 4096, 4096), (128, 64, 64), (128, 768, 768), (512, 1024, 4096), (4096, 64, 64)
-    ):  # fmt: skip
-        x = torch.randn(rows, inputs)
-        model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs)).eval()
-        calls: list[Callable[[], object]] = [
-            functools.partial(torch.nn.functional.linear, x, model[0].weight)
-        ]
-        for granularity in ("per_tensor", "per_token"):
-            config = nc.DynamicQuantConfig(act_granularity=granularity)
-            quantized = nc.quantize(model, config, example_inputs=x, backend="native", measure=False)
-            calls.append(functools.partial(quantized, x))
-        times = microseconds(*calls)
-        print(f"{rows:4d}  {inputs:6d}  {outputs:7d}  " + "  ".join(f"{value:9.1f}" for value in times))
 
 
 def threads() -> None:
@@ -140,7 +121,7 @@ def _of_rows(x: torch.Tensor, codes: torch.Tensor, outputs: int) -> Callable[[],
     return call
 
 
-PARTS = {"elements": elements, "dynamic": dynamic, "threads": threads, "low_bit_rows": low_bit_rows}
+PARTS = {"elements": elements, "threads": threads, "low_bit_rows": low_bit_rows}
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ class WeightRounding:
         """Return samples, as many as the operators' multiply-adds allow."""
         names = {d.operator for d in plan.quantized}
         taps = (Tap(n.meta["operator"], "output", _seen) for n in _targets(module, names))
-        return Needs(samples=Bound(macs=2 * MAC_BUDGET), taps=tuple(taps))
+        return Needs(samples=Bound(macs=MAC_BUDGET), taps=tuple(taps))
 
     def apply(self, context: Context) -> Applied:
         """Replace codes of the QDQ graph."""

@@ -11,9 +11,8 @@ import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nc.formats import Capabilities, DynamicCost, OpSupport
+from nc.formats import Capabilities, OpSupport
 from nc.graph.catalogue import CONVOLUTIONS
-from nc.kernels import tuning
 from nc.kernels.c_code import limit
 from nc.process import env
 
@@ -30,8 +29,6 @@ _FLAGS = {
 #: Any of these multiplies u8 x s8 into 32 bits; without them pair sums saturate at 16 bits.
 WIDE_ACCUMULATION = ("avx512_vnni", "avx_vnni", "amx_int8")
 
-#: FBGEMM's dynamic kernels against oneDNN's fp32.
-DYNAMIC_COST = DynamicCost(**tuning.DYNAMIC_COST.value)
 
 _AVX512 = ("avx2", "avx512f")
 #: Every CPU with AMX has it too.
@@ -195,7 +192,6 @@ def capabilities(
         narrow_sums=frozenset(narrow),
         isa=relied_on(),
         fused_add=fused_add,
-        dynamic_cost=DYNAMIC_COST,
     )
     if not bf16:
         return found

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from nc.backends import cpu
 from nc.backends.base import Backend, EngineModel, EngineReport, OpRun
 from nc.backends.profiling.nodes import profile_nodes
 from nc.formats import DTYPES, Capabilities, OpSupport
@@ -55,9 +54,7 @@ class ReferenceBackend(Backend):
         )
         rows += tuple(OpSupport(kind=kind, fake=tuple(DTYPES), note=_NOTE) for kind in sorted(SIMULATED_ONLY))
         fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
-        return Capabilities(
-            backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="", dynamic_cost=cpu.DYNAMIC_COST
-        )
+        return Capabilities(backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="")
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """Run the graph's own module."""

@@ -26,7 +26,7 @@ from nc.config.fields import (
     register_range_algorithm,
     transforms,
 )
-from nc.errors import ConfigError
+from nc.errors import ConfigError, UnknownFieldError
 from nc.formats import DTYPES, SCALE_DTYPES, SCALE_MODES, WeightFormat, dtype
 from nc.formats.checks import require
 from nc.numerics.low_bit import ACT_DTYPES
@@ -178,8 +178,6 @@ class DynamicQuantConfig(QuantConfig):
         act_algo: "minmax".
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.
-        skip_slow: leave small operators in fp32 if int8 would make them slower.
-            docs/how-to/quantize-without-data.md.
         keep_inaccurate: keep operators int8 whose own result has less than 10 dB against fp32 on the example
             inputs; by default they stay fp32.
         pre: as for static quantization.
@@ -195,10 +193,19 @@ class DynamicQuantConfig(QuantConfig):
         "act_algo": ConfigField("minmax", one_of("minmax")),
         "excluded_precisions": ConfigField((), precisions),
         "remainder": _STATIC["remainder"],
-        "skip_slow": ConfigField(False, flag),
         "keep_inaccurate": ConfigField(False, flag),
         "pre": _STATIC["pre"],
     }
+
+    @classmethod
+    def _check_name(cls, name: str) -> None:
+        if name == "skip_slow":
+            msg = (
+                "DynamicQuantConfig has no field 'skip_slow': convert(..., guard=\"undo\") measures "
+                "which operators are slower in int8, and leaves these in fp32."
+            )
+            raise UnknownFieldError(msg)
+        super()._check_name(name)
 
 
 class WeightOnlyConfig(QuantConfig):

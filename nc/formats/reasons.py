@@ -45,7 +45,6 @@ class Cause(enum.Enum):
     # what the backend can
     NO_KERNEL = "backend {backend!r} has no {how} kernel for {kind}"
     ONLY_NAMED = "ranges found at each call are for a {kind} only where a rule names it or its type"
-    SLOW = "skip_slow: {rows} x {inner} x {outputs} is too small to gain by dynamic int8"
     ONE_OUTPUT = "dynamic int8 gains nothing with one output; a rule that names it makes it int8"
     # what weight-only quantization leaves alone
     OUTPUT_HEAD = "the output head stays float; quantize it with lm_head=… or a rule that names it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -312,27 +311,6 @@ class OpSupport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicCost:
-    """What a linear costs in fp32, and what it saves and costs as dynamic int8.
-
-    It was measured on one kind of CPU.
-
-    Attributes:
-        macs: fp32 multiply-adds per microsecond.
-        weight_bytes: bytes of fp32 weights read per microsecond.
-        saved: share of both that int8 takes away.
-        call: granularity → microseconds that finding and applying the ranges costs in each call.
-        element: granularity → microseconds that it costs for each element of input and output.
-    """
-
-    macs: float
-    weight_bytes: float
-    saved: float
-    call: Mapping[str, float]
-    element: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """What a backend can run here, as data.
 
@@ -346,7 +324,6 @@ class Capabilities:
         why_no_bf16: why what is not int8 can't compute in bf16, on this CPU or at all; "" where it can.
         bf16_isa: CPU features that bf16 relies on.
         fused_add: kinds of operators whose kernels also do an addition behind them.
-        dynamic_cost: what `skip_slow` goes by; None: it leaves nothing out.
         tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is
             right.
     """
@@ -358,7 +335,6 @@ class Capabilities:
     fused_add: frozenset[str] = field(default_factory=frozenset)
     why_no_bf16: str = "it has no bf16 kernels"
     bf16_isa: tuple[str, ...] = ()
-    dynamic_cost: DynamicCost | None = None
     tolerance: float = 1e-3
 
     def __post_init__(self) -> None:

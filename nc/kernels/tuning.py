@@ -72,19 +72,6 @@ FEWEST_ROWS = Tuned(
     "2026-11-26",
     "python benchmarks/run.py --models bert-base --engines nc-native",
 )
-DYNAMIC_COST: Tuned[dict[str, typing.Any]] = Tuned(
-    {
-        "macs": 70e3,
-        "weight_bytes": 20e3,
-        "saved": 0.5,
-        "call": {"per_tensor": 35.0, "per_token": 90.0},
-        "element": {"per_tensor": 0.15e-3, "per_token": 0.5e-3},
-    },
-    "which linears are slower with FBGEMM's dynamic kernels than in fp32: the fields of DynamicCost",
-    _AVX2,
-    "2026-11-22",
-    "python benchmarks/tuning.py dynamic",
-)
 CODE_PRODUCTS = Tuned(
     ("avx512_vnni", "avx2"),
     "instruction sets with which linears and 1 x 1 convolutions of codes are faster in C than by oneDNN",

@@ -17,7 +17,6 @@ _WISHES = (
     Cause.ASKED,
     Cause.NOT_LISTED,
     Cause.NO_BF16_FORM,
-    Cause.SLOW,
     Cause.OTHER_STRATEGY,
     Cause.NO_LAYER,
 )
@@ -90,8 +89,6 @@ def _some(operators: list[str]) -> str:
 def _advice(decisions: list[Decision], config: AnyConfig) -> str:
     if any(map(_has_other_dtype, decisions)):
         return "Write model.float(), and give example_inputs and calibration data in fp32."
-    if all(d.stays_for(Cause.SLOW) for d in decisions):
-        return "skip_slow=False quantizes them anyway."
     if any(map(_has_no_kernel, decisions)):
         if _is_dynamic(config):
             return (

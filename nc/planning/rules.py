@@ -37,9 +37,9 @@ from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.placement import works_in_place
 from nc.graph.plan import INPUTS, OUTPUTS, Decision, Plan
 from nc.graph.recurrent import float_weights, is_projected
-from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
 from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged, only_named
+from nc.planning.sizes import Sizes
 
 #: The right side of a matmul with ranges of each call: one for what each result sums.
 _COLUMNS = TensorSpec(dtype=dtype("int8"), symmetric=True, granularity=PER_COLUMN, narrow=True, dynamic=True)
@@ -217,10 +217,7 @@ def _why_no_gain(
 ) -> Reason | None:
     """Why dynamic int8 has nothing to gain for an operator."""
     is_named = chosen.rule.level in (Level.NAME, Level.PATTERN)
-    why = None if is_named else sizes.one_output(op)
-    if why is None and values.get("skip_slow"):
-        why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)
-    return why
+    return None if is_named else sizes.one_output(op)
 
 
 def _simulated(

@@ -96,7 +96,6 @@ def test_a_model_for_which_there_is_no_kernel_is_refused():
     [
         (nc.StaticQuantConfig().exclude(nn.Linear), "fp32 was asked for"),
         (nc.StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"), "fp32 was asked for"),
-        (nc.DynamicQuantConfig(skip_slow=True), "skip_slow=False quantizes them anyway"),
     ],
 )
 def test_what_a_configuration_leaves_in_fp32_itself_is_a_warning(config, text):

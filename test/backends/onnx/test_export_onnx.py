@@ -283,7 +283,7 @@ def test_low_bit_weights_keep_their_codes(dtype, kind, act_dtype, tmp_path):
 @needs_packages
 @pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
 def test_ranges_of_each_call(granularity, tmp_path):
-    config = nc.DynamicQuantConfig(skip_slow=False, act_granularity=granularity)
+    config = nc.DynamicQuantConfig(act_granularity=granularity)
     q = converted(MLP(), torch.randn(4, 16), config)
     report = export_onnx(q, tmp_path / "m.onnx")
     assert {op.reason for op in report.operators} == {"as ranges of each call are computed in fp32"}

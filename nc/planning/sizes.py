@@ -1,12 +1,8 @@
-"""Estimate which operators dynamic int8 makes slower.
-
-To find and apply ranges can cost more time than int8 saves.
-"""
+"""Sizes of operators on the example inputs."""
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -14,7 +10,6 @@ from torch import fx
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
-from nc.formats import DynamicCost
 from nc.formats.reasons import Cause, Reason
 from nc.graph.fx_utils import run_with
 from nc.graph.multiply_adds import multiply_adds
@@ -63,17 +58,3 @@ class Sizes:
         the range of all.
         """
         return Cause.ONE_OUTPUT() if op.kind == "linear" and self.weight(op)[0] == 1 else None
-
-    def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
-        """Why dynamic int8 is slower than fp32 for an operator at the size of the example.
-
-        It is None if it is not slower.
-        """
-        if op.kind != "linear" or cost is None:
-            return None
-        outputs, inner = self.weight(op)
-        rows = math.prod(self._outputs[op.node][:-1])
-        saved = cost.saved * (rows * inner * outputs / cost.macs + 4 * inner * outputs / cost.weight_bytes)
-        if saved > cost.call[granularity] + cost.element[granularity] * rows * (inner + outputs):
-            return None
-        return Cause.SLOW(rows=rows, inner=inner, outputs=outputs)
