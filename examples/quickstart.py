@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nc
-from nc import StaticQuantConfig, convert, prepare
+from nc import convert, prepare
 
 LATENCY_ROUNDS = 40
 CHECK_BATCHES = 4
@@ -58,8 +58,7 @@ def tour(out: Path, evaluate: int) -> None:
             prepared(**batch)
 
     # ── int8 in four lines ──────────────────────────────────────────────
-    config = StaticQuantConfig()
-    prepared = prepare(model, config, example_inputs=calibration[0])
+    prepared = prepare(model, "auto", example_inputs=calibration[0])
     run_calibration(prepared)
     q_model = convert(prepared)
     # ────────────────────────────────────────────────────────────────────

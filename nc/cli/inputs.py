@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from nc.api.preparation.base import Preparation
-from nc.config import AnyConfig, config_from
+from nc.config import AnyConfig
+from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import InputError, NCError
 from nc.planning.layer_plan import WeightPlan
 
@@ -168,6 +169,12 @@ def check_needs_no_data(prepared: Preparation) -> None:
             )
             raise RequestError(msg)
         return
+    if isinstance(prepared.quant_config, AutoConfig):
+        msg = (
+            "--calib is missing: by default configurations are tried on calibration data. Give --calib "
+            "FILE.npz, or give --config one that needs no data, such as DynamicQuantConfig."
+        )
+        raise RequestError(msg)
     static = [d.operator for d in plan.decisions if d.operator in plan.static]
     if static:
         msg = (
@@ -178,10 +185,10 @@ def check_needs_no_data(prepared: Preparation) -> None:
         raise RequestError(msg)
 
 
-def read_config(path: Path) -> AnyConfig:
+def read_config(path: Path) -> AnyConfig | AutoConfig:
     """Return a configuration as `to_json_file` writes it."""
     try:
-        return config_from(json.loads(path.read_text(encoding="utf-8")))
+        return auto_or_config(json.loads(path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as error:
         msg = f"{path}: the configuration is not valid JSON: {error}"
         raise RequestError(msg) from error

@@ -116,11 +116,15 @@ class _BackendOption(click.Option):
 
 
 @contextlib.contextmanager
-def _step(progress: Progress, text: str) -> Iterator[None]:
-    """Show a step, which is done at the end of the block."""
+def _step(progress: Progress, text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a step, which is done at the end of the block; yields what tells how far it is."""
     step = progress.add_task(text, total=1)
-    yield
-    progress.update(step, completed=1)
+
+    def say(done: int, total: int, name: str) -> None:
+        progress.update(step, completed=done, total=total, description=f"{text}: {name}")
+
+    yield say
+    progress.update(step, completed=1, total=1, description=text)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -142,7 +146,11 @@ def main() -> None:
 @click.option(
     "--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace."
 )
-@click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: static int8).")
+@click.option(
+    "--config",
+    type=_FILE,
+    help="A JSON file from to_json_file (default: what suits the model and the CPU is tried).",
+)
 @click.option("--backend", cls=_BackendOption, default="auto", show_default=True)
 @click.option(
     "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch."
@@ -261,7 +269,7 @@ def quantize(
         return
     _check_of_factory(factory, out, given)
     arrays, examples = inputs.read_data(calib, example)
-    quant_config = inputs.read_config(config) if config else nc.get_default_static_config()
+    quant_config = inputs.read_config(config) if config else nc.AutoConfig()
     choose_backend(backend)
     model = inputs.make_model(factory)
 
@@ -271,8 +279,8 @@ def quantize(
                 model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend
             )
         _calibrate(prepared, arrays, batch_size, progress)
-        with _step(progress, "convert"):
-            q_model = nc.convert(prepared, verify=verify, measure=measure)
+        with _step(progress, "convert") as say:
+            q_model = nc.convert(prepared, verify=verify, measure=measure, progress=say)
         with inputs.writing(out):
             save(q_model, out)
     click.echo(str(q_model.report()))

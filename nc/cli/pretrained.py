@@ -12,6 +12,7 @@ import torch
 from nc.api.pretrained import quantize_folder
 from nc.cli import inputs
 from nc.config import WeightOnlyConfig, parts_of
+from nc.config.auto import AutoConfig
 
 
 def quantize_pretrained(
@@ -42,7 +43,9 @@ def quantize_pretrained(
         msg = f"Give either --config or {', '.join(sorted(fields))}, not both."
         raise inputs.RequestError(msg)
     chosen = WeightOnlyConfig(**fields) if config is None else inputs.read_config(config)
-    if not all(isinstance(part, WeightOnlyConfig) for part in parts_of(chosen)):
+    if isinstance(chosen, AutoConfig) or not all(
+        isinstance(part, WeightOnlyConfig) for part in parts_of(chosen)
+    ):
         msg = (
             f"{config}: a folder gets weight-only quantization; use a WeightOnlyConfig, or a FACTORY for "
             "other strategies."

@@ -92,6 +92,11 @@ def quantize(run, factory="mlp", calib="one.npz", *options):
     return run(*words, *options)
 
 
+def quantize_static(run, *words):
+    StaticQuantConfig().to_json_file("static.json")
+    return quantize(run, *(words or ("mlp", "one.npz")), "--config", "static.json")
+
+
 def refused(result):
     """The one line on stderr."""
     assert result.exit_code == 2, result.output
@@ -152,11 +157,19 @@ def test_quantize_calibrates_with_every_sample(run, folder):
     few = np.zeros((33, 8), dtype=np.float32)
     few[-1] = 7.0  # only the last, incomplete batch holds it
     np.savez("last.npz", few)
-    assert quantize(run, "mlp", "last.npz", "--batch-size", "16").exit_code == 0
+    assert quantize_static(run, "mlp", "last.npz", "--batch-size", "16").exit_code == 0
     model = load("out", backend="reference")
     assert (model.graph.example[0].shape[0], float(model.graph.example[0].abs().max())) == (1, 0.0)
     scales = [n.args[1] for n in model.graph.module.graph.nodes if "quantize_per_tensor" in str(n.target)]
     assert pytest.approx(7.0 / 255, rel=1e-3) in scales
+
+
+def test_quantize_tries_what_suits_the_model(run, folder):
+    np.savez("some.npz", np.random.default_rng(0).standard_normal((33, 8), dtype=np.float32))
+    result = quantize(run, "mlp", "some.npz", "--batch-size", "16")
+    assert result.exit_code == 0, result.output
+    assert "rows held out" in " ".join(result.stdout.split())
+    assert any("chosen: " in a.text for a in load("out", backend="reference").report().algorithms)
 
 
 def test_quantize_takes_example_inputs_of_their_own(run, folder):
@@ -339,7 +352,7 @@ def test_our_warnings_are_lines_without_source_code(run, folder):
 
 
 def test_inspect_lists_operators_sizes_versions_and_features(run):
-    assert quantize(run).exit_code == 0
+    assert quantize_static(run).exit_code == 0
     result = run("inspect", "out")
     assert result.exit_code == 0, result.output
     facts = dict(line.split(maxsplit=1) for line in result.stdout.split("\n\n")[1].splitlines())
@@ -518,7 +531,7 @@ def test_doctor_says_what_an_artefact_needs_and_this_cpu_lacks(run, monkeypatch)
 
 
 def test_doctor_lists_the_layers_that_load_would_change(run, monkeypatch):
-    assert quantize(run).exit_code == 0
+    assert quantize_static(run).exit_code == 0
     monkeypatch.setattr(
         "nc.cli.doctor.available_backends", lambda: {"ipex": "", "native": "", "reference": ""}
     )

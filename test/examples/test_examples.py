@@ -167,7 +167,6 @@ DOCUMENTS = [
     pytest.param("docs/how-to/quantize-without-data.md", marks=IPEX),
     pytest.param("docs/how-to/keep-layers-float.md", marks=IPEX),
     pytest.param("docs/how-to/calibrate.md", marks=IPEX),
-    "docs/how-to/accuracy-dropped.md",
     pytest.param("docs/how-to/speed-is-not-there.md", marks=IPEX),
     pytest.param("docs/how-to/generate-text.md", marks=EXHAUSTIVE),
     "docs/how-to/deploy.md",
