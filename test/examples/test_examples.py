@@ -48,7 +48,7 @@ def numbers(pattern, text):
 def test_quickstart_prints_what_a_newcomer_wants_to_know(tmp_path):
     text = run(tmp_path, "quickstart.py", "--evaluate", "64")
     asked, ran = numbers(r"backend native: (\d+) of (\d+) operators asked to run int8 do", text)
-    assert asked == ran >= 48  # six layers of six Linears and two matmuls
+    assert asked == ran >= 37  # six layers of six Linears and the pooler; attention where that is as accurate
     assert re.search(r"layer_norm +fp32 +fp32 +normalisation stays fp32", text)
     assert "Accuracy on 64 paragraphs that were not used for calibration" in text
     mean, worst = numbers(r"cosine to fp32 embeddings: mean (\S+), worst (\S+)\n", text)

@@ -34,8 +34,6 @@ from nc.weights.driver import Progress
 
 #: Seconds for the times of each trial.
 _SECONDS = 0.7
-#: Rows of calibration data that algorithms see again.
-_KEPT_ROWS = 32
 _NAME, _BF16 = "auto", "bf16"
 
 
@@ -73,7 +71,7 @@ class PreparedAuto(Preparation):
         self._late = {c.name for c in candidates(kinds) if c.late}
         self.plan = next(iter(self.models.values())).plan
         watches = [watch for model in self.models.values() for watch in model.watches()]
-        self.observed = Observed(graph, watches, Bound(rows=_KEPT_ROWS))
+        self.observed = Observed(graph, watches, Bound())
         for model in self.models.values():
             model.observed = self.observed
         self.held = HeldOut()
