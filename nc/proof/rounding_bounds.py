@@ -59,7 +59,14 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         return _dynamic(node, env, slacks)
     if rounds_input(node) and known:
         return _of_low_bit(LowBitLinear.of(node), env)
-    return None if known else _through(node, value, env, slacks)
+    return None if known else pytree.tree_map(_no_number_is_no_bound, _through(node, value, env, slacks))
+
+
+def _no_number_is_no_bound(slack: object) -> object:
+    """Return slack with infinity in place of what is no number: infinite slack times 0 has no bound."""
+    if isinstance(slack, torch.Tensor) and slack.is_floating_point():
+        return torch.nan_to_num(slack, nan=torch.inf, posinf=torch.inf)
+    return slack
 
 
 def position(x: torch.Tensor, codes: Quantize) -> torch.Tensor:
@@ -183,8 +190,7 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if name == "mul" or kind_of_node(node) == "matmul":
         sizes = [_magnitude(value) for value in (env[input_node(node)], rest[0])]
         larger = [size + slacks.get(side, 0) for size, side in zip(sizes, Binary.of(node).sides, strict=True)]
-        # infinite slack times 0 is no number: there is no bound
-        return torch.nan_to_num(target(*larger) - target(*sizes), nan=torch.inf, posinf=torch.inf)
+        return target(*larger) - target(*sizes)
     if name == "div" and Binary.of(node).right not in slacks and not Binary.of(node).rounding_mode:
         return slack(first) / abs(rest[0])
     if name == "softmax":

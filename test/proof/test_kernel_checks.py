@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from models import Attention, ResidualCNN, quantized
+from models import Attention, Function, ResidualCNN, graph_of, quantized
 from torch import nn
 
 import nc
@@ -30,6 +30,7 @@ from nc.graph.views import returned, set_argument
 from nc.ops import quantize_per_tensor
 from nc.proof import kernels
 from nc.proof.kernels import check_kernels, compared_names
+from nc.proof.rounding_bounds import slack_of
 
 pytestmark = pytest.mark.skipif(
     bool(available_backends()["native"]), reason="the native backend can't run here"
@@ -393,3 +394,30 @@ def test_a_check_reads_well():
         str(dataclasses.replace(found, faults=(fault,)))
         == "1 of 3 tensors are wrong, the first of 'fc' (one of fc, act): codes are off"
     )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x: torch.nn.functional.linear(x, torch.zeros(3, 8)),
+        lambda _, x: torch.softmax(x - torch.tensor([0.0] * 7 + [1e4]), -1),
+        lambda _, x: x * torch.zeros(8),
+    ],
+    ids=["weights of 0", "probabilities of 0", "factors of 0"],
+)
+def test_what_has_no_bound_times_0_has_none(function):
+    graph = graph_of(Function(function), torch.randn(2, 8))
+    env, slacks = {}, {}
+    for node in graph.module.graph.nodes:
+        if node.op == "placeholder":
+            env[node], slacks[node] = torch.randn(2, 8), torch.full((2, 8), torch.inf)
+        elif node.op == "get_attr":
+            env[node] = getattr(graph.module, node.target)
+        elif node.op == "call_function":
+            args = torch.fx.map_arg(node.args, env.__getitem__)
+            env[node] = node.target(*args)
+            found = slack_of(node, env[node], env, slacks)
+            if found is not None:
+                slacks[node] = found
+                assert not bool(found.isnan().any())
+                assert bool(found.isinf().all())
