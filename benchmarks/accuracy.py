@@ -1,6 +1,6 @@
 """Accuracy of every algorithm on real data: fp32, plain IPEX and this project's configurations; see tasks.py.
 
-python benchmarks/accuracy.py [--task minilm digits lm] [--only "nc static kl" fp32] [--data DIR]
+python benchmarks/accuracy.py [--task minilm digits pictures lm] [--only "nc static kl" fp32] [--data DIR]
     [--results results/accuracy.jsonl]
 
 Other projects' quantizers on the same data: peers.py, which needs the folder given as --data and an
@@ -89,6 +89,11 @@ def candidates() -> dict[str, Candidate]:
     configs["dynamic per_token, matmuls too"] = lambda: nc.DynamicQuantConfig().set_local(
         "matmul", nc.DynamicQuantConfig()
     )
+    configs["auto"] = lambda: "auto"
+    configs["static minmax, weights rounded"] = lambda: nc.StaticQuantConfig(
+        post=(nc.WeightRounding(), nc.BiasCorrection())
+    )
+    configs["static minmax, channels scaled"] = lambda: nc.StaticQuantConfig(pre=(nc.ChannelScaling(),))
     return {
         "fp32": fp32,
         "plain IPEX": plain_ipex,

@@ -1,10 +1,11 @@
-"""Three tasks to judge accuracy on.
+"""Four tasks to judge accuracy on.
 
 A fp32 model, data to calibrate on, other data to evaluate on, and what counts as good.
 
 * `minilm`: the sentence encoder and the protocol of examples/minilm.py.
 * `digits`: a convolutional network trained here on scikit-learn's digits, scans of handwriting; a third is
   held out.
+* `pictures`: MobileNetV2 with ImageNet weights; see pictures.py.
 * `lm`: a byte-level transformer trained here on Python's own documentation, in about two minutes; a tenth is
   held out.
 
@@ -25,6 +26,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, ClassVar
 
+import pictures
 import torch
 from results_rows import Figure, Value, append
 from safetensors.torch import load_file, save_file
@@ -256,6 +258,33 @@ class Transformer(nn.Module):
         return F.linear(self.norm(x), self.embed.weight)
 
 
+class Pictures(Task):
+    """MobileNetV2 with ImageNet weights, against its own answers; see pictures.py."""
+
+    name = "pictures"
+    figures: ClassVar = {"same answer": ("%", 1)}
+
+    def architecture(self) -> nn.Module:
+        """Return the network with its weights, which come in a package."""
+        return pictures.model()
+
+    def make(self) -> None:
+        """Cut pictures."""
+        parts = (
+            pictures.crops(pictures.CALIBRATION, 0, left=True),
+            pictures.crops(pictures.EVALUATION, 1, left=False),
+        )
+        self.calibration, self.evaluation = ([{"images": x} for x in part.split(16)] for part in parts)
+
+    def read(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Logits."""
+        return output
+
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
+        """How many pictures keep the answer of fp32."""
+        return (100 * (fp32.argmax(1) == got.argmax(1)).double().mean().item(),)
+
+
 class LanguageModel(Task):
     """The next byte of Python's documentation."""
 
@@ -298,7 +327,7 @@ class LanguageModel(Task):
         return math.exp(after), 100 * math.expm1(after - before)
 
 
-TASKS = {task.name: task for task in (MiniLM, Digits, LanguageModel)}
+TASKS = {task.name: task for task in (MiniLM, Digits, Pictures, LanguageModel)}
 #: Something to run, the size of its constants in MB, and how many of its products run in int8.
 Result = tuple[Run, str, str]
 Candidate = Callable[[Task], Result]

@@ -15,15 +15,21 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
     Equal tensors give +inf; a non-finite difference gives -inf. Values equal on both sides (also both -inf,
     as masks are) don't count as noise.
     """
+    return decibels(*powers(reference, value))
+
+
+def powers(reference: torch.Tensor, value: torch.Tensor) -> tuple[float, float]:
+    """Return the powers of the signal and of the noise in `sqnr_db`; those of parts of a tensor add up."""
     r, v = reference.double().flatten(), value.double().flatten()
     different = r != v
-    if not bool(different.any()):
+    return r[torch.isfinite(r)].square().sum().item(), (r[different] - v[different]).square().sum().item()
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return the ratio of two powers in dB: +inf without noise, -inf without a signal or a finite noise."""
+    if noise == 0.0:
         return math.inf
-    noise = (r[different] - v[different]).square().sum().item()
-    signal = r[torch.isfinite(r)].square().sum().item()
-    if not math.isfinite(noise) or signal == 0.0:
-        return -math.inf
-    return 10.0 * math.log10(signal / noise)
+    return 10.0 * math.log10(signal / noise) if math.isfinite(noise) and signal > 0.0 else -math.inf
 
 
 def worst_sqnr_db(expected: Sequence[Any], got: Sequence[Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from nc.algorithms.base import Algorithm
 from nc.algorithms.channel_scaling import ChannelScaling
@@ -47,27 +48,28 @@ def candidates(kinds: Collection[str], post: Sequence[Algorithm] = ()) -> tuple[
         kinds: as in `Decision.kind`.
         post: algorithms for the quantized model.
     """
-    static = Candidate("static", StaticQuantConfig(post=tuple(post)))
-    percentile = StaticQuantConfig(act_algo="percentile", post=tuple(post))
+    pre = (ChannelScaling(),) if not CONVOLUTIONS.isdisjoint(kinds) else ()
+    around: dict[str, Any] = {"pre": pre, "post": tuple(post)}
+    static = Candidate("static", StaticQuantConfig(**around))
+    percentile = StaticQuantConfig(act_algo="percentile", **around)
     of_rows = Candidate("ranges per row", percentile + DynamicQuantConfig())
     kind = kind_of(kinds)
     if kind == RECURRENT_MODEL:
         return of_rows, static
     if kind == CONVOLUTIONAL:
-        scaled = {"pre": (ChannelScaling(),), "post": tuple(post)}
         return (
-            Candidate("static, channels scaled", StaticQuantConfig(**scaled)),
-            Candidate("static, channels scaled, mse", StaticQuantConfig(act_algo="mse", **scaled)),
             static,
+            Candidate("static, mse", StaticQuantConfig(act_algo="mse", **around)),
+            Candidate("static, channels as they are", StaticQuantConfig(post=tuple(post))),
         )
-    smooth = SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile", post=tuple(post))
+    smooth = SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile", **around)
     if kind == LINEAR:
         return of_rows, static, Candidate("SmoothQuant", smooth, late=True)
-    float_attention = StaticQuantConfig(act_algo="percentile", post=tuple(post)) + DynamicQuantConfig()
+    float_attention = StaticQuantConfig(act_algo="percentile", **around) + DynamicQuantConfig()
     float_attention.set_local("matmul", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
     return (
         Candidate("ranges per row, attention in float", float_attention),
         of_rows,
-        Candidate("SmoothQuant", smooth, late=True),
         static,
+        Candidate("SmoothQuant", smooth, late=True),
     )

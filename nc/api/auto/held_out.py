@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,21 +21,34 @@ _SHARE = 4
 _SAME_DB = 60.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """What becomes of a calibration batch.
+
+    Attributes:
+        seen: what calibration sees; None: nothing of it.
+        held: what is held out; None: nothing of it.
+        outputs: for the whole batch, where they are known.
+    """
+
+    seen: Batch | None
+    held: Batch | None = None
+    outputs: Sequence[Any] | None = None
+
+
 class HeldOut:
     """The part of the calibration data that is held out: rows of batches, or whole batches.
 
     Attributes:
         samples: flat inputs.
-        outputs: flat outputs of the fp32 model for each of them.
     """
 
     def __init__(self) -> None:
         self.samples = Samples(_ROWS, _BYTES)
-        self.outputs: list[Sequence[Any]] = []
         self._calls = 0
 
-    def split(self, batch: Batch, run: Run) -> tuple[Batch | None, Sequence[Any] | None]:
-        """Return what of a batch is for calibration, and the outputs for all of it where they are known.
+    def split(self, batch: Batch, run: Run) -> Split:
+        """Return what of a batch is held out; nothing is kept yet.
 
         Args:
             batch: flat inputs.
@@ -43,44 +57,52 @@ class HeldOut:
         self._calls += 1
         rows = _rows(batch)
         if not self.samples.has_room(batch):
-            return batch, None
+            return Split(batch)
         if rows >= _SHARE:
-            kept = rows - rows // _SHARE
-            parts = _part(batch, 0, kept), _part(batch, kept, rows)
             whole = run(batch)
-            tail = self._rows_alone(parts[1], whole, kept, rows, run)
-            if tail is not None:
-                self._keep(parts[1], tail)
-                return parts[0], whole
+            first = rows - rows // _SHARE
+            held = _part(batch, first, rows)
+            if _stand_alone(held, whole, first, rows, run):
+                return Split(_part(batch, 0, first), held, whole)
         elif self._calls % _SHARE == 2:
             whole = run(batch)
-            self._keep(batch, whole)
-            return None, whole
-        return batch, None
+            if _numbers(whole):
+                return Split(None, batch, whole)
+        return Split(batch)
 
-    def _rows_alone(
-        self, part: Batch, whole: Sequence[Any], first: int, last: int, run: Run
-    ) -> Sequence[Any] | None:
-        """Return the outputs of some rows, if these are what the whole batch gives for them."""
-        if not all(isinstance(t, torch.Tensor) and t.dim() and len(t) == last for t in whole):
-            return None
-        try:
-            outputs = run(part)
-        except Exception:  # any model: its sizes may be fixed, and then whole batches are held out
-            return None
-        same = all(o.shape == w[first:last].shape for o, w in zip(outputs, whole, strict=True))
-        if not same or worst_sqnr_db([w[first:last] for w in whole], outputs) < _SAME_DB:
-            return None
-        return outputs
+    def keep(self, split: Split) -> None:
+        """Keep what is held out of a batch."""
+        if split.held is not None:
+            self.samples.keep(split.held)
 
-    def _keep(self, batch: Batch, outputs: Sequence[Any]) -> None:
-        self.samples.keep(batch)
-        self.outputs.append([o.clone() if isinstance(o, torch.Tensor) else o for o in outputs])
+
+def _stand_alone(part: Batch, whole: Sequence[Any], first: int, last: int, run: Run) -> bool:
+    """Whether some rows of a batch give alone what the whole batch gives for them.
+
+    Not where something is no number: calibration says where that comes from.
+    """
+    if not _numbers(whole) or not all(_rows_of(value) == last for value in whole):
+        return False
+    try:
+        outputs = run(part)
+    except Exception:  # any model: its sizes may be fixed, and then its batches stay whole
+        return False
+    expected = [t[first:last] for t in whole]
+    alike = all(o.shape == e.shape for o, e in zip(outputs, expected, strict=True))
+    return alike and worst_sqnr_db(expected, outputs) >= _SAME_DB
+
+
+def _rows_of(value: object) -> int:
+    return len(value) if isinstance(value, torch.Tensor) and value.dim() else 0
+
+
+def _numbers(outputs: Sequence[Any]) -> bool:
+    return not any(bool(t.isnan().any()) for t in outputs if isinstance(t, torch.Tensor))
 
 
 def _rows(batch: Batch) -> int:
     """Return the rows that all inputs have; 0 where they differ."""
-    sizes = {len(t) if t.dim() else 0 for t in batch}
+    sizes = set(map(_rows_of, batch))
     return sizes.pop() if len(sizes) == 1 else 0
 
 

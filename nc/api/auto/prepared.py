@@ -21,6 +21,7 @@ from nc.api.quantized import QuantizedModel
 from nc.backends.profiling.latency import median, timed_rounds
 from nc.backends.profiling.own_model import OwnModel
 from nc.backends.reference import NAME as REFERENCE
+from nc.calibration.ranks import Ranks
 from nc.calibration.statistics import Statistics
 from nc.capture.capture import Graph
 from nc.config import AnyConfig, StaticQuantConfig
@@ -29,11 +30,14 @@ from nc.errors import BackendError, NCError, StateError
 from nc.formats.reasons import Cause
 from nc.graph.fx_utils import call_graph
 from nc.graph.plan import Applied, Plan
-from nc.numerics.metrics import sqnr_db
+from nc.graph.signature import call_error
+from nc.numerics.metrics import decibels, powers
 from nc.weights.driver import Progress
 
 #: Seconds for the times of each trial.
 _SECONDS = 0.7
+#: Outputs of the fp32 model that are kept for comparison, in bytes.
+_OUTPUT_BYTES = 512 * 2**20
 _NAME, _BF16 = "auto", "bf16"
 
 
@@ -75,6 +79,7 @@ class PreparedAuto(Preparation):
         for model in self.models.values():
             model.observed = self.observed
         self.held = HeldOut()
+        self._expected: list[tuple[Sequence[torch.Tensor], Sequence[Any]]] = []
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,17 +90,22 @@ class PreparedAuto(Preparation):
             CalibrationError: NaN or Inf reached an operator that is to be quantized.
         """
         signature = self.graph.signature
-        with torch.no_grad():
-            inputs = tuple(signature.bind(args, kwargs))
-            part, outputs = self.held.split(inputs, self._run)
+        inputs = tuple(signature.bind(args, kwargs))
+        try:
+            split = self.held.split(inputs, self._run)
+        except Exception as error:
+            raise call_error(error, "The captured model", inputs, self.graph.example) from error
 
-            def result(found: Sequence[Any]) -> Any:
-                return signature.result(found if outputs is None else outputs, args, kwargs)
+        def result(found: Sequence[Any]) -> Any:
+            return signature.result(found if split.outputs is None else split.outputs, args, kwargs)
 
-            return result(()) if part is None else self.observed.see(part, result)
+        value = result(()) if split.seen is None else self.observed.see(split.seen, result)
+        self.held.keep(split)  # a batch counts whole or not at all
+        return value
 
     def _run(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        outputs: Sequence[Any] = call_graph(self.graph.module, inputs)
+        with torch.no_grad():
+            outputs: Sequence[Any] = call_graph(self.graph.module, inputs)
         return outputs
 
     @property
@@ -109,6 +119,12 @@ class PreparedAuto(Preparation):
 
     def convert(self, asked: Conversion) -> QuantizedModel:
         """Return the fastest of the models whose error is near the least one; see `AutoConfig`."""
+        if not Ranks.current().alone:
+            msg = (
+                '"auto" chooses by measurement, and ranks would choose differently: convert on one rank, '
+                "with the statistics of all (prepared.statistics.merge), or give a configuration."
+            )
+            raise StateError(msg)
         steps = _Steps(asked.progress)
         trials, models, choice = self._choice(asked, steps)
         if choice is None:
@@ -228,16 +244,20 @@ class PreparedAuto(Preparation):
 
     def _few_rows(self) -> list[tuple[torch.Tensor, ...]]:
         """Return some of what is held out, to find the noise of each operator."""
-        inputs, _ = self._judged()
-        return [tuple(inputs[0])]
+        return [tuple(self._judged()[0][0])]
 
-    def _judged(self) -> tuple[Sequence[tuple[torch.Tensor, ...]], Sequence[Sequence[Any]]]:
-        """Return flat inputs and outputs to judge by."""
-        if self.held.samples.batches:
-            return self.held.samples.batches, self.held.outputs
-        batches = self.observed.samples.batches[-1:] or [tuple(self.graph.example)]
-        with torch.no_grad():
-            return batches, [self._run(batch) for batch in batches]
+    def _judged(self) -> list[tuple[Sequence[torch.Tensor], Sequence[Any]]]:
+        """Return flat inputs to judge by, and what the fp32 model gives for them, as far as memory allows."""
+        batches = self.held.samples.batches or self.observed.samples.batches[-1:] or [self.graph.example]
+        if len(self._expected) != len(batches):
+            self._expected, size = [], 0
+            for batch in batches:
+                outputs = self._run(batch)
+                self._expected.append((batch, outputs))
+                size += sum(t.numel() * t.element_size() for t in outputs if isinstance(t, torch.Tensor))
+                if size > _OUTPUT_BYTES:
+                    break
+        return self._expected
 
     def _where(self) -> str:
         """Say what the dB are measured on."""
@@ -247,15 +267,16 @@ class PreparedAuto(Preparation):
         return f"judged by {rows} rows held out"
 
     def _sqnr_db(self, model: QuantizedModel) -> float:
-        """Return the SQNR of the worst output over all that is held out."""
-        inputs, outputs = self._judged()
-        found = [model.engine.run(batch) for batch in inputs]
-        worst = float("inf")
-        for expected, got in zip(zip(*outputs, strict=True), zip(*found, strict=True), strict=True):
-            if isinstance(expected[0], torch.Tensor) and expected[0].is_floating_point():
-                flat = [torch.cat([t.reshape(-1).float() for t in side]) for side in (expected, got)]
-                worst = min(worst, sqnr_db(*flat))
-        return worst
+        """Return the SQNR of the worst output over all that is judged by."""
+        signal: dict[int, float] = {}
+        noise: dict[int, float] = {}
+        for batch, outputs in self._judged():
+            for index, (expected, got) in enumerate(zip(outputs, model.engine.run(batch), strict=True)):
+                if isinstance(expected, torch.Tensor) and expected.is_floating_point():
+                    more = powers(expected, got)
+                    signal[index] = signal.get(index, 0.0) + more[0]
+                    noise[index] = noise.get(index, 0.0) + more[1]
+        return min((decibels(signal[index], noise[index]) for index in signal), default=math.inf)
 
     def _timed(self, trials: Sequence[Trial], made: Mapping[str, QuantizedModel]) -> tuple[list[Trial], str]:
         """Return the trials with their times on the example inputs, and why they say nothing."""

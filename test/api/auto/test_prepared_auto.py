@@ -1,6 +1,7 @@
 """`config="auto"`: what is held out, what is tried, and what comes of it."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -89,6 +90,33 @@ class TestWhatIsHeldOut:
             not found.held.samples.batches
         )  # rows >= 4 are never a whole batch, and a part is another result
         assert len(found.observed.samples.batches) == 3
+
+    def test_what_is_no_number_is_an_error_as_elsewhere(self):
+        x = batches(2, 8, 16)
+        x[1][7, 3] = float("nan")
+        found = prepared(MLP(), x[0])
+        found(x[0])
+        with pytest.raises(nc.CalibrationError, match="Calibration batch 2"):
+            found(x[1])
+        assert len(found.held.samples.batches) == 1
+
+    def test_inputs_that_do_not_fit(self):
+        class Embeds(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.fc = nn.Embedding(10, 16), nn.Linear(16, 4)
+
+            def forward(self, ids):
+                return self.fc(self.table(ids))
+
+        ids = torch.randint(0, 10, (8, 5))
+        found = prepared(Embeds(), ids)
+        with pytest.raises(nc.InputError):
+            found(ids + 10)
+        with pytest.raises(nc.InputError):
+            found(ids.float())
+        found(ids)
+        assert len(found.held.samples.batches) == 1
 
     def test_with_one_row_the_report_says_that_none_was(self):
         (x,) = batches(1, 1, 16)
@@ -187,6 +215,16 @@ class TestWhatIsTaken:
         )  # fmt: skip
         with_times(monkeypatch, static=1.0, ranges_per_row=2.0, SmoothQuant=1.5)
         assert "SmoothQuant: 20.0 dB, 1.50 ms" in text_of(nc.convert(found))
+
+    def test_ranks_of_a_process_group_do_not_choose(self, monkeypatch):
+        x = batches(2, 8, 16)
+        found = prepared(MLP(), x[0])
+        found(x[0])
+        monkeypatch.setattr(
+            module_under_test.Ranks, "current", lambda: types.SimpleNamespace(alone=False, rank=0, count=2)
+        )
+        with pytest.raises(nc.StateError, match="ranks would choose differently"):
+            nc.convert(found)
 
     def test_progress_names_what_is_tried(self):
         x = batches(2, 8, 16)
