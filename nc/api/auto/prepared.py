@@ -14,7 +14,7 @@ from nc.algorithms.base import Bound
 from nc.api.auto.candidates import Candidate, candidates
 from nc.api.auto.choice import ENOUGH_DB, LEAST_MENDED, MOST_LOST, Choice, Trial, choose, costly_few, is_slow
 from nc.api.auto.held_out import HeldOut
-from nc.api.preparation.base import Conversion, Preparation
+from nc.api.preparation.base import CapturedPreparation, Conversion
 from nc.api.preparation.captured import PreparedModel, finished
 from nc.api.preparation.observed import Observed
 from nc.api.quantized import QuantizedModel
@@ -41,7 +41,7 @@ _OUTPUT_BYTES = 512 * 2**20
 _NAME, _BF16 = "auto", "bf16"
 
 
-class PreparedAuto(Preparation):
+class PreparedAuto(CapturedPreparation):
     """The captured model. Call it with calibration data; it returns what the fp32 model returns.
 
     A part of the data is held out: `convert` judges what it tries by it.
@@ -79,6 +79,7 @@ class PreparedAuto(Preparation):
         for model in self.models.values():
             model.observed = self.observed
         self.held = HeldOut()
+        self._judged_by: list[Sequence[torch.Tensor]] = []
         self._expected: list[tuple[Sequence[torch.Tensor], Sequence[Any]]] = []
         self.eval()
 
@@ -93,6 +94,8 @@ class PreparedAuto(Preparation):
         inputs = tuple(signature.bind(args, kwargs))
         try:
             split = self.held.split(inputs, self._run)
+        except NCError:
+            raise
         except Exception as error:
             raise call_error(error, "The captured model", inputs, self.graph.example) from error
 
@@ -237,7 +240,7 @@ class PreparedAuto(Preparation):
         """How many times as long a call takes; None where that can't be measured."""
         if not asked.measure or REFERENCE in (before.backend, after.backend):
             return None
-        calls = [_call(model, self.own, self.graph.example) for model in (before, after)]
+        calls = [self._call(model) for model in (before, after)]
         with torch.no_grad():
             rounds, _, load = timed_rounds({"before": calls[0], "after": calls[1]}, 2 * _SECONDS)
         return None if load.disturbed() else median(rounds)["after"] / median(rounds)["before"]
@@ -249,8 +252,8 @@ class PreparedAuto(Preparation):
     def _judged(self) -> list[tuple[Sequence[torch.Tensor], Sequence[Any]]]:
         """Return flat inputs to judge by, and what the fp32 model gives for them, as far as memory allows."""
         batches = self.held.samples.batches or self.observed.samples.batches[-1:] or [self.graph.example]
-        if len(self._expected) != len(batches):
-            self._expected, size = [], 0
+        if [id(batch) for batch in self._judged_by] != [id(batch) for batch in batches]:
+            self._judged_by, self._expected, size = list(batches), [], 0
             for batch in batches:
                 outputs = self._run(batch)
                 self._expected.append((batch, outputs))
@@ -282,11 +285,19 @@ class PreparedAuto(Preparation):
         """Return the trials with their times on the example inputs, and why they say nothing."""
         if any(model.backend == REFERENCE for model in made.values()):
             return list(trials), "the reference is never timed"
-        calls = {name: _call(model, self.own, self.graph.example) for name, model in made.items()}
+        calls = {name: self._call(model) for name, model in made.items()}
         with torch.no_grad():
             rounds, _, load = timed_rounds(calls, _SECONDS * len(calls))
         times = median(rounds)
         return [dataclasses.replace(t, ms=times.get(t.name)) for t in trials], load.disturbed()
+
+    def _call(self, model: QuantizedModel) -> Callable[[], object]:
+        """Return the call of a model as the user makes it."""
+        # a model that fills lists or caches is another one in each call of the same arguments
+        if self.own is None or self.graph.signature.effects.after is not None:
+            return lambda: model.engine.run(self.graph.example)
+        args, kwargs = self.own.copies()
+        return lambda: model(*args, **kwargs)
 
 
 def _distinct(
@@ -306,16 +317,6 @@ def _same(one: Plan, other: Plan) -> bool:
     return one.algorithms == other.algorithms and {d.operator: d.spec for d in one.decisions} == {
         d.operator: d.spec for d in other.decisions
     }
-
-
-def _call(
-    model: QuantizedModel, own: OwnModel | None, example: Sequence[torch.Tensor]
-) -> Callable[[], object]:
-    """Return the call of a model as the user makes it."""
-    if own is None:
-        return lambda: model.engine.run(example)
-    args, kwargs = own.copies()
-    return lambda: model(*args, **kwargs)
 
 
 @dataclasses.dataclass(slots=True)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
+from nc.errors import StateError
 from nc.graph.fixed_module import FixedModule
 from nc.graph.plan import Plan
 from nc.planning.layer_plan import WeightPlan
 from nc.weights.driver import Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class CalibrationData(Protocol):
@@ -70,3 +75,31 @@ class Preparation(FixedModule, abc.ABC):
     @abc.abstractmethod
     def convert(self, asked: Conversion) -> torch.nn.Module:
         """Return the quantized model; see `nc.convert`. Calibration can go on afterwards."""
+
+
+class CapturedPreparation(Preparation):
+    """What those preparations have in common that hold a captured graph: they are copied, but not pickled."""
+
+    def __copy__(self) -> Self:
+        """Return a model that shares everything."""
+        copied = self.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a model that shares nothing."""
+        memo[id(self)] = copied = self.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse what pickle and `torch.save` call: of a graph they keep the code only.
+
+        Raises:
+            StateError: always.
+        """
+        msg = (
+            "A prepared model can't be pickled, nor saved with torch.save(): save what it has seen, with "
+            "prepared.statistics.save(), and load that in a model that is prepared alike."
+        )
+        raise StateError(msg)

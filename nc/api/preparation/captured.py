@@ -9,14 +9,14 @@ import copy
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import torch
 from torch import fx
 
 from nc.algorithms.base import Algorithm, Bound, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
-from nc.api.preparation.base import Conversion, Preparation
+from nc.api.preparation.base import CapturedPreparation, Conversion
 from nc.api.preparation.guard import undone
 from nc.api.preparation.observed import Observed
 from nc.api.quantized import QuantizedModel
@@ -58,7 +58,7 @@ from nc.planning.simulated import WHY_REFERENCE, that_simulates
 from nc.process.warn import warn
 
 
-class PreparedModel(Preparation):
+class PreparedModel(CapturedPreparation):
     """The captured model.
 
     Call it with calibration data of any batch size; it returns what the fp32 model returns.
@@ -142,30 +142,6 @@ class PreparedModel(Preparation):
     def _users_model(self) -> torch.nn.Module | None:
         own = vars(self).get("own")
         return None if own is None else own.model
-
-    def __copy__(self) -> PreparedModel:
-        """Return a model that shares everything."""
-        copied = self.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModel:
-        """Return a model that shares nothing."""
-        memo[id(self)] = copied = self.__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse what pickle and `torch.save` call: of a graph they keep the code only.
-
-        Raises:
-            StateError: always.
-        """
-        msg = (
-            "A prepared model can't be pickled, nor saved with torch.save(): save what it has seen, with "
-            "prepared.statistics.save(), and load that in a model that is prepared alike."
-        )
-        raise StateError(msg)
 
     def convert(self, asked: Conversion) -> QuantizedModel:
         """Return the model on an engine, compared with the reference; warns where it is hardly worth it."""

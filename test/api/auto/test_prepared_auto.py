@@ -1,6 +1,8 @@
 """`config="auto"`: what is held out, what is tried, and what comes of it."""
 
+import copy
 import dataclasses
+import pickle
 import types
 
 import pytest
@@ -225,6 +227,17 @@ class TestWhatIsTaken:
         )
         with pytest.raises(nc.StateError, match="ranks would choose differently"):
             nc.convert(found)
+
+    def test_it_is_copied_but_not_pickled(self):
+        x = batches(2, 8, 16)
+        found = prepared(MLP(), x[0])
+        found(x[0])
+        other = copy.deepcopy(found)
+        other(x[1])
+        assert (len(found.held.samples.batches), len(other.held.samples.batches)) == (1, 2)
+        assert torch.isfinite(nc.convert(other, measure=False)(x[0])).all()
+        with pytest.raises(nc.StateError, match="statistics.save"):
+            pickle.dumps(found)
 
     def test_progress_names_what_is_tried(self):
         x = batches(2, 8, 16)
