@@ -1173,6 +1173,14 @@ MUTATIONS = (
         ("kernel_checks",),
     ),
     Mutation(
+        "weight-rounding-pairs",
+        "codes whose pairs do not fit 16 bits are not taken where they have to",
+        "algorithms/weight_rounding.py",
+        "return result if not held.spec.paired or pairs_fit(result, held.axis, held.groups) else None",
+        "return result",
+        ("weight_rounding",),
+    ),
+    Mutation(
         "verdict",
         "operators that cost more than they gain are named, others not",
         "backends/profiling/verdict.py",

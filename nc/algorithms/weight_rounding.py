@@ -24,6 +24,7 @@ from nc.graph.catalogue import input_node, kind_of_node
 from nc.graph.plan import Applied, Plan
 from nc.graph.views import Conv, Weighted
 from nc.numerics.column_rounding import round_columns
+from nc.numerics.weights import pairs_fit
 
 _KINDS = frozenset({"linear", "conv1d", "conv2d"})
 #: Rows of columns that a Hessian is made of, for each column and at least.
@@ -151,8 +152,9 @@ def _codes(
     codes = round_columns(matrix, scale, hessian, (held.spec.quant_min, held.spec.quant_max))
     if codes is None:
         return None
-    result = torch.empty_like(held.codes)
-    return result.copy_(codes.reshape(weight.shape))
+    result = torch.empty_like(held.codes).copy_(codes.reshape(weight.shape))
+    # pairs of products that 16 bits have to hold are fitted when weights are rounded to nearest
+    return result if not held.spec.paired or pairs_fit(result, held.axis, held.groups) else None
 
 
 def _hessian(node: fx.Node, matrix: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:

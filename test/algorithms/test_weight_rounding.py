@@ -1,13 +1,18 @@
 """Weights that are rounded by what their operators' outputs lose."""
 
+import dataclasses
+
 import pytest
 import torch
-from models import quantized
+from models import graph_of, quantized
 from torch import nn
 
 import nc
 from nc.algorithms import weight_rounding
 from nc.algorithms.weight_rounding import WeightRounding
+from nc.api.preparation.captured import PreparedModel
+from nc.backends import get_backend
+from nc.planning.rules import decide
 
 
 def smooth(*shape, seed=0):
@@ -131,3 +136,29 @@ def test_codes_of_the_same_data_are_the_same():
     found = [quantized(model, x, nc.StaticQuantConfig(post=(WeightRounding(),))) for _ in range(2)]
     first, second = ([v for v in q.graph.module.buffers()] for q in found)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_pairs_of_products_fit_16_bits_where_they_have_to(large):
+    """As on a CPU with AVX2: where new codes would not fit, the nearest ones stay."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 16)).eval(), smooth(64, 32)
+    if large:
+        with torch.no_grad():  # neighbours of the largest size, and of one sign
+            model[0].weight.copy_(torch.sign(model[0].weight[:, :1]) * (1 + 0.01 * torch.rand(16, 32)))
+    config, graph = nc.StaticQuantConfig(), graph_of(model, x)
+    capabilities = dataclasses.replace(
+        get_backend("reference").capabilities(), narrow_sums=frozenset({("linear", "uint8")})
+    )
+    plan = decide(config, graph, capabilities)
+    assert plan["0"].spec.weight.paired
+    prepared = PreparedModel(graph, plan, capabilities, "reference", config, (WeightRounding(),))
+    prepared(x)
+    (codes,) = (
+        value
+        for value in prepared.quantized_graph().module.buffers()
+        if value.dtype is torch.int8 and value.dim() == 2
+    )
+    pairs = codes.int().reshape(16, -1, 2)
+    assert 255 * int(pairs.clamp(min=0).sum(-1).max()) <= 2**15 - 1
+    assert 255 * int(pairs.clamp(max=0).sum(-1).min()) >= -(2**15)
