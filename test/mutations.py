@@ -1096,8 +1096,8 @@ MUTATIONS = (
         "channel-scaling-clip",
         "channels that reach a clip are not scaled",
         "algorithms/channel_scaling.py",
-        "return torch.where(fixed, 1.0, wanted)",
-        "return wanted",
+        "** power, limits.clamp(min=1))",
+        "** power, limits.clamp(min=1e9))",
         ("channel_scaling",),
     ),
     Mutation(

@@ -50,8 +50,6 @@ from nc.observers.minmax import EXTREMES
 _POWERS = tuple(step / 8 for step in range(9))
 #: Largest code of a weight, and steps of an activation's range.
 _WEIGHT_STEPS, _STEPS = 127.0, 255.0
-#: A channel is clipped where it comes so near to the limit.
-_REACHED = 1 - 1e-5
 #: Channels grow up to this part of the range: other data may have larger values than calibration has.
 _ROOM = 1.25
 _CLIPS = frozenset({"relu6", "hardtanh", "clamp"})
@@ -270,18 +268,15 @@ def best_scale(
     if not bool((sizes > 0).all()) or not bool(sizes.isfinite().all()):
         return torch.ones_like(sizes)
     limits = torch.full_like(sizes, math.inf)
-    fixed = torch.zeros_like(sizes, dtype=torch.bool)
     for node, (least, most) in region.clips.items():
         low, high = ranges[node]
         if least < 0:
-            fixed |= low <= least * _REACHED
             limits = torch.minimum(limits, least / (_ROOM * low).clamp(max=-1e-30))
-        fixed |= high >= most * _REACHED
         limits = torch.minimum(limits, most / (_ROOM * high).clamp(min=1e-30))
 
     def scale(power: float) -> torch.Tensor:
-        wanted = torch.minimum((sizes.max() / sizes) ** power, limits.clamp(min=1))
-        return torch.where(fixed, 1.0, wanted)
+        # what reaches a clip stays as it is
+        return torch.minimum((sizes.max() / sizes) ** power, limits.clamp(min=1))
 
     return min((scale(power) for power in _POWERS), key=lambda s: _expected_error(module, region, ranges, s))
 

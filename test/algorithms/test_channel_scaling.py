@@ -165,6 +165,20 @@ def test_a_channel_that_reaches_a_clip_stays_and_others_do_not_pass_it():
     assert float(scale.max()) > 2
 
 
+def test_a_channel_that_reaches_the_lower_limit_of_a_clip_stays():
+    model = model_of(lambda: Block(lambda: nn.Hardtanh(-1.0, 4.0)))
+    with torch.no_grad():
+        model.expand.bias[5] = -20.0  # always below -1
+    module, region, ranges = region_and_ranges(model, X, "expand")
+    scale = best_scale(module, region, ranges)
+    assert scale[5] == 1
+    (clipped,) = region.clips
+    low, high = (end * scale for end in ranges[clipped])
+    assert float(low.min()) >= -1 - 1e-9
+    assert float(high.max()) <= 4 + 1e-9
+    assert float(scale.max()) > 2
+
+
 def test_the_expected_error_is_that_of_rounding():
     """Against codes and weights that are rounded, for values that are uniform as the estimate has it."""
     torch.manual_seed(0)
