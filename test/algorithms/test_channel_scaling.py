@@ -168,7 +168,7 @@ def test_a_channel_that_reaches_a_clip_stays_and_others_do_not_pass_it():
 def test_a_channel_that_reaches_the_lower_limit_of_a_clip_stays():
     model = model_of(lambda: Block(lambda: nn.Hardtanh(-1.0, 4.0)))
     with torch.no_grad():
-        model.expand.bias[5] = -20.0  # always below -1
+        model.expand.bias[5], model.expand.bias[7] = -20.0, 3.5  # always below -1; large
     module, region, ranges = region_and_ranges(model, X, "expand")
     scale = best_scale(module, region, ranges)
     assert scale[5] == 1
