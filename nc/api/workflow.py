@@ -129,7 +129,7 @@ def convert(
             "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`;
             needs a C++ compiler.
-        measure: time the quantized model and yours on the example inputs, for about a second. The report
+        measure: time the quantized model and yours on the example inputs, for one or two seconds. The report
             begins with the result. The reference is never timed. Of weight-only quantization, single layers
             are timed, and it warns if they are slower.
         guard: what is done if int8 costs time by that measurement. "warn": the verdict names the operators,

@@ -299,11 +299,11 @@ def test_kept_samples_are_the_inputs():
     mine = nc.prepare(
         Adds().eval(), StaticQuantConfig(), example_inputs=(X, torch.zeros(4, 8)), backend="reference"
     )
-    mine._samples.rows, mine._samples.size = 100, 1 << 20
+    mine.observed.samples.rows, mine.observed.samples.size = 100, 1 << 20
     cache = torch.zeros(4, 8)
     mine(X, cache)
     mine(X, cache)
-    first, second = mine._samples.batches
+    first, second = mine.observed.samples.batches
     assert not bool(first[1].any())
     assert torch.allclose(
         second[1], first[0] @ mine.graph.module.f_weight.t() + mine.graph.module.f_bias, atol=1e-5

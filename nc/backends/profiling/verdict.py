@@ -29,7 +29,8 @@ from nc.graph.fx_utils import copy_module
 from nc.graph.plan import Plan
 from nc.graph.qdq import QDQGraph
 
-#: What `measure` may take. Half of it is for whole calls, the rest for calls that are taken apart.
+#: What `measure` may take. Half of it is for whole calls, the rest for calls that are taken apart. Three
+#: rounds of whole calls, without which nobody can tell, may take longer.
 SECONDS = 1.0
 _MOST_STEPS = 5
 #: Steps are called one by one from Python. A loss counts from a tenth of the fp32 time, and from a hundredth

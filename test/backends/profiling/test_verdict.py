@@ -351,8 +351,9 @@ def test_small_models_are_called_often_and_take_no_second(machine):
 @pytest.mark.parametrize("call", [0.001, 0.03, 0.1, 0.2, 0.3, 0.49, 0.6])
 def test_the_time_is_kept(machine, call):
     found, made = machine(call, call / 2, call / 2)
-    assert made.now <= max(1.0, 1.5 * call) + 1e-9
-    assert found.calls >= 1
+    tells = 1.5 * call < 0.5  # three rounds behind the first, in at most two seconds
+    assert made.now <= max(1.0, 6 * call if tells else 1.5 * call) + 1e-9
+    assert found.calls >= (3 if tells else 1)
 
 
 def test_a_slow_model_is_called_once_each(machine):
