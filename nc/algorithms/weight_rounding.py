@@ -22,9 +22,10 @@ from nc.algorithms.judged import Errors, errors_of_outputs, harmless
 from nc.algorithms.side_by_side import Stream
 from nc.graph.catalogue import input_node, kind_of_node
 from nc.graph.plan import Applied, Plan
-from nc.graph.views import Conv, Weighted
-from nc.numerics.column_rounding import round_columns
-from nc.numerics.weights import pairs_fit
+from nc.graph.views import Conv, Dequantize, Weighted
+from nc.numerics.column_rounding import Factor, factored, round_columns
+from nc.numerics.weights import pairs_of_columns
+from nc.ops import DEQUANTIZE
 
 _KINDS = frozenset({"linear", "conv1d", "conv2d"})
 #: Rows of columns that a Hessian is made of, for each column and at least.
@@ -123,6 +124,7 @@ def _solved(
     """Return new codes by operator, in execution order; the QDQ graph has them too."""
     originals = {n.meta["operator"]: Weighted.of(n).weight for n in _targets(fp32, set(weights))}
     stream, codes, known = Stream(quantized, batches), {}, set()
+    shared: tuple[fx.Node | None, Factor | None] = None, None  # queries, keys and values read one tensor
     for node in _targets(quantized, set(weights)):
         name = node.meta["operator"]
         held = weights[name]
@@ -130,36 +132,39 @@ def _solved(
         if held.name in known or original.op != "get_attr":
             continue
         known.add(held.name)
-        stream.until(input_node(node))
-        found = _codes(node, getattr(fp32, str(original.target)).detach(), held, stream[input_node(node)])
-        if found is not None:
-            held.replace(found)
+        read = input_node(node)
+        stream.until(read)
+        weight = getattr(fp32, str(original.target)).detach()
+        linear = kind_of_node(node) == "linear"
+        origin = Dequantize.of(read).codes if read.target in DEQUANTIZE else read
+        factor = shared[1] if linear and origin is shared[0] else _factor(node, weight, held, stream[read])
+        shared = (origin, factor) if linear else (None, None)
+        if factor is not None:
+            held.replace(_codes(weight, held, factor))
             stream.again(Weighted.of(node).weight)
             codes[name] = held.codes
     return codes
 
 
-def _codes(
+def _codes(weight: torch.Tensor, held: WeightCodes, factor: Factor) -> torch.Tensor:
+    """Return the codes of a weight for the inputs that its operator reads."""
+    matrix = weight.float().reshape(held.groups, len(weight) // held.groups, -1)
+    scale = held.scale.reshape(-1, 1).expand(len(weight), 1).reshape(held.groups, -1, 1)
+    pairs = pairs_of_columns(weight, held.groups) if held.spec.paired else None
+    codes = round_columns(matrix, scale, factor, (held.spec.quant_min, held.spec.quant_max), pairs)
+    return torch.empty_like(held.codes).copy_(codes.reshape(weight.shape))
+
+
+def _factor(
     node: fx.Node, weight: torch.Tensor, held: WeightCodes, inputs: Sequence[torch.Tensor]
-) -> torch.Tensor | None:
-    """Return the codes of a weight for the inputs that its operator reads; None where it can't be solved."""
-    groups = held.groups
-    matrix = weight.float().reshape(groups, len(weight) // groups, -1)
-    hessian = _hessian(node, matrix, inputs)
-    if hessian is None:
-        return None
-    scale = held.scale.reshape(-1, 1).expand(len(weight), 1).reshape(groups, -1, 1)
-    codes = round_columns(matrix, scale, hessian, (held.spec.quant_min, held.spec.quant_max))
-    if codes is None:
-        return None
-    result = torch.empty_like(held.codes).copy_(codes.reshape(weight.shape))
-    # pairs of products that 16 bits have to hold are fitted when weights are rounded to nearest
-    return result if not held.spec.paired or pairs_fit(result, held.axis, held.groups) else None
+) -> Factor | None:
+    """Return the factor for the inputs that an operator reads; None where it has none."""
+    hessian = _hessian(node, held.groups, weight.numel() // len(weight), inputs)
+    return None if hessian is None else factored(hessian)
 
 
-def _hessian(node: fx.Node, matrix: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _hessian(node: fx.Node, groups: int, columns: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the sums of x x^T over evenly spaced rows of an operator's inputs, float64; None without any."""
-    groups, _, columns = matrix.shape
     wanted = max(_ROWS, _ROWS_EACH * columns) / len(inputs)
     total = torch.zeros(groups, columns, columns, dtype=torch.float64)
     for value in inputs:

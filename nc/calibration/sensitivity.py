@@ -28,14 +28,21 @@ NAMED = 12
 NAME = "sensitivity"
 
 
-def ranking(noise: Mapping[str, float]) -> Applied:
-    """Return the operators that add most of the error, for the report."""
+def ranking(noise: Mapping[str, float], times: Mapping[str, str] | None = None) -> Applied:
+    """Return the operators that add most of the error, for the report.
+
+    Args:
+        noise: from `noise_of_operators`.
+        times: operator → how long it takes, in words; where that was measured.
+    """
     total = sum(noise.values())
     worst = list(noise.items())[:NAMED]
-    parts = [
-        f"{name} {share / total if total else 0.0:.0%} ({-10 * math.log10(max(share, 1e-30)):.1f} dB alone)"
-        for name, share in worst
-    ]
+
+    def alone(name: str, share: float) -> str:
+        db = f"{-10 * math.log10(max(share, 1e-30)):.1f} dB alone"
+        return "; ".join([db, *([times[name]] if times and name in times else [])])
+
+    parts = [f"{name} {share / total if total else 0.0:.0%} ({alone(name, share)})" for name, share in worst]
     text = f"error of the outputs by operator: {', '.join(parts)}"
     return Applied(NAME, tuple(name for name, _ in worst), text)
 

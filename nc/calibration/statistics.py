@@ -268,8 +268,15 @@ def magnitudes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
 
     It tells models apart, but not the last bits of folded batch norms.
     """
-    constants = {name: t[t.isfinite()] for name, t in tensors if t.is_floating_point()}
-    return {name: float(t.abs().double().mean()) for name, t in constants.items() if t.numel()}
+    return {name: _magnitude(t) for name, t in tensors if t.is_floating_point() and bool(t.isfinite().any())}
+
+
+def _magnitude(value: torch.Tensor) -> float:
+    """Return the mean magnitude of the finite values of a tensor that has some."""
+    total = float(torch.linalg.vector_norm(value, 1, dtype=torch.float64))
+    if math.isfinite(total):
+        return total / value.numel()  # nothing is copied
+    return float(value[value.isfinite()].double().abs().mean())
 
 
 def refuse_other_weights(found: Mapping[str, float], mine: Mapping[str, float], where: str) -> None:

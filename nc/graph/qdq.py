@@ -23,12 +23,12 @@ from nc.graph.fx_utils import (
     retarget,
     take_over,
 )
+from nc.graph.known_codes import KnownCodes
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.plan import Applied, Decision, Plan
 from nc.graph.recurrent import CELLS, is_recurrent, weights_of
 from nc.graph.signature import Signature
 from nc.graph.views import Binary, Recurrent, RecurrentCell, Weighted, set_argument
-from nc.numerics.weights import quantize_weight
 from nc.ops import (
     RECURRENT,
     dequantize_float,
@@ -127,7 +127,11 @@ def in_memory(graph: QDQGraph) -> QDQGraph:
 
 
 def insert_qdq(
-    module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan
+    module: fx.GraphModule,
+    edges: list[Edge],
+    qparams: Mapping[tuple[str, TensorSpec], QParams],
+    plan: Plan,
+    known: KnownCodes | None = None,
 ) -> fx.GraphModule:
     """Return a copy of `module` with pairs on all edges, weights as codes, and bf16 roundings where asked.
 
@@ -138,6 +142,7 @@ def insert_qdq(
         edges: from `placement.place`.
         qparams: by (origin node name, spec), see `placement.edge_key`.
         plan: gives each weighted operator's weight spec.
+        known: codes that other calls share; None: nobody does.
     """
     copy, mapping = copy_module(module)
     graph = copy.graph
@@ -145,7 +150,7 @@ def insert_qdq(
     _insert_pairs(graph, edges, qparams, mapping, in_place)
     _insert_dynamic(graph, plan, in_place)
     _insert_bf16(copy, plan, in_place)
-    _quantize_weights(copy, plan)
+    _quantize_weights(copy, plan, known or KnownCodes())
     drop_unused(copy)
     graph.lint()
     copy.recompile()
@@ -193,10 +198,10 @@ def _insert_pairs(
                 user.replace_input_with(source, values)
 
 
-def _quantize_weights(module: fx.GraphModule, plan: Plan) -> None:
+def _quantize_weights(module: fx.GraphModule, plan: Plan, known: KnownCodes) -> None:
     """Put codes in the place of the weights of quantized operators."""
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
-    weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
+    weights = _Weights(known)
     for node in [n for n in module.graph.nodes if n.meta.get("operator") in specs]:
         if is_recurrent(node):
             _make_dynamic(module, node, plan[node.meta["operator"]], weights)
@@ -309,7 +314,19 @@ def _last_input(source: fx.Node) -> fx.Node:
     return node
 
 
-_Weights = dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weights:
+    """The weights of one graph that have codes.
+
+    Attributes:
+        known: quantizes them.
+        done: name, spec and axis → the nodes of codes and scale, or the scale as a number.
+    """
+
+    known: KnownCodes
+    done: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 def _quantized(
@@ -318,17 +335,17 @@ def _quantized(
     weight: fx.Node,
     spec: TensorSpec,
     axis: int | None,
-    done: _Weights,
+    weights: _Weights,
     groups: int = 1,
 ) -> fx.Node:
     """Return the dequantize node that `reader` is to read instead of a weight.
 
-    Codes that are `done` are used again.
+    Codes that it has are used again.
     """
     name = str(weight.target)
     key = (name, spec, axis)
-    if key not in done:
-        codes, scale = quantize_weight(constant_of(module, weight), spec, axis, groups)
+    if key not in weights.done:
+        codes, scale = weights.known.of(constant_of(module, weight), spec, axis, groups)
         first = next(iter(module.graph.nodes))
         fqn = weight.meta.get("fqn", name)
         codes_node = add_constant(module, first, f"{name}_{spec.dtype}", codes, fqn)
@@ -337,8 +354,8 @@ def _quantized(
         scale_node = (
             add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if is_constant else None
         )
-        done[key] = (codes_node, scale_node, float(scale) if scale_node is None else 0.0)
-    codes_node, scale_node, scalar = done[key]
+        weights.done[key] = (codes_node, scale_node, float(scale) if scale_node is None else 0.0)
+    codes_node, scale_node, scalar = weights.done[key]
     with module.graph.inserting_before(reader):
         if scale_node is None:
             dequantized = call_operator(
@@ -367,7 +384,7 @@ def _quantized(
     return dequantized
 
 
-def _make_dynamic(module: fx.GraphModule, node: fx.Node, decision: Decision, done: _Weights) -> None:
+def _make_dynamic(module: fx.GraphModule, node: fx.Node, decision: Decision, weights: _Weights) -> None:
     """Give a recurrent layer or cell int8 matrices; biases stay fp32, and what the decision says.
 
     A cell becomes a layer with one step.
@@ -379,7 +396,7 @@ def _make_dynamic(module: fx.GraphModule, node: fx.Node, decision: Decision, don
     params = [
         w
         if w.meta["val"].dim() < 2 or fqn_of(w) in floats
-        else _quantized(module, node, w, spec.weight, 0, done)
+        else _quantized(module, node, w, spec.weight, 0, weights)
         for w in weights_of(node)
     ]
     rows = codes.granularity == PER_TOKEN

@@ -15,7 +15,12 @@ import torch
 #: 255 * 128 = 32640 < 2^15.
 PAIR_LIMIT = 128
 _LIMIT = 127
-_PART = 2**18
+#: A sum with it has no digits behind the point.
+_TO_UNITS = 1.5 * 2**23
+#: A little less than a half: what is halfway is rounded towards zero, for numbers below 256.
+_HALF = 0.5 - 2**-9
+#: Values that stay in the cache; weights of `quantize_pairs` that one thread takes at a time.
+_PART, _CACHED = 2**18, 2**16
 #: Factors of the scale that are tried: with a larger scale fewer pairs must be clipped.
 _STRETCH = tuple(1 + i / 8 for i in range(9))
 
@@ -75,16 +80,25 @@ def limit_pairs(values: torch.Tensor) -> torch.Tensor:
     """
     codes = values.round().clamp_(-_LIMIT, _LIMIT)
     pairs = values.shape[-1] // 2 * 2
-    first, second = codes[..., 0:pairs:2], codes[..., 1:pairs:2]
-    excess = (first + second).abs() - PAIR_LIMIT
-    over = (excess > 0) & (first * second > 0)
-    if bool(over.any()):
-        sign = torch.sign(first)
-        half = torch.where(over, torch.ceil(excess / 2), torch.zeros_like(excess))
-        rest = torch.where(over, excess - half, torch.zeros_like(excess))
-        first.sub_(sign * half)
-        second.sub_(sign * rest)
+    _reduce(codes[..., 0:pairs:2], codes[..., 1:pairs:2])
     return codes
+
+
+def _reduce(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Reduce the codes of pairs whose sum is beyond the limit, in place; such codes have one sign."""
+    total = first + second
+    excess = total - total.clamp(-PAIR_LIMIT, PAIR_LIMIT)
+    rest = _round_(excess * _HALF)  # the smaller half of an odd number
+    second.sub_(rest)
+    first.sub_(excess.sub_(rest))
+
+
+def _round_(values: torch.Tensor) -> torch.Tensor:
+    """Round to nearest, ties to even, in place; values below 2^22.
+
+    `torch.round` starts all threads for a few values, and waits for them on a busy machine.
+    """
+    return values.add_(_TO_UNITS).sub_(_TO_UNITS)
 
 
 def quantize_pairs(
@@ -104,17 +118,48 @@ def quantize_pairs(
     """
     amax = weight.abs().amax((1, 2)).double()
     whole = torch.where(amax < 2.0**-100, torch.ones_like(amax), amax / _LIMIT)
-    best, scales, least = None, None, None
-    for factor in (*_STRETCH, *shrink):
-        tried = (whole * factor).float()
-        codes = limit_pairs(weight / tried[:, None, None])
-        error = (codes * tried[:, None, None]).sub_(weight).abs_().pow_(norm).sum((1, 2))
-        if best is None or scales is None or least is None:
-            best, scales, least = codes, tried, error
+    tried = [(whole * factor).float()[:, None] for factor in (*_STRETCH, *shrink)]
+    flat, odd = weight.flatten(1), weight.shape[2] % 2
+    if odd:  # its last column has no neighbour
+        flat = torch.nn.functional.pad(weight, (0, 1)).flatten(1)
+    codes, scales = torch.empty_like(flat), torch.empty_like(tried[0])
+    rows = max(1, _CACHED // max(1, flat.shape[1]))
+    for start in range(0, len(flat), rows):
+        part = slice(start, start + rows)
+        codes[part], scales[part] = _best_of_rows(flat[part], [scale[part] for scale in tried], norm)
+    codes = codes.reshape(*weight.shape[:2], weight.shape[2] + odd)[..., : weight.shape[2]]
+    return codes, scales[:, 0]
+
+
+def _best_of_rows(
+    rows: torch.Tensor, scales: Sequence[torch.Tensor], norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scale of each row, of those scales that leave it the least error.
+
+    Args:
+        rows: few enough for the cache, shape [n, columns], columns even.
+        scales: to try, each of shape [n, 1].
+        norm: as for `quantize_pairs`.
+    """
+    halves = rows[:, 0::2].contiguous(), rows[:, 1::2].contiguous()
+    best, chosen, least = None, None, None
+    for scale in scales:
+        codes = [_round_((half / scale).clamp_(-_LIMIT, _LIMIT)) for half in halves]
+        _reduce(*codes)
+        errors = [_power((c * scale).sub_(half), norm) for c, half in zip(codes, halves, strict=True)]
+        error = errors[0] + errors[1]
+        if best is None or chosen is None or least is None:
+            best, chosen, least = codes, scale, error
             continue
         better = error < least
-        best = torch.where(better[:, None, None], codes, best)
-        scales, least = torch.where(better, tried, scales), torch.where(better, error, least)
+        best = [torch.where(better, new, old) for new, old in zip(codes, best, strict=True)]
+        chosen, least = torch.where(better, scale, chosen), torch.where(better, error, least)
     assert best is not None
-    assert scales is not None
-    return best, scales
+    assert chosen is not None
+    return torch.stack(best, 2).reshape(rows.shape), chosen
+
+
+def _power(error: torch.Tensor, norm: float) -> torch.Tensor:
+    """Return the sum of |e|^norm of each row, [n, 1]."""
+    powers = error.square_() if norm == 2.0 else error.abs_().pow_(norm)
+    return powers.sum(1, keepdim=True)

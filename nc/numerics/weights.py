@@ -8,6 +8,7 @@ import torch
 
 from nc.formats import TensorSpec
 from nc.numerics import affine, formats, int16_pairs, weight_mse
+from nc.numerics.column_rounding import Pairs
 
 
 def quantize_weight(
@@ -78,6 +79,22 @@ def pairs_fit(
     return int16_pairs.fit(
         _inputs_last(codes, axis, groups), limit // 2 if _pairs_positions(codes, axis, groups) else limit
     )
+
+
+def pairs_of_columns(weight: torch.Tensor, groups: int = 1) -> Pairs:
+    """Return which columns of a weight kernels may add in pairs, for `pairs_fit`.
+
+    Args:
+        weight: of a linear or a convolution, axis 0; its columns are those of `weight.flatten(1)`.
+        groups: of a convolution.
+    """
+    inputs, window = weight.shape[1], max(1, weight[0, 0].numel())
+    if _pairs_positions(weight, 0, groups):
+        return Pairs(torch.arange(inputs * window), int16_pairs.PAIR_LIMIT // 2)
+    partners = torch.arange(inputs) ^ 1
+    partners = torch.where(partners < inputs, partners, torch.arange(inputs))
+    columns = partners[:, None] * window + torch.arange(window)
+    return Pairs(columns.flatten(), int16_pairs.PAIR_LIMIT)
 
 
 def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from nc.algorithms import weight_rounding
 from nc.algorithms.weight_rounding import WeightRounding
 from nc.api.preparation.captured import PreparedModel
 from nc.backends import get_backend
+from nc.numerics.weights import pairs_fit
 from nc.planning.rules import decide
 
 
@@ -92,9 +93,9 @@ def test_what_makes_outputs_worse_is_taken_back(monkeypatch):
     plain = quantized(model, x, nc.StaticQuantConfig(post=()))
     solved = weight_rounding._codes
 
-    def spoiled(node, weight, held, inputs):
-        codes = solved(node, weight, held, inputs)
-        return codes.flip(1) if node.meta["operator"] == "0" else codes
+    def spoiled(weight, held, factor):
+        codes = solved(weight, held, factor)
+        return codes.flip(1) if len(weight) == 32 else codes
 
     monkeypatch.setattr(weight_rounding, "_codes", spoiled)
     found = quantized(model, x, nc.StaticQuantConfig(post=(WeightRounding(),)))
@@ -103,6 +104,23 @@ def test_what_makes_outputs_worse_is_taken_back(monkeypatch):
     kept = [v for v in found.graph.module.buffers() if v.dtype is torch.int8]
     assert torch.equal(kept[0], codes[0])
     assert not torch.equal(kept[1], codes[1])
+
+
+def test_operators_that_read_one_tensor_share_its_factor(monkeypatch):
+    torch.manual_seed(0)
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.out = nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.out(self.query(x) + self.key(x))
+
+    made, factored = [], weight_rounding.factored
+    monkeypatch.setattr(weight_rounding, "factored", lambda h: made.append(h.shape) or factored(h))
+    quantized(Heads().eval(), smooth(64, 32), nc.StaticQuantConfig(post=(WeightRounding(),)))
+    assert made == [(1, 32, 32), (1, 16, 16)]
 
 
 def test_a_shared_weight_is_solved_once():
@@ -138,21 +156,32 @@ def test_codes_of_the_same_data_are_the_same():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("fit", [True, False])
-def test_pairs_of_products_that_16_bits_have_to_hold(monkeypatch, fit):
-    """As on a CPU with AVX2: where pairs of new codes would not fit, the nearest codes stay."""
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(33, 16), (64, 33)),
+        (nn.Conv2d(6, 8, 3, groups=2), (8, 6, 9, 9)),
+        (nn.Conv2d(1, 8, 3), (8, 1, 9, 9)),
+        (nn.Conv2d(8, 8, 3, groups=8), (8, 8, 9, 9)),
+    ],
+    ids=["linear", "groups", "one channel", "depthwise"],
+)
+def test_pairs_of_products_that_16_bits_have_to_hold(layer, shape):
+    """As on a CPU with AVX2."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(32, 16)).eval(), smooth(64, 32)
+    with torch.no_grad():
+        layer.weight.mul_(3).clamp_(-0.3, 0.3)  # many of the largest codes beside each other
+    model, x = nn.Sequential(layer).eval(), smooth(*shape)
     config, graph = nc.StaticQuantConfig(), graph_of(model, x)
+    kind = "linear" if isinstance(layer, nn.Linear) else "conv2d"
     capabilities = dataclasses.replace(
-        get_backend("reference").capabilities(), narrow_sums=frozenset({("linear", "uint8")})
+        get_backend("reference").capabilities(), narrow_sums=frozenset({(kind, "uint8")})
     )
     plan = decide(config, graph, capabilities)
     assert plan["0"].spec.weight.paired
-    asked = []
-    monkeypatch.setattr(weight_rounding, "pairs_fit", lambda *given: asked.append(given) or fit)
     prepared = PreparedModel(graph, plan, capabilities, "reference", config, (WeightRounding(),))
     prepared(x)
     found = prepared.quantized_graph()
-    assert len(asked) == 1
-    assert f"{int(fit)} weights rounded" in found.applied[0].text
+    assert "1 weights rounded" in found.applied[0].text
+    (codes,) = (b for b in found.module.buffers() if b.dtype == torch.int8)
+    assert pairs_fit(codes, 0, getattr(layer, "groups", 1))

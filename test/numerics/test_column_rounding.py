@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nc.numerics.column_rounding import DAMP, round_columns
+from nc.numerics.column_rounding import DAMP, Pairs, factored, round_columns
+from nc.numerics.int16_pairs import largest_pair, quantize_pairs
 
 
 def problem(groups, outputs, columns, rows, seed):
@@ -36,7 +37,7 @@ def of_the_paper(weight, scale, hessian, limits):
 )
 def test_the_codes_are_those_of_the_paper(groups, outputs, columns):
     weight, scale, hessian = problem(groups, outputs, columns, 2 * columns, seed=columns)
-    codes = round_columns(weight, scale, hessian, (-127, 127))
+    codes = round_columns(weight, scale, factored(hessian), (-127, 127))
     expected = torch.stack(
         [of_the_paper(*each, (-127, 127)) for each in zip(weight, scale, hessian, strict=True)]
     )
@@ -53,24 +54,45 @@ def test_the_loss_is_below_that_of_the_nearest_codes():
         return (change @ hessian * change).sum((1, 2))
 
     nearest = torch.round(weight / scale)
-    assert bool((loss(round_columns(weight, scale, hessian, (-127, 127))) < 0.5 * loss(nearest)).all())
+    assert bool(
+        (loss(round_columns(weight, scale, factored(hessian), (-127, 127))) < 0.5 * loss(nearest)).all()
+    )
 
 
 def test_codes_stay_within_limits():
     weight, scale, hessian = problem(2, 4, 20, 40, seed=1)
-    codes = round_columns(weight, scale / 2, hessian, (-64, 63))
+    codes = round_columns(weight, scale / 2, factored(hessian), (-64, 63))
     assert int(codes.min()) == -64
     assert int(codes.max()) == 63
+
+
+@pytest.mark.parametrize("columns", [64, 65])
+def test_pairs_stay_within_their_limit_and_lose_less_than_the_nearest_codes_that_do(columns):
+    weight, _, hessian = problem(1, 40, columns, 200, seed=4)
+    nearest, scale = quantize_pairs(weight.transpose(0, 1))
+    nearest, scale = nearest.transpose(0, 1), scale.reshape(1, -1, 1)
+    partners = torch.arange(columns) ^ 1
+    partners[partners >= columns] = columns - 1
+    free = round_columns(weight, scale, factored(hessian), (-127, 127))
+    found = round_columns(weight, scale, factored(hessian), (-127, 127), Pairs(partners, 128))
+
+    def loss(codes):
+        change = (codes * scale - weight).double()
+        return float((change @ hessian * change).sum())
+
+    assert largest_pair(free.to(torch.int8)) > 128
+    assert largest_pair(found.to(torch.int8)) <= 128
+    assert loss(found) < 0.7 * loss(nearest)
 
 
 def test_inputs_that_are_always_zero_get_the_nearest_codes():
     weight, scale, hessian = problem(1, 6, 12, 30, seed=2)
     hessian[:, 3], hessian[:, :, 3] = 0, 0
-    codes = round_columns(weight, scale, hessian, (-127, 127))
+    codes = round_columns(weight, scale, factored(hessian), (-127, 127))
     assert torch.equal(codes[:, :, 3], torch.round(weight / scale)[:, :, 3])
 
 
 def test_a_hessian_without_a_factor_gives_none():
     weight, scale, hessian = problem(2, 3, 4, 10, seed=3)
     hessian[1] = -hessian[1]
-    assert round_columns(weight, scale, hessian, (-127, 127)) is None
+    assert factored(hessian) is None

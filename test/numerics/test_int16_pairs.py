@@ -14,7 +14,7 @@ from suites.saturating_nets import NETS
 
 from nc import StaticQuantConfig, available_backends, convert, prepare
 from nc.formats import PER_CHANNEL, TensorSpec
-from nc.graph import qdq
+from nc.graph import known_codes
 from nc.numerics.affine import dequantize
 from nc.numerics.int16_pairs import PAIR_LIMIT, limit_pairs, quantize_pairs
 from nc.numerics.metrics import sqnr_db
@@ -186,7 +186,7 @@ def test_the_engine_is_exact_at_the_limit(name, dtype, backend, monkeypatch):
         channels = weight.shape[axis] if spec.granularity == PER_CHANNEL and axis is not None else None
         return codes, torch.full((channels,), 1e-3) if channels else torch.tensor(1e-3)
 
-    monkeypatch.setattr(qdq, "quantize_weight", quantize_weight)
+    monkeypatch.setattr(known_codes, "quantize_weight", quantize_weight)
     x = torch.where(torch.rand(shape) < 0.9, 2.0, -1.0)
     model = Function(lambda self, x: self.layer(x), layer=build()).eval()
     prepared = prepare(model, StaticQuantConfig(act_dtype=dtype, post=()), example_inputs=x, backend=backend)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from nc.algorithms.base import Algorithm
+from nc.algorithms.bias_correction import BiasCorrection
 from nc.algorithms.channel_scaling import ChannelScaling
 from nc.config import AnyConfig, DynamicQuantConfig, SmoothQuantConfig, StaticQuantConfig
 from nc.graph.catalogue import CONVOLUTIONS, RECURRENT
@@ -46,14 +47,18 @@ def candidates(kinds: Collection[str], post: Sequence[Algorithm] = ()) -> tuple[
 
     Args:
         kinds: as in `Decision.kind`.
-        post: algorithms for the quantized model.
+        post: algorithms for the quantized model; those that can help this kind of model are taken.
     """
-    pre = (ChannelScaling(),) if not CONVOLUTIONS.isdisjoint(kinds) else ()
+    kind = kind_of(kinds)
+    convolves = not CONVOLUTIONS.isdisjoint(kinds)
+    pre = (ChannelScaling(),) if convolves else ()
+    # products of inputs that the weights are rounded for have their means in them; a window of nine weights
+    # that each reads one channel can't make up for these
+    post = [algorithm for algorithm in post if convolves or not isinstance(algorithm, BiasCorrection)]
     around: dict[str, Any] = {"pre": pre, "post": tuple(post)}
     static = Candidate("static", StaticQuantConfig(**around))
     percentile = StaticQuantConfig(act_algo="percentile", **around)
     of_rows = Candidate("ranges per row", percentile + DynamicQuantConfig())
-    kind = kind_of(kinds)
     if kind == RECURRENT_MODEL:
         return of_rows, static
     if kind == CONVOLUTIONAL:

@@ -14,6 +14,7 @@ from nc.algorithms.base import Bound
 from nc.api.auto.candidates import Candidate, candidates
 from nc.api.auto.choice import ENOUGH_DB, LEAST_MENDED, MOST_LOST, Choice, Trial, choose, costly_few, is_slow
 from nc.api.auto.held_out import HeldOut
+from nc.api.auto.mending import Way, ways
 from nc.api.preparation.base import CapturedPreparation, Conversion
 from nc.api.preparation.captured import PreparedModel, finished
 from nc.api.preparation.observed import Observed
@@ -29,6 +30,7 @@ from nc.config.auto import AutoConfig
 from nc.errors import BackendError, NCError, StateError
 from nc.formats.reasons import Cause
 from nc.graph.fx_utils import call_graph
+from nc.graph.known_codes import KnownCodes
 from nc.graph.plan import Applied, Plan
 from nc.graph.signature import call_error
 from nc.numerics.metrics import decibels, powers
@@ -39,6 +41,8 @@ _SECONDS = 0.7
 #: Outputs of the fp32 model that are kept for comparison, in bytes.
 _OUTPUT_BYTES = 512 * 2**20
 _NAME, _BF16 = "auto", "bf16"
+#: Makes a preparation, in which some operators are perhaps mended.
+_Mend = Callable[[AnyConfig], PreparedModel]
 
 
 class PreparedAuto(CapturedPreparation):
@@ -68,16 +72,19 @@ class PreparedAuto(CapturedPreparation):
         super().__init__()
         self.graph, self.quant_config, self.own = graph, config, own
         self.models = _distinct(candidates(kinds), make)
+        self._configs = {c.name: c.config for c in candidates(kinds)}
         self._finals = {
             c.name: c.config for c in candidates(kinds, post=tuple(cls() for cls in POST.values()))
         }
         self._make = make
         self._late = {c.name for c in candidates(kinds) if c.late}
-        self.plan = next(iter(self.models.values())).plan
+        self._first = next(iter(self.models.values()))
+        self.plan = self._first.plan
         watches = [watch for model in self.models.values() for watch in model.watches()]
         self.observed = Observed(graph, watches, Bound())
+        self._codes = KnownCodes()
         for model in self.models.values():
-            model.observed = self.observed
+            self._share(model)
         self.held = HeldOut()
         self._judged_by: list[Sequence[torch.Tensor]] = []
         self._expected: list[tuple[Sequence[torch.Tensor], Sequence[Any]]] = []
@@ -129,13 +136,13 @@ class PreparedAuto(CapturedPreparation):
             )
             raise StateError(msg)
         steps = _Steps(asked.progress)
-        trials, models, choice = self._choice(asked, steps)
+        trials, models, made, choice = self._choice(asked, steps)
         if choice is None:
             msg = f"Nothing that suits this model could be converted: {'; '.join(map(str, trials))}."
             raise BackendError(msg)
         chosen = trials[choice.index]
         steps.begin(f"{chosen.name}, algorithms")
-        found, texts = self._final(asked, chosen, models[chosen.name])
+        found, texts = self._final(asked, chosen, models[chosen.name], made[chosen.name])
         said = "; ".join([*map(str, trials), f"chosen: {chosen.name}, {choice.why}", *texts])
         operators = tuple(d.operator for d in found.graph.plan.quantized)
         note = Applied(_NAME, operators, f"{self._where()}: {said}")
@@ -144,8 +151,8 @@ class PreparedAuto(CapturedPreparation):
 
     def _choice(
         self, asked: Conversion, steps: _Steps
-    ) -> tuple[list[Trial], dict[str, PreparedModel], Choice | None]:
-        """Return what was tried, the preparations by name, and which one is taken."""
+    ) -> tuple[list[Trial], dict[str, PreparedModel], dict[str, QuantizedModel], Choice | None]:
+        """Return what was tried, the preparations and the models by name, and which one is taken."""
         # a wrong kernel shows in the error; the chosen model is verified as asked
         quick = dataclasses.replace(asked, measure=False, progress=None, verify="off")
         early = {name: model for name, model in self.models.items() if name not in self._late}
@@ -163,9 +170,10 @@ class PreparedAuto(CapturedPreparation):
             steps.total += len(late)
             more, made_late = self._all_tried(late, quick, steps)
             models |= late
-            trials, doubt = self._timed([*trials, *more], {**made, **made_late})
+            made |= made_late
+            trials, doubt = self._timed([*trials, *more], made)
             choice = choose(trials, config.error_factor, config.least_gain, doubt)
-        return trials, models, choice
+        return trials, models, made, choice
 
     def _all_tried(
         self, models: Mapping[str, PreparedModel], asked: Conversion, steps: _Steps
@@ -184,8 +192,11 @@ class PreparedAuto(CapturedPreparation):
     def _prepared(self, config: AnyConfig) -> PreparedModel:
         """Return a preparation that shares this calibration."""
         model = self._make(config)
-        model.observed = self.observed
+        self._share(model)
         return model
+
+    def _share(self, model: PreparedModel) -> None:
+        model.observed, model.codes = self.observed, self._codes
 
     def _tried(
         self, name: str, model: PreparedModel, asked: Conversion
@@ -201,40 +212,77 @@ class PreparedAuto(CapturedPreparation):
         return Trial(name=name, sqnr_db=self._sqnr_db(made) if int8 else math.inf, int8=int8), made
 
     def _final(
-        self, asked: Conversion, trial: Trial, model: PreparedModel
+        self, asked: Conversion, trial: Trial, model: PreparedModel, quick: QuantizedModel
     ) -> tuple[QuantizedModel, list[str]]:
-        """Return the chosen model with what lowers its error, and what each of these gave."""
+        """Return the chosen model with what lowers its error, and what each of these gave.
+
+        Args:
+            asked: of `convert`.
+            trial: the chosen one.
+            model: its preparation.
+            quick: the model that was tried.
+        """
         asked = dataclasses.replace(asked, guard="undo", judged=self._few_rows())
         if not trial.int8:
             return finished(model, model.lowered(asked), asked), []
-        better = self._prepared(self._finals[trial.name])
-        again, found = self._tried(trial.name, better, asked)
-        if found is None or again.sqnr_db < trial.sqnr_db:
-            said = f"its algorithms give {again.sqnr_db:.1f} dB, and are left out"
-            found = model.lowered(asked)
-        else:
-            said = f"its algorithms give {again.sqnr_db:.1f} dB"
-            model, trial = better, again
-        model, found, mended = self._mended(asked, trial, model, found)
-        return finished(model, found, asked), [said, *([mended] if mended else [])]
-
-    def _mended(
-        self, asked: Conversion, trial: Trial, model: PreparedModel, found: QuantizedModel
-    ) -> tuple[PreparedModel, QuantizedModel, str]:
-        """Return the model with the few operators in float that add most of the error, if that pays."""
+        said: list[str] = []
+        model, found, best = self._with_algorithms(asked, trial, self._prepared, said)
         worst = costly_few(found.graph.noise)
-        if not worst or trial.sqnr_db >= ENOUGH_DB:
-            return model, found, ""
-        other = model.leaving({name: Cause.COSTLY(share=f"{share:.0%}") for name, share in worst.items()})
-        again, mended = self._tried(trial.name, other, asked)
+        if worst and best.sqnr_db < ENOUGH_DB:
+            found_mend = self._mend(asked, trial, quick, worst, said)
+            if found_mend is not None:
+                other, mended, again = self._with_algorithms(asked, *found_mend, said)
+                if again.error < best.error:
+                    model, found = other, mended
+        return finished(model, found, asked), said
+
+    def _with_algorithms(
+        self, asked: Conversion, trial: Trial, mend: _Mend, said: list[str]
+    ) -> tuple[PreparedModel, QuantizedModel, Trial]:
+        """Return the chosen trial mended, with all algorithms or, where these do not help, without."""
+        model = mend(self._finals[trial.name])
+        again, found = self._tried(trial.name, model, asked)
+        if found is not None and again.sqnr_db >= trial.sqnr_db:
+            said.append(f"its algorithms give {again.sqnr_db:.1f} dB")
+            return model, found, again
+        said.append(f"its algorithms give {again.sqnr_db:.1f} dB, and are left out")
+        model = mend(self._configs[trial.name])
+        return model, model.lowered(asked), trial
+
+    def _mend(
+        self,
+        asked: Conversion,
+        trial: Trial,
+        quick: QuantizedModel,
+        worst: Mapping[str, float],
+        said: list[str],
+    ) -> tuple[Trial, _Mend] | None:
+        """Return the first way to mend the few operators that add most of the error which pays."""
         names = ", ".join(worst)
-        if mended is None or again.error * LEAST_MENDED > trial.error:
-            return model, found, f"in float, {names} would give {again.sqnr_db:.1f} dB"
-        lost = self._time_lost(asked, found, mended)
-        if lost is None or lost > MOST_LOST:
-            why = "how much time that costs is not known" if lost is None else f"{lost:.2f} times as long"
-            return model, found, f"in float, {names} would give {again.sqnr_db:.1f} dB, but {why}"
-        return other, mended, f"{names} in float: {again.sqnr_db:.1f} dB, {lost:.2f} times as long"
+        for way in ways(quick.graph.plan, worst, bf16=not self._first.capabilities.why_no_bf16):
+            mend = self._mend_by(way, worst)
+            again, mended = self._tried(trial.name, mend(self._configs[trial.name]), asked)
+            text = f"{', '.join(way.operators)} {way.name}: {again.sqnr_db:.1f} dB without algorithms"
+            if mended is None or again.error * LEAST_MENDED > trial.error:
+                said.append(f"{text}, too little")
+                continue
+            lost = self._time_lost(asked, quick, mended)
+            took = "how much time that costs is not known" if lost is None else f"{lost:.2f} times as long"
+            said.append(f"{text}, {took}")
+            if lost is not None and lost <= MOST_LOST:
+                return again, mend
+        said.append(f"{names} stay as they are")
+        return None
+
+    def _mend_by(self, way: Way, worst: Mapping[str, float]) -> _Mend:
+        """Return what makes the preparation of a configuration with operators mended in a way."""
+        reasons = {name: Cause.COSTLY(share=f"{worst[name]:.0%}") for name in way.operators}
+
+        def mend(config: AnyConfig) -> PreparedModel:
+            model = self._prepared(way.put_into(config))
+            return model.leaving(reasons) if way.rule is None else model
+
+        return mend
 
     def _time_lost(self, asked: Conversion, before: QuantizedModel, after: QuantizedModel) -> float | None:
         """How many times as long a call takes; None where that can't be measured."""

@@ -24,6 +24,7 @@ from nc.api.report import hopeless_text
 from nc.backends import choose_backend, engine_options, first_that_can, why_chosen
 from nc.backends.auto_order import kind_of_graph
 from nc.backends.base import Backend, EngineModel, lower
+from nc.backends.profiling.latency import milliseconds
 from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.verdict import Verdict
 from nc.backends.profiling.verdict import measure as speed_verdict
@@ -46,8 +47,9 @@ from nc.formats.reasons import Cause, Reason
 from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
+from nc.graph.known_codes import KnownCodes
 from nc.graph.placement import Edge, place
-from nc.graph.plan import Plan
+from nc.graph.plan import Applied, Plan
 from nc.graph.qdq import Finding, QDQGraph, expected_outputs, insert_qdq
 from nc.numerics.metrics import worst_sqnr_db
 from nc.observers import Observer
@@ -72,6 +74,7 @@ class PreparedModel(CapturedPreparation):
         quant_config: the configuration.
         own: the user's module, while it exists, and its example arguments, for the verdict on speed.
         observed: runs the model and collects.
+        codes: of weights, that conversions share; None: each makes its own.
     """
 
     saved_by = "save what it has seen with prepared.statistics.save()"
@@ -104,6 +107,7 @@ class PreparedModel(CapturedPreparation):
         self.failed = dict(failed or {})
         self.own = own
         self.quant_config = quant_config
+        self.codes: KnownCodes | None = None
         self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
         self.observed = Observed(graph, self.watches(), self.room()) if observed is None else observed
         self.eval()
@@ -214,7 +218,8 @@ class PreparedModel(CapturedPreparation):
                 "samples) before convert()."
             )
             raise StateError(msg)
-        plan, inaccurate = self._accurate(self._executed(fit(self.plan, capabilities), found))
+        known = self.codes or KnownCodes()
+        plan, inaccurate = self._accurate(self._executed(fit(self.plan, capabilities), found), known)
         example, applied = self.graph.example, list(self._applied)
         context = Context(self.graph.module, plan, found)
         applied += run(self._algorithms, Stage.STATISTICS, context, example)
@@ -222,7 +227,9 @@ class PreparedModel(CapturedPreparation):
         context.edges = self._edges(context.module, context.plan)
         context.qparams = find_qparams(context.edges, context.found)
         applied += run(self._algorithms, Stage.QPARAMS, context, example)
-        context.quantized = insert_qdq(context.module, list(context.edges), context.qparams, context.plan)
+        context.quantized = insert_qdq(
+            context.module, list(context.edges), context.qparams, context.plan, known
+        )
         insert_fake_quant(
             context.quantized,
             context.plan,
@@ -307,7 +314,7 @@ class PreparedModel(CapturedPreparation):
             )
             plan = dataclasses.replace(plan, decisions=decisions)
 
-    def _accurate(self, plan: Plan) -> tuple[Plan, list[Finding]]:
+    def _accurate(self, plan: Plan, known: KnownCodes) -> tuple[Plan, list[Finding]]:
         """Return the plan without dynamic operators whose own result is hardly more than noise.
 
         Findings on those that stay int8 are returned too.
@@ -318,7 +325,7 @@ class PreparedModel(CapturedPreparation):
         alone = tuple(
             d if d.operator in dynamic else dataclasses.replace(d, spec=FLOAT) for d in plan.decisions
         )
-        quantized = insert_qdq(self.graph.module, [], {}, dataclasses.replace(plan, decisions=alone))
+        quantized = insert_qdq(self.graph.module, [], {}, dataclasses.replace(plan, decisions=alone), known)
         errors = local_errors(self.graph.module, quantized, dynamic, self.graph.example)
         decisions, findings = [], []
         for d in plan.decisions:
@@ -361,10 +368,22 @@ def _judged(prepared: PreparedModel, q_model: QuantizedModel, asked: Conversion)
     if asked.measure and q_model.backend != REFERENCE:
         # a model that fills lists or caches is another one in each call of the same arguments
         own = None if graph.signature.effects.after is not None else prepared.own
-        q_model.verdict = speed_verdict(
-            prepared.graph.module, graph, q_model.engine, own=own, quantized=q_model
-        )
+        verdict = speed_verdict(prepared.graph.module, graph, q_model.engine, own=own, quantized=q_model)
+        graph = dataclasses.replace(graph, applied=_with_times(graph, verdict))
+        return QuantizedModel(graph, q_model.engine, q_model.backend, q_model.chosen, verdict)
     return q_model
+
+
+def _with_times(graph: QDQGraph, verdict: Verdict) -> tuple[Applied, ...]:
+    """Return what was applied; the operators that add most of the error have their times."""
+    times = {
+        name: f"{milliseconds(cost.engine_ms)}, fp32 {milliseconds(cost.fp32_ms)}"
+        + (f" with {len(cost.operators) - 1} more" if len(cost.operators) > 1 else "")
+        for cost in verdict.costs or ()
+        for name in cost.operators
+    }
+    timed = ranking(graph.noise, times)
+    return tuple(timed if each.algorithm == timed.algorithm else each for each in graph.applied)
 
 
 def _check_weights(graph: Graph, plan: Plan) -> None:

@@ -14,6 +14,7 @@ import nc
 from nc.api.auto import prepared as module_under_test
 from nc.api.preparation import captured
 from nc.backends.profiling.load import Load
+from nc.backends.profiling.verdict import OpCost, Verdict
 
 QUIET = Load(seconds=1.0, share=1.0)
 BUSY = Load(seconds=1.0, share=0.3)
@@ -274,7 +275,9 @@ class TestTheWorstOperators:
         torch.manual_seed(0)
         x = batches(4, 16, 16, 6)
         with_times(monkeypatch, bf16=1e3, **times)
-        monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: None)
+        costs = tuple(OpCost(operators=(name,), engine_ms=0.25, fp32_ms=0.5) for name in "abc")
+        verdict = Verdict(fp32_ms=2.0, engine_ms=1.0, calls=1, threads=1, costs=costs)
+        monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: verdict)
         found = nc.prepare(Loud().eval(), "auto", example_inputs=x[0], backend="native")
         for batch in x:
             found(batch)
@@ -288,6 +291,7 @@ class TestTheWorstOperators:
         assert "b in float" in text_of(q_model)
         ranks = next(a for a in q_model.graph.applied if a.algorithm == "sensitivity")
         assert "b" not in ranks.operators  # of what is delivered
+        assert "0.25 ms, fp32 0.50 ms" in ranks.text
 
     def test_not_where_it_costs_time(self, monkeypatch):
         q_model = self.converted(monkeypatch, before=1.0, after=1.2)
