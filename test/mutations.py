@@ -1177,7 +1177,7 @@ MUTATIONS = (
         "a weight with known codes stays alive, or another one gets its id",
         "graph/known_codes.py",
         "self._found[key] = weight, quantize_weight(weight, spec, axis, groups)",
-        "self._found[key] = weight[:0], quantize_weight(weight, spec, axis, groups)",
+        "self._found[key] = None, quantize_weight(weight, spec, axis, groups)",
         ("known_codes",),
     ),
     Mutation(

@@ -271,7 +271,7 @@ class PreparedAuto(CapturedPreparation):
             said.append(f"{text}, {took}")
             if lost is not None and lost <= MOST_LOST:
                 return again, mend
-        said.append(f"{names} stay as they are")
+        said.append(f"{names}: left as {'it is' if len(worst) == 1 else 'they are'}")
         return None
 
     def _mend_by(self, way: Way, worst: Mapping[str, float]) -> _Mend:

@@ -61,8 +61,7 @@ def test_a_way_changes_its_operators_and_no_others(config):
     assert repr(config) == before
 
 
-def test_ranges_per_row_mend_a_linear(monkeypatch):
-    """The convolution stays as it is, and nothing is left in float."""
+def converted(monkeypatch):
     torch.manual_seed(0)
     model, batches = Mixed().eval(), [torch.randn(16, 16, 24) for _ in range(3)]
     quiet = Load(seconds=1.0, share=1.0)
@@ -78,10 +77,24 @@ def test_ranges_per_row_mend_a_linear(monkeypatch):
     for batch in batches:
         prepared(batch)
     q_model = nc.convert(prepared)
-    text = next(a.text for a in q_model.graph.applied if a.algorithm == "auto")
+    return q_model, next(a.text for a in q_model.graph.applied if a.algorithm == "auto")
+
+
+def test_ranges_per_row_mend_a_linear(monkeypatch):
+    """The convolution stays as it is, and nothing is left in float."""
+    q_model, text = converted(monkeypatch)
     assert "first with ranges per row" in text
     assert {d.operator: d.spec.mode for d in q_model.graph.plan.quantized}["first"] == "dynamic"
     assert {op.ran for op in q_model.report().ops if op.kind in ("linear", "conv1d")} == {"int8"}
+
+
+def test_what_helps_too_little_is_not_done(monkeypatch):
+    monkeypatch.setattr(module_under_test, "LEAST_MENDED", 1e9)
+    q_model, text = converted(monkeypatch)
+    assert "first with ranges per row" in text
+    assert "dB without algorithms, too little" in text
+    assert text.endswith("first: left as it is")
+    assert {d.spec.mode for d in q_model.graph.plan.quantized} == {"static"}
 
 
 def of_static(post):
