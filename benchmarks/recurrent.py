@@ -14,58 +14,27 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import results_rows
 import torch
+import turns
+from bootstrap import deviation
 from recurrent_engines import ENGINES
 from recurrent_task import Calls, Task
 from results_rows import Figure
 
 TASKS = ("speakers", "phonemes", "voice", "diacritics")
 PACKAGES = ("onnxruntime", "openvino", "nncf")
-#: How often units are drawn for the standard errors, and how long all threads rest before a timed call.
-DRAWS, REST = 1000, 0.02
-#: Seconds that one timing takes at least.
-SPAN = 0.05
-
-
-def deviation(rate: Callable[[np.ndarray], float], units: int, block: int) -> float:
-    """Return the standard error of a figure of chosen units: a bootstrap of blocks."""
-    draw = np.random.default_rng(0)
-    starts = draw.integers(0, units, (DRAWS, -(-units // block)))
-    chosen = (starts[:, :, None] + np.arange(block)) % units
-    return statistics.stdev(rate(row.ravel()[:units]) for row in chosen)
 
 
 def sqnr(outputs: torch.Tensor, exact: torch.Tensor) -> float:
     """Return how far outputs are from exact ones, in dB."""
     error = (outputs.double() - exact.double()).square().sum().clamp_min(1e-300)
     return 10 * torch.log10(exact.double().square().sum() / error).item()
-
-
-def timings(
-    run: Callable[[Calls], object], engines: Mapping[str, Calls], rounds: int
-) -> dict[str, list[float]]:
-    """Return for each engine the seconds of a call in each of the rounds, in which engines take turns."""
-    start = time.perf_counter()
-    run(engines["fp32"])
-    repeats = max(1, round(SPAN / (time.perf_counter() - start)))
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(rounds):
-        for name, calls in engines.items():
-            time.sleep(REST)
-            run(calls)
-            start = time.perf_counter()
-            for _ in range(repeats):
-                run(calls)
-            found[name].append((time.perf_counter() - start) / repeats)
-    return found
 
 
 def made(task: Task, names: Sequence[str]) -> tuple[dict[str, Calls], dict[str, str]]:
@@ -88,7 +57,10 @@ def measure(name: str, options: argparse.Namespace) -> None:
     task: Task = importlib.import_module(f"recurrent_{name}").task()
     calls, int8 = made(task, ["fp32", *(engine for engine in options.only if engine != "fp32")])
     results = {engine: task.evaluate(given) for engine, given in calls.items()}
-    times = {part: timings(run, calls, options.rounds) for part, run in task.timed.items()}
+    times = {
+        part: turns.timings({e: lambda run=run, c=c: run(c) for e, c in calls.items()}, options.rounds)
+        for part, run in task.timed.items()
+    }
     exact, base = results["fp32"]
     units = len(base)
     print(f"\n{name}: {task.metric} of {task.of}; {units} units, {options.threads} threads")
@@ -105,10 +77,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
             figures["more errors"] = Figure(f"{more[0]:+.2f} ± {more[1]:.2f}", "%")
             figures["SQNR"] = Figure(round(sqnr(outputs, exact), 1), "dB")
             for part, seconds in times.items():
-                ratios = [a / b for a, b in zip(seconds["fp32"], seconds[engine], strict=True)]
-                figures[f"speed, {part}"] = results_rows.median(ratios, "x fp32")
+                figures[f"speed, {part}"] = turns.speed(seconds["fp32"], seconds[engine])
         for part, seconds in times.items():
-            figures[f"time, {part}"] = results_rows.median([1e3 * t for t in seconds[engine]], "ms")
+            figures[f"time, {part}"] = turns.duration(seconds[engine])
         print(
             f"{engine:21} {int8[engine]:14}",
             *(f"{n} {f.value} {f.unit} |" for n, f in figures.items()),

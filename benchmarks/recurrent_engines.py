@@ -40,18 +40,13 @@ def float32(part: Part) -> Made:
 
 
 def dynamic(part: Part) -> Made:
-    """Quantize with this project's defaults."""
-    quantized = nc.quantize(
-        part.module, nc.DynamicQuantConfig(), example_inputs=part.examples[0], backend="native"
-    )
-    report = quantized.report()
-    asked = [op for op in report.ops if op.asked == "int8"]
-    left = {f"{op.name}: {op.reason}" for op in asked if op.ran != "int8"}
-    for line in sorted(left):
-        print(f"    stays float: {line}", file=sys.stderr)
-    return Made(
-        lambda *inputs: _tuple(quantized(*inputs)), f"{sum(op.ran == 'int8' for op in asked)} of {len(asked)}"
-    )
+    """Quantize with this project's dynamic configuration."""
+    return _own(part, nc.DynamicQuantConfig())
+
+
+def automatic(part: Part) -> Made:
+    """Quantize with what this project chooses for all the examples."""
+    return _own(part, "auto", lambda prepared: [prepared(*given) for given in part.examples])
 
 
 def torch_dynamic(part: Part) -> Made:
@@ -87,6 +82,37 @@ def onnx_dynamic(part: Part) -> Made:
         return _session(target)
 
 
+def onnx_static(part: Part) -> Made:
+    """Quantize with ONNX Runtime's static quantization, which leaves recurrent layers in fp32.
+
+    Without weights of 7 bits, which its documentation asks for on CPUs without VNNI: on one of these, they
+    lose more than sums that saturate, 7.7 instead of 10.0 dB of the voice detector.
+    """
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = iter(part.examples)
+
+        def get_next(self) -> dict[str, Any] | None:
+            given = next(self.left, None)
+            return None if given is None else {f"x{i}": x.numpy() for i, x in enumerate(given)}
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "int8.onnx"
+        logging.getLogger().setLevel(logging.ERROR)  # it recommends to call its pre-processing
+        quantize_static(
+            _exported(part, Path(folder)),
+            target,
+            Reader(),
+            quant_format=QuantFormat.QDQ,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+        return _session(target)
+
+
 def openvino_float(part: Part) -> Made:
     """Run OpenVINO in fp32."""
     return _compiled(_converted(part))
@@ -108,12 +134,27 @@ def nncf(part: Part) -> Made:
 ENGINES: dict[str, Callable[[Part], Made]] = {
     "fp32": float32,
     "nc dynamic": dynamic,
+    "nc auto": automatic,
     "torch dynamic": torch_dynamic,
     "ONNX Runtime fp32": onnx_float,
+    "ONNX Runtime static": onnx_static,
     "ONNX Runtime dynamic": onnx_dynamic,
     "OpenVINO fp32": openvino_float,
     "NNCF + OpenVINO": nncf,
 }
+
+
+def _own(part: Part, config: Any, run: Callable[[Any], object] | None = None) -> Made:
+    """Quantize with this project, and say what stays float."""
+    quantized = nc.quantize(part.module, config, run, example_inputs=part.examples[0], backend="native")
+    report = quantized.report()
+    asked = [op for op in report.ops if op.asked == "int8"]
+    left = {f"{op.name}: {op.reason}" for op in asked if op.ran != "int8"}
+    for line in sorted(left):
+        print(f"    stays float: {line}", file=sys.stderr)
+    return Made(
+        lambda *inputs: _tuple(quantized(*inputs)), f"{sum(op.ran == 'int8' for op in asked)} of {len(asked)}"
+    )
 
 
 def _tuple(result: Any) -> Tensors:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import packages
 import torch
 from torch import nn
 
@@ -65,8 +65,8 @@ def ratio(counts: np.ndarray, chosen: np.ndarray) -> float:
 
 def folder(package: str) -> Path:
     """Return where the files of a package lie, which is not imported."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    found = packages.installed(package)
+    if found is None:
         msg = f"{package} is not installed; see the first lines of benchmarks/recurrent.py"
         raise SystemExit(msg)
-    return Path(next(iter(found.submodule_search_locations)))
+    return found

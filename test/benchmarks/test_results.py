@@ -103,9 +103,10 @@ def test_no_file_is_written_where_none_is_asked_for(module, tmp_path, monkeypatc
 
 
 def test_a_comparison_of_accuracy_appends_a_row_of_each_flow_that_has_figures(module, tmp_path, capsys):
-    tasks, rows, torch = module("tasks"), module("results_rows"), pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
+    task, tasks, rows = module("task"), module("tasks"), module("results_rows")
 
-    class Doubled(tasks.Task):
+    class Doubled(task.Task):
         """A task without a model of its own."""
 
         name, figures = "doubled", {"sum": ("units", 1)}
@@ -116,28 +117,39 @@ def test_a_comparison_of_accuracy_appends_a_row_of_each_flow_that_has_figures(mo
         def make(self):
             self.calibration = self.evaluation = [{"input": torch.ones(1, 4)}]
 
-        def read(self, output, batch):
-            return output
+        def samples(self, fp32, got):
+            return got
 
-        def judge(self, fp32, got):
-            return (got.sum().item(),)
+        def score(self, samples):
+            return samples.sum().item()
 
     def failing(task):
         msg = "no such engine"
         raise RuntimeError(msg)
 
+    def missing(task):
+        import no_such_engine  # noqa: F401
+
     file = tmp_path / "rows.jsonl"
     flows = {
         "fp32": tasks.fp32,
         "failing": failing,
+        "missing": missing,
         "noisy": lambda _: (lambda input: input + 0.1, "-", "3 of 4"),
     }
-    tasks.compare(Doubled(), flows, file, [])
+    tasks.compare(Doubled(), flows, file, [], rounds=2)
     exact, noisy = rows.read(file)
     assert (exact.what["flow"], exact.value("SQNR"), exact.value("sum")) == ("fp32", "inf", 4.0)
     assert (noisy.what["flow"], noisy.value("SQNR"), noisy.value("sum")) == ("noisy", 20.0, 4.4)
     assert noisy.what["int8 products"] == "3 of 4"
-    assert "| failing | RuntimeError: no such engine |" in capsys.readouterr().out
+    assert noisy.value("difference to fp32") == "+0.4 ± 0.0"
+    assert all(
+        row.figures["time"].low <= row.value("time") <= row.figures["time"].high for row in (exact, noisy)
+    )
+    assert (exact.figures["speed"].unit, exact.value("speed")) == ("x fp32", 1.0)
+    printed = capsys.readouterr().out
+    assert "| failing | RuntimeError: no such engine |" in printed
+    assert "| missing | skipped: No module named 'no_such_engine' |" in printed
 
 
 def test_a_table_shows_the_last_row_of_a_line_its_spread_and_the_mean(module):
