@@ -20,6 +20,8 @@ Rows = Mapping[str, Sequence[Row]]
 OPENVINO = "openvino-int8"
 #: Engines of run.py that calibrate.
 PREPARED = ("nc-prepared", "nc-prepared-histogram", "ipex-prepared-histogram")
+#: Tasks of accuracy.py with labels, or with weights that others trained.
+LABELLED = ("mnist", "pitch", "pictures", "similarity", "spam", "faces")
 #: Conditions of the main comparison: words, batch, threads.
 CONDITIONS = (("batch 1, 2 threads", 1, 2), ("batch 1, 1 thread", 1, 1), ("batch 16, 2 threads", 16, 2))
 
@@ -323,6 +325,14 @@ TABLES: dict[str, dict[str, Table]] = {
                 Column("perplexity", "perplexity", 4),
                 Column("more than fp32, %", "more than fp32", 2),
                 Column("SQNR, dB", "SQNR", 1),
+            ],
+        ),
+        "accuracy-tasks": Table(
+            {"measured": "accuracy", "task": LABELLED},
+            {"flow": "flow"},
+            [
+                Column(task, "difference to fp32", None, {"task": task}, beside=("SQNR", "speed"))
+                for task in LABELLED
             ],
         ),
         "accuracy-recurrent": Table(
