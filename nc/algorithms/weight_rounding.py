@@ -23,7 +23,7 @@ from nc.algorithms.side_by_side import Stream
 from nc.graph.catalogue import input_node, kind_of_node
 from nc.graph.plan import Applied, Plan
 from nc.graph.views import Conv, Dequantize, Weighted
-from nc.numerics.column_rounding import Factor, factored, round_columns
+from nc.numerics.column_rounding import HessianFactor, factored, round_columns
 from nc.numerics.weights import pairs_of_columns
 from nc.ops import DEQUANTIZE
 
@@ -124,7 +124,10 @@ def _solved(
     """Return new codes by operator, in execution order; the QDQ graph has them too."""
     originals = {n.meta["operator"]: Weighted.of(n).weight for n in _targets(fp32, set(weights))}
     stream, codes, known = Stream(quantized, batches), {}, set()
-    shared: tuple[fx.Node | None, Factor | None] = None, None  # queries, keys and values read one tensor
+    shared: tuple[fx.Node | None, HessianFactor | None] = (
+        None,
+        None,
+    )  # queries, keys and values read one tensor
     for node in _targets(quantized, set(weights)):
         name = node.meta["operator"]
         held = weights[name]
@@ -146,7 +149,7 @@ def _solved(
     return codes
 
 
-def _codes(weight: torch.Tensor, held: WeightCodes, factor: Factor) -> torch.Tensor:
+def _codes(weight: torch.Tensor, held: WeightCodes, factor: HessianFactor) -> torch.Tensor:
     """Return the codes of a weight for the inputs that its operator reads."""
     matrix = weight.float().reshape(held.groups, len(weight) // held.groups, -1)
     scale = held.scale.reshape(-1, 1).expand(len(weight), 1).reshape(held.groups, -1, 1)
@@ -157,7 +160,7 @@ def _codes(weight: torch.Tensor, held: WeightCodes, factor: Factor) -> torch.Ten
 
 def _factor(
     node: fx.Node, weight: torch.Tensor, held: WeightCodes, inputs: Sequence[torch.Tensor]
-) -> Factor | None:
+) -> HessianFactor | None:
     """Return the factor for the inputs that an operator reads; None where it has none."""
     hessian = _hessian(node, held.groups, weight.numel() // len(weight), inputs)
     return None if hessian is None else factored(hessian)

@@ -32,7 +32,7 @@ class Pairs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Factor:
+class HessianFactor:
     """The factor of Hessians of weights.
 
     Attributes:
@@ -44,20 +44,20 @@ class Factor:
     feed: torch.Tensor
 
 
-def factored(hessian: torch.Tensor) -> Factor | None:
+def factored(hessian: torch.Tensor) -> HessianFactor | None:
     """Return the factor of sums of x x^T, float64, shape [groups, columns, columns]; None if one has none.
 
     The columns with the largest inputs come first.
     """
     order = hessian.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     feed = _feed(_ordered(hessian, order))
-    return None if feed is None else Factor(order, feed)
+    return None if feed is None else HessianFactor(order, feed)
 
 
 def round_columns(
     weight: torch.Tensor,
     scale: torch.Tensor,
-    factor: Factor,
+    factor: HessianFactor,
     limits: tuple[int, int],
     pairs: Pairs | None = None,
 ) -> torch.Tensor:

@@ -1,0 +1,140 @@
+"""A quantized model with the surface of a transformers model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nc.api.artefact import load, save
+from nc.api.quantized import QuantizedModel
+from nc.errors import InputError
+
+#: Folder of the artefact beside config.json. Readers of other projects find no weights, and say so.
+ARTEFACT = "nc"
+#: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
+LENGTHS = 16
+#: What forward of transformers models takes beside tensors, with the value that changes nothing.
+_IDLE = {
+    "return_dict": (None, True),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+
+
+class QuantizedTransformer(torch.nn.Module):
+    """A quantized model that is called, configured and saved as a transformers model.
+
+    Attributes:
+        quantized: the model, without the surface.
+        config: transformers' configuration of the model that was quantized.
+    """
+
+    def __init__(self, quantized: QuantizedModel, config: Any) -> None:
+        super().__init__()
+        self.quantized, self.config = quantized, config
+        self.main_input_name = self._names()[0]
+        self.eval()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
+        input_features: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> Any:
+        """Return what the model returned for the example inputs: outputs by attribute, key and index.
+
+        Texts are filled up to a multiple of 16 tokens, which the attention mask leaves out.
+
+        Raises:
+            InputError: an argument that the example inputs lacked, and that would change the result.
+        """
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        inputs = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        for name, allowed in _IDLE.items():
+            if given[name] not in allowed:
+                msg = f"{name}={given[name]!r}: the quantized model has no such output."
+                raise InputError(msg)
+        for name in sorted(set(inputs) - set(self._names())):
+            if name != "token_type_ids" or bool(inputs[name].any()):
+                msg = (
+                    f"{name} was not among the example inputs ({', '.join(self._names())}), so the quantized "
+                    "model has no place for it."
+                )
+                raise InputError(msg)
+            del inputs[name]
+        length = _length(inputs)
+        filled = self.quantized(**self._filled(inputs, length))
+        return _cut(filled, length, -(-length // LENGTHS) * LENGTHS)
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and outputs that are no token ids."""
+        return torch.float32
+
+    def can_generate(self) -> bool:
+        """Return False: it has no cache of keys and values."""
+        return False
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
+        """Write config.json and, in the folder `nc`, the artefact."""
+        self.config.save_pretrained(save_directory)
+        save(self.quantized, Path(save_directory) / ARTEFACT)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse as the quantized model does."""
+        return self.quantized.__reduce_ex__(2)
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the inputs that the example had."""
+        return tuple(p.name for p in self.quantized.graph.signature.parameters if p.captured)
+
+    def _filled(self, inputs: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+        """Return inputs whose texts are filled up to a multiple of `LENGTHS`."""
+        more = -length % LENGTHS
+        if not more:
+            return inputs
+        padding = {"input_ids": self.config.pad_token_id or 0}
+        return {
+            name: torch.nn.functional.pad(value, (0, more), value=padding.get(name, 0))
+            for name, value in inputs.items()
+        }
+
+
+def load_model(folder: str | os.PathLike[str]) -> QuantizedTransformer:
+    """Return what `QuantizedTransformer.save_pretrained` wrote."""
+    from transformers import AutoConfig
+
+    return QuantizedTransformer(load(Path(folder) / ARTEFACT), AutoConfig.from_pretrained(str(folder)))
+
+
+def _length(inputs: dict[str, torch.Tensor]) -> int:
+    """Return the tokens of each text, if all inputs are ids and masks of texts; else 0."""
+    texts = {"input_ids", "attention_mask", "token_type_ids"}
+    if not {"input_ids", "attention_mask"} <= set(inputs) <= texts:
+        return 0
+    return inputs["input_ids"].shape[1]
+
+
+def _cut(outputs: Any, length: int, filled: int) -> Any:
+    """Return outputs without the rows of tokens that were filled up."""
+    if length == filled:
+        return outputs
+    for name, value in list(outputs.items()):
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] == filled:
+            outputs[name] = value[:, :length]
+    return outputs

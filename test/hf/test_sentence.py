@@ -1,0 +1,129 @@
+"""A real sentence encoder in sentence-transformers: quantized, saved, loaded, and what others make of the folder."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nc
+from nc.errors import ArtefactError, InputError
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+EXAMPLE = importlib.util.spec_from_file_location(
+    "minilm_of_examples", Path(__file__).resolve().parents[2] / "examples" / "minilm.py"
+)
+minilm = importlib.util.module_from_spec(EXAMPLE)
+EXAMPLE.loader.exec_module(minilm)
+nc_hf = importlib.import_module("nc.hf")  # it needs transformers
+
+TEXTS = [text for text in minilm.split()[0] if len(text) < 300][:48]
+OTHERS = ["one", "two short words", *minilm.split()[1][:13]]
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    modules = [Transformer(str(minilm.model_folder())), Pooling(384), Normalize()]
+    prompts = {"query": "query: ", "passage": "passage: "}
+    return sentence_transformers.SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(encoder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("quantized") / "minilm"
+    config = nc.StaticQuantConfig(act_algo="percentile") + nc.DynamicQuantConfig()
+    nc_hf.quantize_sentence_transformer(encoder, TEXTS, out, config, measure=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def quantized(folder):
+    return nc_hf.load_sentence_transformer(folder)
+
+
+def cosines(one, other):
+    return torch.nn.functional.cosine_similarity(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize("size", [1, 4, 32])
+def test_embeddings_of_any_batch_and_length(encoder, quantized, size):
+    found = cosines(encoder.encode(OTHERS, batch_size=size), quantized.encode(OTHERS, batch_size=size))
+    assert float(found.min()) > 0.98
+    assert float(found.mean()) > 0.995
+
+
+def test_it_is_int8(quantized):
+    report = quantized[0].model.quantized.report()
+    products = [op for op in report.ops if op.kind in ("linear", "matmul")]
+    assert {op.ran for op in products} == {"int8"}
+
+
+def test_prompts_truncation_and_settings(encoder, quantized):
+    assert quantized.prompts == encoder.prompts
+    assert quantized.similarity_fn_name == encoder.similarity_fn_name
+    options = {
+        "prompt_name": "query",
+        "truncate_dim": 64,
+        "normalize_embeddings": True,
+        "convert_to_tensor": True,
+    }
+    one, other = encoder.encode(OTHERS, **options), quantized.encode(OTHERS, **options)
+    assert one.shape == other.shape == (len(OTHERS), 64)
+    assert float(cosines(one, other).min()) > 0.98
+    torch.testing.assert_close(other.norm(dim=1), torch.ones(len(OTHERS)))
+
+
+def test_the_users_model_stays_as_it_is(encoder, folder):
+    assert type(encoder[0].model).__name__ == "BertModel"
+
+
+def test_without_nc_the_folder_does_not_load(folder):
+    with pytest.raises(OSError, match="no file named"):
+        sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+
+
+def test_another_process_gives_the_same_embeddings(quantized, folder, tmp_path):
+    script = (
+        "import sys, torch, nc.hf; q = nc.hf.load_sentence_transformer(sys.argv[1]); "
+        "torch.save(torch.as_tensor(q.encode(['one', 'two short words'])), sys.argv[2])"
+    )
+    file = tmp_path / "found.pt"
+    subprocess.run([sys.executable, "-c", script, str(folder), str(file)], check=True)
+    assert float(cosines(torch.load(file), quantized.encode(["one", "two short words"])).min()) > 0.99999
+
+
+def test_an_argument_without_a_place(quantized):
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    inputs = {"input_ids": ids, "attention_mask": ids}
+    model = quantized[0].model
+    assert model(**inputs, token_type_ids=torch.zeros_like(ids))["last_hidden_state"].shape == (1, 4, 384)
+    with pytest.raises(InputError, match="position_ids was not among the example inputs"):
+        model(**inputs, position_ids=ids)
+    with pytest.raises(InputError, match="output_attentions=True"):
+        model(**inputs, output_attentions=True)
+
+
+@pytest.mark.parametrize("texts", [[], "one text"])
+def test_no_texts(encoder, tmp_path, texts):
+    with pytest.raises(InputError, match="give a list of sentences"):
+        nc_hf.quantize_sentence_transformer(encoder, texts, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_folders(tmp_path):
+    with pytest.raises(ArtefactError, match=r"no modules\.json"):
+        nc_hf.load_sentence_transformer(tmp_path)
+
+
+def test_a_model_without_an_encoder(tmp_path):
+    from sentence_transformers.sentence_transformer.modules import Normalize
+
+    model = sentence_transformers.SentenceTransformer(modules=[Normalize()], device="cpu")
+    with pytest.raises(InputError, match="Normalize, has no encoder"):
+        nc_hf.quantize_sentence_transformer(model, TEXTS, tmp_path / "out")
