@@ -18,6 +18,7 @@ from unittest import mock
 import click
 
 import nc
+import nc.hf
 from nc import errors
 from nc.algorithms import POST, PRE
 from nc.algorithms.solvers import SOLVERS
@@ -432,6 +433,10 @@ def functions() -> str:
     parts += ["## statistics of a prepared model", methods(Statistics, "save", "load", "merge")]
     parts += ["## Plan, the result of `describe`", methods(Plan, "explain", "table", "to_dict", "quantized")]
     parts += ["## Formats of `export_weights`", ", ".join(f"`{name}`" for name in FORMATS)]
+    parts += [f"# nc.hf: {text(parsed(nc.hf).body[0])}", *map(text, parsed(nc.hf).body[1:])]
+    for name, value in sorted(vars(nc.hf).items()):
+        if not name.startswith("_") and not isinstance(value, types.ModuleType):
+            parts += [f"## nc.hf.{name}", *_function(name, value)]
     parts += ["# Functions with names of Neural Compressor"]
     for name, function in public.items():
         if name not in ours and not name.startswith("get_"):
@@ -442,13 +447,13 @@ def functions() -> str:
 def _function(name: str, function: Callable[..., Any]) -> list[str]:
     found = parsed(function)
     parts = [f"```\n{_wrapped(f'{name}{parameters(function)}')}\n```", *map(text, found.body)]
-    for section, heading in (("Args", "argument"), ("Raises", "error")):
+    for section, heading in (("Args", "argument"), ("Attributes", "attribute"), ("Raises", "error")):
         if section in found.items:
             rows = [
                 (", ".join(f"`{n.strip()}`" for n in names.split(",")), text(meaning))
                 for names, meaning in found.items[section]
             ]
-            parts.append(table((heading, "meaning" if section == "Args" else "when"), rows))
+            parts.append(table((heading, "when" if section == "Raises" else "meaning"), rows))
     returned = " ".join(
         f"{names}: {meaning}" if names else meaning for names, meaning in found.items.get("Returns", [])
     )

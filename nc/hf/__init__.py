@@ -3,6 +3,7 @@
 `import nc.hf` needs transformers, and sentence-transformers only where a function says so.
 """
 
+from nc.hf.at_load import QuantizationConfig as QuantizationConfig
 from nc.hf.model import QuantizedTransformer as QuantizedTransformer
 from nc.hf.sentence import load_sentence_transformer as load_sentence_transformer
 from nc.hf.sentence import quantize_sentence_transformer as quantize_sentence_transformer

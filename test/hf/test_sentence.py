@@ -1,23 +1,18 @@
 """A real sentence encoder in sentence-transformers: quantized, saved, loaded, and what others make of the folder."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from suites.real_minilm import minilm
 
 import nc
 from nc.errors import ArtefactError, InputError
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
-EXAMPLE = importlib.util.spec_from_file_location(
-    "minilm_of_examples", Path(__file__).resolve().parents[2] / "examples" / "minilm.py"
-)
-minilm = importlib.util.module_from_spec(EXAMPLE)
-EXAMPLE.loader.exec_module(minilm)
 nc_hf = importlib.import_module("nc.hf")  # it needs transformers
 
 TEXTS = [text for text in minilm.split()[0] if len(text) < 300][:48]
