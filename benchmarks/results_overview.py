@@ -88,7 +88,7 @@ def costs(rows: Rows) -> str:
 #: Flows of the overview, and what they are called there.
 BEST = {
     "nc static minmax": "static ranges",
-    "nc static percentile + dynamic": "linears dynamic, matmuls static",
+    "nc auto": '"auto"',
     "nc dynamic per_token": "dynamic, matmuls in fp32",
 }
 

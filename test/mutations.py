@@ -1173,6 +1173,14 @@ MUTATIONS = (
         ("kernel_checks",),
     ),
     Mutation(
+        "auto-same-time",
+        "of trials that are as fast the one with the least error is taken",
+        "api/auto/choice.py",
+        "if (times[index] or 0.0) <= SAME_TIME * least_ms]",
+        "if (times[index] or 0.0) <= least_ms]",
+        ("choice",),
+    ),
+    Mutation(
         "known-codes-hold",
         "a weight with known codes stays alive, or another one gets its id",
         "graph/known_codes.py",

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 _FEW, _PART, _MOST_OF_IT = 4, 0.05, 0.5
 #: Leaving them in float has to lower the power of the error by so much, and may cost so much time.
 LEAST_MENDED, MOST_LOST = 1.5, 1.05
+#: Times that differ by less are the same, and the error decides.
+SAME_TIME = 1.05
 #: Times of the fastest from which on the late candidates are tried too.
 SLOW = 1.3
 #: From this SQNR on nothing is left in float, in dB: the error has a thousandth of the power of the outputs.
@@ -66,6 +68,8 @@ class Choice:
 def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doubt: str = "") -> Choice | None:
     """Return the fastest int8 trial whose error is within a factor of the least, if that gains anything.
 
+    Of those that are as fast it is the one with the least error.
+
     Args:
         trials: in order of preference where times are not known.
         error_factor: at least 1.
@@ -85,7 +89,9 @@ def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doub
     if doubt or any(times[index] is None for index in near):
         why = doubt or "times were not measured"
         return Choice(near[0], f"it is what suits this kind of model, and {within}; {why}")
-    fastest = min(near, key=lambda index: times[index] or 0.0)
+    least_ms = min(times[index] or 0.0 for index in near)
+    as_fast = [index for index in near if (times[index] or 0.0) <= SAME_TIME * least_ms]
+    fastest = min(as_fast, key=lambda index: trials[index].error)
     ms = times[fastest] or 0.0
     for index, trial in enumerate(trials):
         if not trial.int8 and trial.ms is not None and trial.ms < ms * least_gain:

@@ -18,6 +18,8 @@ def trial(name, db, ms=None, failed=""):
         ([("a", 28.0, 5.0), ("b", 40.0, 9.0)], 2.0, "b"),
         ([("a", float("inf"), 5.0), ("b", 40.0, 1.0)], 2.0, "a"),  # nothing is lost
         ([("a", float("-inf"), 5.0), ("b", float("-inf"), 1.0)], 2.0, "b"),
+        ([("a", 28.0, 5.0), ("b", 29.0, 5.2)], 2.0, "b"),  # as fast, and better
+        ([("a", 28.0, 5.0), ("b", 29.0, 5.3)], 2.0, "a"),
         ([("a", 30.0, 5.0), ("b", 30.0, 5.0)], 2.0, "a"),  # of equals the one that suits the model
     ],
 )
