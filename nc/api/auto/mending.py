@@ -35,6 +35,11 @@ class Way:
             changed.set_local(list(self.operators), self.rule)
         return changed
 
+    def is_in(self, plan: Plan) -> bool:
+        """Whether its operators are in a plan as it wants them: an engine may have no kernel for that."""
+        specs = [plan[name].spec for name in self.operators]
+        return self.rule is None or all(spec.mode == "dynamic" or spec.bf16 for spec in specs)
+
 
 def ways(plan: Plan, worst: Collection[str], *, bf16: bool) -> Iterator[Way]:
     """Yield the ways to mend some operators.

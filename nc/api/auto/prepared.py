@@ -261,7 +261,10 @@ class PreparedAuto(CapturedPreparation):
         names = ", ".join(worst)
         for way in ways(quick.graph.plan, worst, bf16=not self._first.capabilities.why_no_bf16):
             mend = self._mend_by(way, worst)
-            again, mended = self._tried(trial.name, mend(self._configs[trial.name]), asked)
+            model = mend(self._configs[trial.name])
+            if not way.is_in(model.plan):
+                continue
+            again, mended = self._tried(trial.name, model, asked)
             text = f"{', '.join(way.operators)} {way.name}: {again.sqnr_db:.1f} dB without algorithms"
             if mended is None or again.error * LEAST_MENDED > trial.error:
                 said.append(f"{text}, too little")

@@ -61,6 +61,13 @@ def test_a_way_changes_its_operators_and_no_others(config):
     assert repr(config) == before
 
 
+def test_a_way_that_the_engine_has_no_kernel_for_is_none():
+    way, *_ = ways(plan_of(nc.StaticQuantConfig()), ["first"], bf16=False)
+    assert way.is_in(plan_of(way.put_into(nc.StaticQuantConfig())))
+    assert not way.is_in(plan_of(nc.StaticQuantConfig()))
+    assert not way.is_in(plan_of(nc.StaticQuantConfig().exclude("first")))
+
+
 def converted(monkeypatch):
     torch.manual_seed(0)
     model, batches = Mixed().eval(), [torch.randn(16, 16, 24) for _ in range(3)]
