@@ -1176,8 +1176,8 @@ MUTATIONS = (
         "auto-same-time",
         "of trials that are as fast the one with the least error is taken",
         "api/auto/choice.py",
-        "if (times[index] or 0.0) <= SAME_TIME * least_ms]",
-        "if (times[index] or 0.0) <= least_ms]",
+        "if ms <= SAME_TIME * min(times.values())]",
+        "if ms <= min(times.values())]",
         ("choice",),
     ),
     Mutation(

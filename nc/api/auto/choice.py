@@ -85,14 +85,13 @@ def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doub
     least = min(trials[index].error for index in possible)
     near = [index for index in possible if trials[index].error <= error_factor * least]
     within = f"within {10 * math.log10(error_factor):.1f} dB of the least error"
-    times = [trial.ms for trial in trials]
-    if doubt or any(times[index] is None for index in near):
+    times = {index: ms for index in near if (ms := trials[index].ms) is not None}
+    if doubt or len(times) < len(near):
         why = doubt or "times were not measured"
         return Choice(near[0], f"it is what suits this kind of model, and {within}; {why}")
-    least_ms = min(times[index] or 0.0 for index in near)
-    as_fast = [index for index in near if (times[index] or 0.0) <= SAME_TIME * least_ms]
+    as_fast = [index for index, ms in times.items() if ms <= SAME_TIME * min(times.values())]
     fastest = min(as_fast, key=lambda index: trials[index].error)
-    ms = times[fastest] or 0.0
+    ms = times[fastest]
     for index, trial in enumerate(trials):
         if not trial.int8 and trial.ms is not None and trial.ms < ms * least_gain:
             gain = f"{trial.ms / ms:.2f} times as fast" if ms else "no faster"
