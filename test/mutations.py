@@ -1136,8 +1136,8 @@ MUTATIONS = (
         "auto-busy",
         "times of a busy machine decide nothing",
         "api/auto/choice.py",
-        "    if doubt or any(",
-        "    if any(",
+        "if doubt or len(times) < len(near):",
+        "if len(times) < len(near):",
         ("choice", "prepared_auto"),
     ),
     Mutation(
