@@ -28,26 +28,32 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 @register_quantization_config(METHOD)
 class QuantizationConfig(QuantizationConfigMixin):
-    """How weights are quantized while a model is loaded.
+    """How weights are quantized while a model is loaded. All else of the model is fp32.
 
     Attributes:
         weights: "int8" or "int4".
         quant_method: "nc".
 
     Raises:
-        ConfigError: other weights.
+        ConfigError: other weights, or another option.
     """
 
     quant_method: Any  # transformers' own are members of an enumeration
 
-    def __init__(self, weights: str = "int8", **_: Any) -> None:
+    def __init__(self, weights: str = "int8", quant_method: str = METHOD, **others: Any) -> None:
+        if others:
+            msg = (
+                f"QuantizationConfig has no {', '.join(others)}; for more than weights: "
+                "nc.quantize(model, nc.WeightOnlyConfig(…)) after from_pretrained."
+            )
+            raise ConfigError(msg)
         if weights not in FORMATS:
             msg = (
                 f"QuantizationConfig has no weights {weights!r}; it has {', '.join(FORMATS)}. Others: "
                 "nc.quantize(model, nc.WeightOnlyConfig(…)) after from_pretrained."
             )
             raise ConfigError(msg)
-        self.quant_method, self.weights = METHOD, weights
+        self.quant_method, self.weights = quant_method, weights
 
 
 @register_quantizer(METHOD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from nc.errors import InputError
 ARTEFACT = "nc"
 #: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
 LENGTHS = 16
+#: Outputs with a value for each token; others for each text. Logits are either, by their dimensions.
+_OF_TOKENS = frozenset({"last_hidden_state", "start_logits", "end_logits"})
+_OTHERS = frozenset({"pooler_output", "logits"})
 #: What forward of transformers models takes beside tensors, with the value that changes nothing.
 _IDLE = {
     "return_dict": (None, True),
@@ -34,7 +38,7 @@ class QuantizedTransformer(torch.nn.Module):
 
     def __init__(self, quantized: QuantizedModel, config: Any) -> None:
         super().__init__()
-        self.quantized, self.config = quantized, config
+        self.quantized, self.config, self._fills = quantized, config, True
         self.main_input_name = self._names()[0]
         self.eval()
 
@@ -53,7 +57,8 @@ class QuantizedTransformer(torch.nn.Module):
     ) -> Any:
         """Return what the model returned for the example inputs: outputs by attribute, key and index.
 
-        Texts are filled up to a multiple of 16 tokens, which the attention mask leaves out.
+        Texts are filled up to a multiple of 16 tokens, which the attention mask leaves out, if it is known
+        which of the outputs have a value for each token.
 
         Raises:
             InputError: an argument that the example inputs lacked, and that would change the result.
@@ -72,9 +77,13 @@ class QuantizedTransformer(torch.nn.Module):
                 )
                 raise InputError(msg)
             del inputs[name]
-        length = _length(inputs)
-        filled = self.quantized(**self._filled(inputs, length))
-        return _cut(filled, length, -(-length // LENGTHS) * LENGTHS)
+        more = self._missing(inputs) if self._fills else 0
+        if more:
+            outputs = self.quantized(**self._filled(inputs, more))
+            if _can_be_cut(outputs):
+                return _cut(outputs, more)
+            self._fills = False
+        return self.quantized(**inputs)
 
     @property
     def device(self) -> torch.device:
@@ -103,12 +112,18 @@ class QuantizedTransformer(torch.nn.Module):
         """Return the names of the inputs that the example had."""
         return tuple(p.name for p in self.quantized.graph.signature.parameters if p.captured)
 
-    def _filled(self, inputs: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-        """Return inputs whose texts are filled up to a multiple of `LENGTHS`."""
+    def _missing(self, inputs: dict[str, torch.Tensor]) -> int:
+        """Return how many tokens are to be filled up; 0 where the inputs are more than ids and masks."""
+        texts = {"input_ids", "attention_mask", "token_type_ids"}
+        if not {"input_ids", "attention_mask"} <= set(inputs) <= texts:
+            return 0
+        length = inputs["input_ids"].shape[1]
+        most = getattr(self.config, "max_position_embeddings", None)
         more = -length % LENGTHS
-        if not more:
-            return inputs
-        padding = {"input_ids": self.config.pad_token_id or 0}
+        return more if most is None or length + more <= most else 0
+
+    def _filled(self, inputs: dict[str, torch.Tensor], more: int) -> dict[str, torch.Tensor]:
+        padding = {"input_ids": getattr(self.config, "pad_token_id", None) or 0}
         return {
             name: torch.nn.functional.pad(value, (0, more), value=padding.get(name, 0))
             for name, value in inputs.items()
@@ -122,19 +137,14 @@ def load_model(folder: str | os.PathLike[str]) -> QuantizedTransformer:
     return QuantizedTransformer(load(Path(folder) / ARTEFACT), AutoConfig.from_pretrained(str(folder)))
 
 
-def _length(inputs: dict[str, torch.Tensor]) -> int:
-    """Return the tokens of each text, if all inputs are ids and masks of texts; else 0."""
-    texts = {"input_ids", "attention_mask", "token_type_ids"}
-    if not {"input_ids", "attention_mask"} <= set(inputs) <= texts:
-        return 0
-    return inputs["input_ids"].shape[1]
+def _can_be_cut(outputs: object) -> bool:
+    """Whether it is known which of the outputs have a value for each token."""
+    return isinstance(outputs, Mapping) and set(outputs) <= _OF_TOKENS | _OTHERS
 
 
-def _cut(outputs: Any, length: int, filled: int) -> Any:
-    """Return outputs without the rows of tokens that were filled up."""
-    if length == filled:
-        return outputs
+def _cut(outputs: Any, more: int) -> Any:
+    """Return outputs without the values of tokens that were filled up."""
     for name, value in list(outputs.items()):
-        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] == filled:
-            outputs[name] = value[:, :length]
+        if name in _OF_TOKENS or (name == "logits" and value.dim() == 3):
+            outputs[name] = value[:, :-more]
     return outputs

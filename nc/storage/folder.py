@@ -102,7 +102,7 @@ def replaceable(directory: str | os.PathLike[str]) -> Path:
     """
     target = Path(directory).resolve()  # a link to a directory stays a link
     if target.exists():
-        with _alone_in(target.parent):
+        with alone_in(target.parent):
             _check_replaceable(target)
     return target
 
@@ -132,9 +132,9 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
         (staged / CHECKSUMS).write_text(_checksums_json(sums), encoding="ascii")
         for path in (*staged.iterdir(), staged):
             _flush(path)
-        with _alone_in(target.parent):
+        with alone_in(target.parent):
             _check_replaceable(target)
-            _publish(staged, target)
+            publish(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -342,8 +342,13 @@ def _is_ours(folder: Path) -> bool:
     return False
 
 
-def _publish(staged: Path, target: Path) -> None:
-    """Give a complete directory its name; what was there survives until then, and a failure."""
+def publish(staged: Path, target: Path) -> None:
+    """Give a complete directory its name; what was there survives until then, and a failure.
+
+    Args:
+        staged: a `staging_path` of the target.
+        target: what is there is removed; the caller has checked that it may be, within `alone_in`.
+    """
     aside = staged.with_suffix(".old")
     try:
         if target.exists():  # a full directory can't be renamed over another
@@ -357,7 +362,7 @@ def _publish(staged: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """Keep other savers, in threads and processes, out of a directory while its entries are renamed."""
     handle = os.open(folder, os.O_RDONLY)
     try:

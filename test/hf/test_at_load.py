@@ -66,3 +66,5 @@ def test_a_folder_that_claims_to_be_quantized_is_refused(tmp_path):
 def test_other_weights():
     with pytest.raises(ConfigError, match="it has int8, int4"):
         nc_hf.QuantizationConfig("int3")
+    with pytest.raises(ConfigError, match="has no group_size"):
+        nc_hf.QuantizationConfig("int4", group_size=64)

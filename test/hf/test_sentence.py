@@ -1,6 +1,7 @@
 """A real sentence encoder in sentence-transformers: quantized, saved, loaded, and what others make of the folder."""
 
 import importlib
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import torch
 from suites.real_minilm import minilm
 
 import nc
-from nc.errors import ArtefactError, InputError
+from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactSchemaError, ConfigError, InputError
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -109,6 +110,47 @@ def test_no_texts(encoder, tmp_path, texts):
     with pytest.raises(InputError, match="give a list of sentences"):
         nc_hf.quantize_sentence_transformer(encoder, texts, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_alone_need_no_texts(encoder, tmp_path):
+    with pytest.raises(ConfigError, match=r"nc\.hf\.QuantizationConfig"):
+        nc_hf.quantize_sentence_transformer(encoder, TEXTS[:4], tmp_path / "out", nc.WeightOnlyConfig("int8"))
+    assert list(tmp_path.iterdir()) == []
+    assert type(encoder[0].model).__name__ == "BertModel"
+
+
+def test_what_the_user_has_is_not_overwritten(encoder, folder, tmp_path):
+    floats = tmp_path / "floats"
+    encoder.save_pretrained(str(floats), create_model_card=False)
+    before = sorted(path.name for path in floats.iterdir())
+    with pytest.raises(ArtefactError, match="no earlier result"):
+        nc_hf.quantize_sentence_transformer(encoder, TEXTS, floats)
+    assert sorted(path.name for path in floats.iterdir()) == before
+
+
+def test_an_earlier_result_is_replaced(encoder, tmp_path):
+    for _ in range(2):
+        config = nc.StaticQuantConfig(post=())
+        nc_hf.quantize_sentence_transformer(encoder, TEXTS[:4], tmp_path / "out", config, measure=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("{", ArtefactCorruptError, "is no JSON"),
+        ("{}", ArtefactCorruptError, "is no JSON array"),
+        ('[{"type": "os.path.join", "path": ""}]', ArtefactCorruptError, "No other code is loaded"),
+        ('[{"type": "sentence_transformers.nowhere.Kind", "path": ""}]', ArtefactSchemaError, "lacks"),
+        ("[3]", ArtefactCorruptError, "No other code is loaded"),
+    ],
+)
+def test_damaged_lists_of_modules(folder, tmp_path, text, error, message):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "modules.json").write_text(text)
+    with pytest.raises(error, match=message):
+        nc_hf.load_sentence_transformer(copy)
 
 
 def test_other_folders(tmp_path):

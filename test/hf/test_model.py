@@ -1,0 +1,103 @@
+"""The surface of transformers models: outputs of all kinds, for texts of any length."""
+
+import importlib
+
+import pytest
+import torch
+
+import nc
+from nc.errors import InputError
+
+transformers = pytest.importorskip("transformers")
+nc_hf = importlib.import_module("nc.hf")
+
+LENGTHS = (1, 5, 16, 19)
+
+
+def small(kind, **options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=64, max_position_embeddings=20, **sizes, **options)
+    return getattr(transformers, kind)(config).eval()
+
+
+def inputs(length, rows=3):
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, 64, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, max(1, length - 2) :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def surface(model):
+    example = inputs(12)
+    config = nc.StaticQuantConfig(act_algo="minmax", post=())
+
+    def run(prepared):
+        for length in range(2, 20, 3):
+            prepared(**inputs(length))
+
+    quantized = nc.quantize(model, config, run, example_inputs=example, backend="native", measure=False)
+    return nc_hf.QuantizedTransformer(quantized, model.config)
+
+
+def tensors(outputs):
+    values = outputs.values() if isinstance(outputs, dict) else outputs
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("BertModel", {}),
+        ("BertForQuestionAnswering", {}),
+        ("BertForTokenClassification", {"num_labels": 5}),
+        ("BertForSequenceClassification", {"num_labels": 16}),  # as many as tokens that are filled up
+        ("BertForMaskedLM", {}),
+        ("BertModel", {"output_hidden_states": True}),
+        ("BertModel", {"return_dict": False}),
+        ("BertForNextSentencePrediction", {}),
+    ],
+)
+def test_outputs_are_those_of_the_texts_alone(kind, options):
+    model = small(kind, **options)
+    found = surface(model)
+    for length in LENGTHS:
+        given = inputs(length)
+        with torch.no_grad():
+            expected, got = tensors(model(**given)), tensors(found(**given))
+        assert [tuple(e.shape) for e in expected] == [tuple(g.shape) for g in got]
+        alone = tensors(found.quantized(**given))
+        kept = given["attention_mask"].bool()
+        for one, other in zip(got, alone, strict=True):
+            if (
+                one.dim() > 1
+                and tuple(one.shape[:2]) == tuple(kept.shape)
+                and kind != "BertForSequenceClassification"
+            ):
+                one, other = one[kept], other[kept]
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_lengths_share_plans(monkeypatch):
+    found = surface(small("BertModel"))
+    asked, forward = [], type(found.quantized).forward
+
+    def noted(self, **given):
+        asked.append(given["input_ids"].shape[1])
+        return forward(self, **given)
+
+    monkeypatch.setattr(type(found.quantized), "forward", noted)
+    for length in (3, 9, 16, 18):
+        found(**inputs(length))
+    assert asked == [16, 16, 16, 18]  # the model has 20 positions
+
+
+def test_other_arguments_are_refused():
+    found = surface(small("BertModel"))
+    given = inputs(4)
+    with pytest.raises(InputError, match="pixel_values was not among the example inputs"):
+        found(**given, pixel_values=torch.randn(1, 3, 4, 4))
+    with pytest.raises(InputError, match="output_hidden_states=True"):
+        found(**given, output_hidden_states=True)
+    assert (found.device.type, found.dtype, found.can_generate()) == ("cpu", torch.float32, False)
