@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nc
-from nc.api.preparation import captured
+from nc.api.preparation import finish
 from nc.backends.profiling.verdict import OpCost, Verdict
 
 
@@ -35,7 +35,7 @@ def converted(monkeypatch, verdicts, guard="undo"):
     prepared = nc.prepare(Two().eval(), nc.StaticQuantConfig(), example_inputs=x, backend="native")
     prepared(x)
     monkeypatch.setattr(
-        captured, "speed_verdict", lambda _, graph, *a, **k: verdicts[len(graph.plan.quantized)]
+        finish, "speed_verdict", lambda _, graph, *a, **k: verdicts[len(graph.plan.quantized)]
     )
     q_model = nc.convert(prepared, guard=guard)
     return q_model, {op.operator: op for op in q_model.report().ops if op.kind == "linear"}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import nc
-from nc.api.preparation import captured
+from nc.api.preparation import finish
 from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import COSTLY, HOPELESS_DB, costly_operators
 from nc.numerics.metrics import sqnr_db
@@ -127,7 +127,7 @@ def test_another_backend_that_has_no_kernel_for_anything():
     with pytest.warns(
         nc.NCWarning, match="Nothing is quantized: 0.lstm: backend 'bare' has no dynamic int8 kernel for lstm"
     ):
-        captured._warn_of_result(prepared.plan, prepared.quant_config, without_kernels(prepared), None)
+        finish._warn_of_result(prepared.plan, prepared.quant_config, without_kernels(prepared), None)
 
 
 def test_a_hopeless_model_names_the_operator_that_costs_most():
@@ -220,7 +220,7 @@ def test_the_measurement_stops_when_its_time_is_over():
 )
 def test_a_model_that_is_slower_warns_with_the_rule_to_paste(monkeypatch, fp32_ms, doubt, warned):
     verdict = Verdict(fp32_ms=fp32_ms, engine_ms=2.0, calls=5, threads=1, doubt=doubt)
-    monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: dataclasses.replace(verdict))
+    monkeypatch.setattr(finish, "speed_verdict", lambda *_, **__: dataclasses.replace(verdict))
     prepared = nc.prepare(linears(), nc.StaticQuantConfig(), example_inputs=X, backend="native")
     prepared(X)
     with warnings.catch_warnings(record=True) as caught:

@@ -16,7 +16,8 @@ from nc.api.auto.choice import ENOUGH_DB, LEAST_MENDED, MOST_LOST, Choice, Trial
 from nc.api.auto.held_out import HeldOut
 from nc.api.auto.mending import Way, ways
 from nc.api.preparation.base import CapturedPreparation, Conversion
-from nc.api.preparation.captured import PreparedModel, finished
+from nc.api.preparation.captured import PreparedModel
+from nc.api.preparation.finish import finished
 from nc.api.preparation.observed import Observed
 from nc.api.quantized import QuantizedModel
 from nc.backends.profiling.latency import median, timed_rounds

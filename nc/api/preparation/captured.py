@@ -17,18 +17,13 @@ from torch import fx
 from nc.algorithms.base import Algorithm, Bound, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
 from nc.api.preparation.base import CapturedPreparation, Conversion
-from nc.api.preparation.guard import undone
+from nc.api.preparation.finish import finished
 from nc.api.preparation.observed import Observed
 from nc.api.quantized import QuantizedModel
-from nc.api.report import hopeless_text
 from nc.backends import choose_backend, engine_options, first_that_can, why_chosen
 from nc.backends.auto_order import kind_of_graph
 from nc.backends.base import Backend, EngineModel, lower
-from nc.backends.profiling.latency import milliseconds
 from nc.backends.profiling.own_model import OwnModel
-from nc.backends.profiling.verdict import Verdict
-from nc.backends.profiling.verdict import measure as speed_verdict
-from nc.backends.reference import NAME as REFERENCE
 from nc.calibration.costly import HOPELESS_DB, costly_operators
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
@@ -49,15 +44,13 @@ from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
 from nc.graph.known_codes import KnownCodes
 from nc.graph.placement import Edge, place
-from nc.graph.plan import Applied, Plan
+from nc.graph.plan import Plan
 from nc.graph.qdq import Finding, QDQGraph, expected_outputs, insert_qdq
 from nc.numerics.metrics import worst_sqnr_db
 from nc.observers import Observer
 from nc.observers.base import Key
-from nc.planning.nothing import nothing_quantized
 from nc.planning.rules import fit
 from nc.planning.simulated import WHY_REFERENCE, that_simulates
-from nc.process.warn import warn
 
 
 class PreparedModel(CapturedPreparation):
@@ -345,47 +338,6 @@ class PreparedModel(CapturedPreparation):
         return dataclasses.replace(plan, decisions=tuple(decisions)), findings
 
 
-def finished(prepared: PreparedModel, q_model: QuantizedModel, asked: Conversion) -> QuantizedModel:
-    """Return a quantized model with the verdict on its speed; warns where it is hardly worth it.
-
-    With `guard="undo"`, what costs time is undone.
-    """
-    model = _judged(prepared, q_model, asked)
-    if asked.guard == "undo":
-
-        def remake(reasons: Mapping[str, Reason]) -> QuantizedModel:
-            other = prepared.leaving(reasons)
-            return _judged(other, other.lowered(asked), asked)
-
-        model = undone(model, remake)
-    _warn_of_result(prepared.plan, prepared.quant_config, model.graph, model.verdict)
-    return model
-
-
-def _judged(prepared: PreparedModel, q_model: QuantizedModel, asked: Conversion) -> QuantizedModel:
-    """Return the model with its verdict."""
-    graph = q_model.graph
-    if asked.measure and q_model.backend != REFERENCE:
-        # a model that fills lists or caches is another one in each call of the same arguments
-        own = None if graph.signature.effects.after is not None else prepared.own
-        verdict = speed_verdict(prepared.graph.module, graph, q_model.engine, own=own, quantized=q_model)
-        graph = dataclasses.replace(graph, applied=_with_times(graph, verdict))
-        return QuantizedModel(graph, q_model.engine, q_model.backend, q_model.chosen, verdict)
-    return q_model
-
-
-def _with_times(graph: QDQGraph, verdict: Verdict) -> tuple[Applied, ...]:
-    """Return what was applied; the operators that add most of the error have their times."""
-    times = {
-        name: f"{milliseconds(cost.engine_ms)}, fp32 {milliseconds(cost.fp32_ms)}"
-        + (f" with {len(cost.operators) - 1} more" if len(cost.operators) > 1 else "")
-        for cost in verdict.costs or ()
-        for name in cost.operators
-    }
-    timed = ranking(graph.noise, times)
-    return tuple(timed if each.algorithm == timed.algorithm else each for each in graph.applied)
-
-
 def _check_weights(graph: Graph, plan: Plan) -> None:
     """Raise InputError for weights and biases of int8 operators that are not finite."""
     names = {d.operator for d in plan.quantized}
@@ -399,15 +351,3 @@ def _check_weights(graph: Graph, plan: Plan) -> None:
                     "config.exclude(...)."
                 )
                 raise InputError(msg)
-
-
-def _warn_of_result(planned: Plan, config: AnyConfig, graph: QDQGraph, verdict: Verdict | None) -> None:
-    """Warn of a model in which nothing is quantized any more, which is far from fp32, or slower than it."""
-    nothing = nothing_quantized(graph.plan, config) if planned.quantized else None
-    if nothing is not None:
-        warn(nothing.text)
-    if graph.sqnr_vs_fp32_db < HOPELESS_DB:
-        modes = [decision.spec.mode for decision in graph.plan.quantized]
-        warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health, modes))
-    if graph.plan.quantized and verdict is not None and verdict.certain and round(verdict.ratio, 2) < 1:
-        warn(str(verdict))

@@ -8,7 +8,7 @@ from torch import nn
 import nc
 from nc.api.auto import prepared as module_under_test
 from nc.api.auto.mending import ways
-from nc.api.preparation import captured
+from nc.api.preparation import finish
 from nc.backends import get_backend
 from nc.backends.profiling.load import Load
 from nc.planning.rules import decide
@@ -78,8 +78,8 @@ def converted(monkeypatch):
 
     monkeypatch.setattr(module_under_test, "timed_rounds", timed)
     monkeypatch.setattr(module_under_test, "candidates", lambda kinds, post=(): of_static(post))
-    monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: None)
-    monkeypatch.setattr(captured, "_with_times", lambda graph, _: graph.applied)
+    monkeypatch.setattr(finish, "speed_verdict", lambda *_, **__: None)
+    monkeypatch.setattr(finish, "_with_times", lambda graph, _: graph.applied)
     prepared = nc.prepare(model, "auto", example_inputs=batches[0], backend="native")
     for batch in batches:
         prepared(batch)

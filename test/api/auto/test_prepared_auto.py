@@ -12,7 +12,7 @@ from torch import nn
 
 import nc
 from nc.api.auto import prepared as module_under_test
-from nc.api.preparation import captured
+from nc.api.preparation import captured, finish
 from nc.backends.profiling.load import Load
 from nc.backends.profiling.verdict import OpCost, Verdict
 
@@ -277,7 +277,7 @@ class TestTheWorstOperators:
         with_times(monkeypatch, bf16=1e3, **times)
         costs = tuple(OpCost(operators=(name,), engine_ms=0.25, fp32_ms=0.5) for name in "abc")
         verdict = Verdict(fp32_ms=2.0, engine_ms=1.0, calls=1, threads=1, costs=costs)
-        monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: verdict)
+        monkeypatch.setattr(finish, "speed_verdict", lambda *_, **__: verdict)
         found = nc.prepare(Loud().eval(), "auto", example_inputs=x[0], backend="native")
         for batch in x:
             found(batch)
