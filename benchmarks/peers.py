@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from onnx_static import quantize_onnx
 from results_rows import add_option
 from task import Batch, Task
 from tasks import ROUNDS, TASKS, Candidate, Result, compare, fp32, loaded
@@ -108,27 +109,10 @@ def onnx_fp32(task: Task) -> Result:
 
 def onnx_static(task: Task) -> Result:
     """ONNX Runtime's static quantization: QDQ, uint8 activations by min-max, int8 weights per channel."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.left = iter(task.calibration)
-
-        def get_next(self) -> dict[str, Any] | None:
-            batch = next(self.left, None)
-            return None if batch is None else arrays(batch)
-
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "int8.onnx"
-        quantize_static(
-            _onnx(task, Path(folder)),
-            target,
-            Reader(),
-            quant_format=QuantFormat.QDQ,
-            per_channel=True,
-            reduce_range=_saturates(),
-            activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
+        quantize_onnx(
+            _onnx(task, Path(folder)), target, map(arrays, task.calibration), reduce_range=_saturates()
         )
         return _session(target)
 

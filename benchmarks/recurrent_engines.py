@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from onnx_static import quantize_onnx
 from recurrent_task import Call, Part, Tensors
 from torch import nn
 
@@ -88,28 +89,11 @@ def onnx_static(part: Part) -> Made:
     Without weights of 7 bits, which its documentation asks for on CPUs without VNNI: on one of these, they
     lose more than sums that saturate, 7.7 instead of 10.0 dB of the voice detector.
     """
-    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-
-    class Reader(CalibrationDataReader):
-        def __init__(self) -> None:
-            self.left = iter(part.examples)
-
-        def get_next(self) -> dict[str, Any] | None:
-            given = next(self.left, None)
-            return None if given is None else {f"x{i}": x.numpy() for i, x in enumerate(given)}
-
+    feeds = ({f"x{i}": x.numpy() for i, x in enumerate(given)} for given in part.examples)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "int8.onnx"
         logging.getLogger().setLevel(logging.ERROR)  # it recommends to call its pre-processing
-        quantize_static(
-            _exported(part, Path(folder)),
-            target,
-            Reader(),
-            quant_format=QuantFormat.QDQ,
-            per_channel=True,
-            activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
-        )
+        quantize_onnx(_exported(part, Path(folder)), target, feeds)
         return _session(target)
 
 
