@@ -12,11 +12,14 @@ import torch
 from nc.api.artefact import load, save
 from nc.api.quantized import QuantizedModel
 from nc.errors import InputError
+from nc.numerics.metrics import sqnr_db
 
 #: Folder of the artefact beside config.json. Readers of other projects find no weights, and say so.
 ARTEFACT = "nc"
 #: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
 LENGTHS = 16
+#: Outputs that agree so well are the same but for the order of sums, in dB.
+SAME_DB = 60.0
 #: Outputs with a value for each token; others for each text. Logits are either, by their dimensions.
 _OF_TOKENS = frozenset({"last_hidden_state", "start_logits", "end_logits"})
 _OTHERS = frozenset({"pooler_output", "logits"})
@@ -38,7 +41,8 @@ class QuantizedTransformer(torch.nn.Module):
 
     def __init__(self, quantized: QuantizedModel, config: Any) -> None:
         super().__init__()
-        self.quantized, self.config, self._fills = quantized, config, True
+        self.quantized, self.config = quantized, config
+        self._fills: bool | None = None  # not known until a text could be filled up
         self.main_input_name = self._names()[0]
         self.eval()
 
@@ -57,8 +61,9 @@ class QuantizedTransformer(torch.nn.Module):
     ) -> Any:
         """Return what the model returned for the example inputs: outputs by attribute, key and index.
 
-        Texts are filled up to a multiple of 16 tokens, which the attention mask leaves out, if it is known
-        which of the outputs have a value for each token.
+        Texts are filled up to a multiple of 16 tokens, which the attention mask leaves out. The first text is
+        computed alone, too: where that gives something else, as for models with convolutions over tokens, or
+        has other outputs than are known here, no text is filled up.
 
         Raises:
             InputError: an argument that the example inputs lacked, and that would change the result.
@@ -77,13 +82,15 @@ class QuantizedTransformer(torch.nn.Module):
                 )
                 raise InputError(msg)
             del inputs[name]
-        more = self._missing(inputs) if self._fills else 0
+        more = 0 if self._fills is False else self._missing(inputs)
+        if more and self._fills:
+            return _cut(self.quantized(**self._filled(inputs, more)), more)
+        outputs = self.quantized(**inputs)
         if more:
-            outputs = self.quantized(**self._filled(inputs, more))
-            if _can_be_cut(outputs):
-                return _cut(outputs, more)
-            self._fills = False
-        return self.quantized(**inputs)
+            self._fills = _is_known(outputs) and _is_alike(
+                outputs, _cut(self.quantized(**self._filled(inputs, more)), more), inputs["attention_mask"]
+            )
+        return outputs
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +144,16 @@ def load_model(folder: str | os.PathLike[str]) -> QuantizedTransformer:
     return QuantizedTransformer(load(Path(folder) / ARTEFACT), AutoConfig.from_pretrained(str(folder)))
 
 
-def _can_be_cut(outputs: object) -> bool:
+def _is_alike(alone: Mapping[str, Any], filled: Mapping[str, Any], mask: torch.Tensor) -> bool:
+    """Whether texts have the same outputs alone and filled up; what the mask leaves out does not count."""
+
+    def kept(value: torch.Tensor) -> torch.Tensor:
+        return value[mask.bool()] if mask.dim() == 2 and value.shape[:2] == mask.shape else value
+
+    return all(sqnr_db(kept(alone[name]), kept(filled[name])) >= SAME_DB for name in alone)
+
+
+def _is_known(outputs: object) -> bool:
     """Whether it is known which of the outputs have a value for each token."""
     return isinstance(outputs, Mapping) and set(outputs) <= _OF_TOKENS | _OTHERS
 

@@ -90,7 +90,21 @@ def test_lengths_share_plans(monkeypatch):
     monkeypatch.setattr(type(found.quantized), "forward", noted)
     for length in (3, 9, 16, 18):
         found(**inputs(length))
-    assert asked == [16, 16, 16, 18]  # the model has 20 positions
+    # the first text is computed alone, too, and the model has 20 positions
+    assert asked == [3, 16, 16, 16, 18]
+
+
+def test_models_that_mix_neighbouring_tokens_get_texts_alone():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ConvBertConfig(
+        vocab_size=64, embedding_size=32, max_position_embeddings=20, **sizes
+    )
+    found = surface(transformers.ConvBertModel(config).eval())
+    for length in (5, 9):
+        given = {name: value[1:] for name, value in inputs(length).items()}
+        alone = found.quantized(**given)["last_hidden_state"]
+        assert torch.equal(found(**given)["last_hidden_state"], alone)
 
 
 def test_other_arguments_are_refused():
