@@ -1173,6 +1173,14 @@ MUTATIONS = (
         ("kernel_checks",),
     ),
     Mutation(
+        "auto-good",
+        "from 40 dB on twice the least error is allowed",
+        "api/auto/choice.py",
+        "    if least <= GOOD:",
+        "    if least < 0:",
+        ("choice",),
+    ),
+    Mutation(
         "auto-same-time",
         "of trials that are as fast the one with the least error is taken",
         "api/auto/choice.py",

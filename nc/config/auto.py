@@ -20,7 +20,8 @@ class AutoConfig:
     `"auto"` is the same with the default values.
 
     Attributes:
-        error_factor: how many times the power of the least error the chosen one may have; at least 1.
+        error_factor: how many times the power of the least error the chosen one may have; at least 1. From
+            40 dB on it is 2 if less is given.
         least_gain: how many times as fast as fp32, and as bf16 where the CPU has it, int8 has to be; else
             the model is delivered in that precision.
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 _FEW, _PART, _MOST_OF_IT = 4, 0.05, 0.5
 #: Leaving them in float has to lower the power of the error by so much, and may cost so much time.
 LEAST_MENDED, MOST_LOST = 1.5, 1.05
+#: A least error of this power (40 dB) is so small that the chosen one may be larger by this factor.
+GOOD, WHERE_GOOD = 1e-4, 2.0
 #: Times that differ by less are the same, and the error decides.
 SAME_TIME = 1.05
 #: Times of the fastest from which on the late candidates are tried too.
@@ -82,8 +84,7 @@ def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doub
     possible = [index for index, trial in enumerate(trials) if trial.int8 and not trial.failed]
     if not possible:
         return None
-    least = min(trials[index].error for index in possible)
-    near = [index for index in possible if trials[index].error <= error_factor * least]
+    near, error_factor = _near(trials, possible, error_factor)
     within = f"within {10 * math.log10(error_factor):.1f} dB of the least error"
     times = {index: ms for index in near if (ms := trials[index].ms) is not None}
     if doubt or len(times) < len(near):
@@ -97,6 +98,14 @@ def choose(trials: Sequence[Trial], error_factor: float, least_gain: float, doub
             gain = f"{trial.ms / ms:.2f} times as fast" if ms else "no faster"
             return Choice(index, f"{trials[fastest].name} is {gain}")
     return Choice(fastest, f"it is the fastest {within}")
+
+
+def _near(trials: Sequence[Trial], possible: Sequence[int], factor: float) -> tuple[list[int], float]:
+    """Return those trials whose error is near the least one, and the factor that decides."""
+    least = min(trials[index].error for index in possible)
+    if least <= GOOD:
+        factor = max(factor, WHERE_GOOD)
+    return [index for index in possible if trials[index].error <= factor * least], factor
 
 
 def is_slow(trials: Sequence[Trial], choice: Choice) -> bool:
