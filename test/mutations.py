@@ -1128,8 +1128,8 @@ MUTATIONS = (
         "auto-error",
         "a fast configuration with a large error is not taken",
         "api/auto/choice.py",
-        "if trials[index].error <= error_factor * least]",
-        "if trials[index].error <= 1e9]",
+        "return [index for index in possible if trials[index].error <= factor * least], factor",
+        "return list(possible), factor",
         ("choice",),
     ),
     Mutation(
