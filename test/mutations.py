@@ -1078,10 +1078,10 @@ MUTATIONS = (
     ),
     Mutation(
         "column-rounding-blocks",
-        "columns of later blocks take over the errors of all in front of them",
+        "the second half of the columns takes over the errors of the first one",
         "numerics/column_rounding.py",
-        "current[:, end:].baddbmm_(",
-        "current[:, end:].clone().baddbmm_(",
+        "current[:, middle:end].baddbmm_(",
+        "current[:, middle:end].clone().baddbmm_(",
         ("column_rounding",),
     ),
     Mutation(
@@ -1216,8 +1216,8 @@ MUTATIONS = (
         "weight-rounding-pairs",
         "rounding keeps the sums of pairs within 16 bits",
         "numerics/column_rounding.py",
-        "code = torch.minimum(code, pairs.limit - partner.clamp(min=0))",
-        "code = torch.minimum(code, pairs.limit - partner.clamp(max=0))",
+        "code = torch.where(code * partner > 0, code.clamp(-room, room), code)",
+        "code = torch.where(code * partner < 0, code.clamp(-room, room), code)",
         ("column_rounding", "weight_rounding"),
     ),
     Mutation(

@@ -14,8 +14,8 @@ import torch
 
 #: Share of the mean of the diagonal that is added to it, as in the paper.
 DAMP = 0.01
-#: Columns whose errors are put together before those behind take them over.
-_BLOCK = 128
+#: Columns that are rounded one by one, each of which the others take over at once.
+_FEW = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ def factored(hessian: torch.Tensor) -> HessianFactor | None:
     The columns with the largest inputs come first.
     """
     order = hessian.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    feed = _feed(_ordered(hessian, order))
+    feed = _feed(_ordered(hessian.float(), order))  # most have a factor in fp32, in half the time
+    feed = _feed(_ordered(hessian, order)) if feed is None else feed
     return None if feed is None else HessianFactor(order, feed)
 
 
@@ -75,25 +76,36 @@ def round_columns(
     """
     order, feed = factor.order, factor.feed
     rows = order.unsqueeze(2).expand(-1, -1, weight.shape[1])
-    original = weight.transpose(1, 2).gather(1, rows)  # a row is a column of the weight from here on
+    # In steps of the scale, and a row is a column of the weight from here on.
+    original = (weight / scale).transpose(1, 2).gather(1, rows)
     current, codes = original.clone(), torch.zeros_like(original)
-    partners = None if pairs is None else _ranks_of_partners(order, pairs.partners)
-    step = scale.transpose(1, 2)
-    columns = weight.shape[2]
-    for start in range(0, columns, _BLOCK):
-        end = min(start + _BLOCK, columns)
+    ranks = None if pairs is None else _ranks_of_partners(order, pairs.partners)
+
+    def each(start: int, end: int) -> None:
+        """Round columns one after the other; `current` has their errors then."""
         for k in range(start, end):
-            code = torch.round(current[:, k : k + 1] / step).clamp_(*limits)
-            if pairs is not None and partners is not None:
-                rank = partners[:, k : k + 1, None].expand(-1, 1, codes.shape[2])
+            code = current[:, k : k + 1].round().clamp_(*limits)
+            if pairs is not None and ranks is not None:
+                rank = ranks[:, k : k + 1, None].expand(-1, 1, codes.shape[2])
                 partner = codes.gather(1, rank)  # 0 where it is not rounded yet
-                code = torch.minimum(code, pairs.limit - partner.clamp(min=0))
-                code = torch.maximum(code, -pairs.limit - partner.clamp(max=0))
+                room = (partner.abs() - pairs.limit).neg_()
+                code = torch.where(code * partner > 0, code.clamp(-room, room), code)
             codes[:, k : k + 1] = code
-            error = original[:, k : k + 1] - code * step
-            current[:, k : k + 1] = error  # nobody reads the column itself again
+            error = torch.sub(original[:, k : k + 1], code, out=current[:, k : k + 1])
             current[:, k + 1 : end].baddbmm_(feed[:, k : k + 1, k + 1 : end].transpose(1, 2), error)
-        current[:, end:].baddbmm_(feed[:, start:end, end:].transpose(1, 2), current[:, start:end])
+
+    def halves(start: int, end: int) -> None:
+        """Round columns; the second half takes over the errors of the first one in one product."""
+        if end - start <= _FEW:
+            return each(start, end)
+        middle = (start + end) // 2
+        halves(start, middle)
+        current[:, middle:end].baddbmm_(
+            feed[:, start:middle, middle:end].transpose(1, 2), current[:, start:middle]
+        )
+        return halves(middle, end)
+
+    halves(0, weight.shape[2])
     return torch.empty_like(codes).scatter_(1, rows, codes).transpose(1, 2)
 
 
@@ -103,7 +115,7 @@ def _ranks_of_partners(order: torch.Tensor, partners: torch.Tensor) -> torch.Ten
 
 
 def _ordered(hessian: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the Hessians with rows and columns in another order, damped, float64."""
+    """Return the Hessians with rows and columns in another order, damped, of their dtype."""
     size = hessian.shape[1]
     rows = hessian.gather(1, order.unsqueeze(2).expand(-1, -1, size))
     damped = rows.gather(2, order.unsqueeze(1).expand(-1, size, -1))
@@ -116,17 +128,9 @@ def _ordered(hessian: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def _feed(hessian: torch.Tensor) -> torch.Tensor | None:
     """Return A, fp32, of the Hessians' shape; None where one is not positive definite."""
-    reverse = hessian.flip(1, 2)  # the upper factor is the lower one of the matrix in reversed order
-    lower = _lower(reverse.float())  # half the time, and damped as they are most have a factor in fp32
-    if lower is None:
-        lower = _lower(reverse)
-    if lower is None:
+    # The upper factor is the lower one of the matrix in reversed order.
+    lower, failed = torch.linalg.cholesky_ex(hessian.flip(1, 2))
+    if bool(failed.any()) or not bool(lower.isfinite().all()):
         return None
     upper = lower.flip(1, 2).float()
     return upper.div_(upper.diagonal(dim1=1, dim2=2).unsqueeze(1).clone())
-
-
-def _lower(matrices: torch.Tensor) -> torch.Tensor | None:
-    """Return the lower factors; None where one is not positive definite."""
-    lower, failed = torch.linalg.cholesky_ex(matrices)
-    return None if bool(failed.any()) or not bool(lower.isfinite().all()) else lower
