@@ -5,5 +5,7 @@
 
 from nc.hf.at_load import QuantizationConfig as QuantizationConfig
 from nc.hf.model import QuantizedTransformer as QuantizedTransformer
+from nc.hf.quantize import load as load
+from nc.hf.quantize import quantize as quantize
 from nc.hf.sentence import load_sentence_transformer as load_sentence_transformer
 from nc.hf.sentence import quantize_sentence_transformer as quantize_sentence_transformer

@@ -12,10 +12,9 @@ import torch
 from nc.api.artefact import load, save
 from nc.api.quantized import QuantizedModel
 from nc.errors import InputError
+from nc.hf.folder import ARTEFACT
 from nc.numerics.metrics import sqnr_db
 
-#: Folder of the artefact beside config.json. Readers of other projects find no weights, and say so.
-ARTEFACT = "nc"
 #: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
 LENGTHS = 16
 #: Outputs that agree so well are the same but for the order of sums, in dB.
@@ -37,11 +36,12 @@ class QuantizedTransformer(torch.nn.Module):
     Attributes:
         quantized: the model, without the surface.
         config: transformers' configuration of the model that was quantized.
+        folder: that it was loaded from; None: it was not.
     """
 
-    def __init__(self, quantized: QuantizedModel, config: Any) -> None:
+    def __init__(self, quantized: QuantizedModel, config: Any, folder: str | None = None) -> None:
         super().__init__()
-        self.quantized, self.config = quantized, config
+        self.quantized, self.config, self.folder = quantized, config, folder
         self._fills: bool | None = None  # not known until a text could be filled up
         self.main_input_name = self._names()[0]
         self.eval()
@@ -112,8 +112,8 @@ class QuantizedTransformer(torch.nn.Module):
         save(self.quantized, Path(save_directory) / ARTEFACT)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refuse as the quantized model does."""
-        return self.quantized.__reduce_ex__(2)
+        """Give the folder that it was loaded from, for other processes; refuse without one."""
+        return self.quantized.__reduce_ex__(2) if self.folder is None else (load_model, (self.folder,))
 
     def _names(self) -> tuple[str, ...]:
         """Return the names of the inputs that the example had."""
@@ -138,10 +138,19 @@ class QuantizedTransformer(torch.nn.Module):
 
 
 def load_model(folder: str | os.PathLike[str]) -> QuantizedTransformer:
-    """Return what `QuantizedTransformer.save_pretrained` wrote."""
+    """Return what `QuantizedTransformer.save_pretrained` wrote.
+
+    Its class has the name of the float model's: `pipeline` calls others unsupported, and goes on.
+    """
     from transformers import AutoConfig
 
-    return QuantizedTransformer(load(Path(folder) / ARTEFACT), AutoConfig.from_pretrained(str(folder)))
+    config = AutoConfig.from_pretrained(str(folder))
+    name = (config.architectures or [QuantizedTransformer.__name__])[0]
+    kind = type(
+        name, (QuantizedTransformer,), {"__module__": __name__, "__doc__": QuantizedTransformer.__doc__}
+    )
+    model: QuantizedTransformer = kind(load(Path(folder) / ARTEFACT), config, str(Path(folder).resolve()))
+    return model
 
 
 def _is_alike(alone: Mapping[str, Any], filled: Mapping[str, Any], mask: torch.Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,34 @@ import torch
 from nc.api.quantized import QuantizedModel
 from nc.api.workflow import quantize
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactSchemaError, ConfigError, InputError
-from nc.hf.model import ARTEFACT, QuantizedTransformer, load_model
-from nc.storage.atomic import staging_path
-from nc.storage.folder import alone_in, publish
+from nc.hf.data import BATCH, length_of
+from nc.hf.folder import ARTEFACT, is_result, replaceable, written
+from nc.hf.model import QuantizedTransformer, load_model
 from nc.storage.json_file import json_list, json_object
 
-#: Texts of a calibration batch.
-BATCH = 16
-#: File that names sentence-transformers' modules.
-MODULES = "modules.json"
+#: File that names sentence-transformers' modules, and the one with what they are used for.
+MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
+#: Classes of models, the first one where the file does not say.
+_KINDS = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
+#: Settings that the classes take as arguments.
+_GIVEN = ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim", "max_active_dims")
 
 
 def quantize_sentence_transformer(
-    model: Any, texts: Sequence[str], out: str | os.PathLike[str], config: Any = "auto", **options: Any
+    model: Any, texts: Sequence[Any], out: str | os.PathLike[str], config: Any = "auto", **options: Any
 ) -> Any:
     """Quantize the encoder of a SentenceTransformer, and save all as a folder.
 
     Args:
-        model: a `SentenceTransformer` over texts; it stays as it is.
-        texts: as users send them, 100 or more; a part of them is held out.
+        model: a `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` or `MultiVectorEncoder` over texts; it
+            stays as it is.
+        texts: as users send them, 100 or more, pairs for a CrossEncoder; a part of them is held out.
         out: the folder.
         config: as for `nc.quantize`.
         options: of `nc.quantize`.
 
     Returns:
-        The quantized SentenceTransformer, loaded from the folder.
+        The quantized model, of the same class, loaded from the folder.
 
     Raises:
         InputError: no texts, or the first module of the model is no encoder of transformers.
@@ -49,7 +51,7 @@ def quantize_sentence_transformer(
     if isinstance(texts, str) or not texts:
         msg = "texts: give a list of sentences, as users send them; 100 or more."
         raise InputError(msg)
-    target = _replaceable(Path(out).resolve())
+    target = replaceable(Path(out).resolve(), MODULES)
     encoder, attribute = _encoder(model)
     batches = [_features(model, encoder, part) for part in _parts(texts)]
 
@@ -70,15 +72,13 @@ def quantize_sentence_transformer(
 
 
 def load_sentence_transformer(folder: str | os.PathLike[str]) -> Any:
-    """Return the SentenceTransformer of a folder that `quantize_sentence_transformer` wrote.
+    """Return the model of a folder that `quantize_sentence_transformer` wrote.
 
     Raises:
         ArtefactError: it is no such folder, a file is damaged, or a module is not of sentence-transformers.
     """
-    from sentence_transformers import SentenceTransformer
-
     place = Path(folder)
-    if not _is_ours(place):
+    if not is_result(place, MODULES):
         msg = (
             f"{place} is no folder of quantize_sentence_transformer: it has no {MODULES}, or no folder "
             f"{ARTEFACT!r}. SentenceTransformer loads other folders."
@@ -87,12 +87,34 @@ def load_sentence_transformer(folder: str | os.PathLike[str]) -> Any:
     modules: list[Any] = []
     for entry in json_list(place / MODULES):
         kind, where = _kind(entry, place), str(place / entry["path"])
-        modules.append(_quantized(kind).load(where) if not modules else kind.load(where))
-    settings = json_object(place / "config_sentence_transformers.json")
-    names = ("prompts", "default_prompt_name", "similarity_fn_name")
-    return SentenceTransformer(
-        modules=modules, device="cpu", **{name: settings[name] for name in names if name in settings}
-    )
+        modules.append(kind.load(where) if modules else _with_artefact(kind, where))
+    settings = json_object(place / SETTINGS)
+    model = _model_kind(settings, place)
+    known = inspect.signature(model.__init__).parameters
+    given = {name: settings[name] for name in _GIVEN if name in settings and name in known}
+    if "activation_fn" in settings:
+        given["activation_fn"] = _activation(settings["activation_fn"], place)
+    return model(modules=modules, device="cpu", **given)
+
+
+def _model_kind(settings: dict[str, Any], folder: Path) -> Any:
+    """Return the class of the model in a folder."""
+    name = settings.get("model_type", _KINDS[0])
+    kind = getattr(importlib.import_module("sentence_transformers"), str(name), None)
+    if name not in _KINDS or kind is None:
+        msg = f"{folder / SETTINGS} names {name!r}, which the installed sentence-transformers lacks."
+        raise ArtefactSchemaError(msg)
+    return kind
+
+
+def _activation(name: Any, folder: Path) -> torch.nn.Module:
+    """Return the function of a cross encoder's scores; only torch's own are loaded."""
+    package, _, kind = str(name).rpartition(".")
+    found = getattr(torch.nn, kind, None) if package.startswith("torch.nn.") else None
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        msg = f"{folder / SETTINGS} names {name!r}, which is no module of torch.nn. No other code is loaded."
+        raise ArtefactCorruptError(msg)
+    return found()
 
 
 def _kind(entry: Any, folder: Path) -> Any:
@@ -112,48 +134,34 @@ def _kind(entry: Any, folder: Path) -> Any:
         raise ArtefactSchemaError(msg) from error
 
 
-def _replaceable(target: Path) -> Path:
-    """Return a folder that may be written."""
-    if target.exists() and not _is_ours(target) and not (target.is_dir() and not any(target.iterdir())):
-        msg = (
-            f"{str(target)!r} exists and is no earlier result. Choose another folder: float weights beside "
-            "quantized ones would be loaded in their place."
-        )
-        raise ArtefactError(msg)
-    return target
-
-
-def _is_ours(folder: Path) -> bool:
-    return (folder / MODULES).is_file() and (folder / ARTEFACT).is_dir()
-
-
 def _save(model: Any, attribute: str, quantized: QuantizedTransformer, target: Path) -> None:
     """Write a SentenceTransformer with another encoder; the folder is there as a whole or not at all."""
     first, encoder = model[0], getattr(model[0], attribute)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged = staging_path(target)
     setattr(first, attribute, quantized)
     try:
-        model.save_pretrained(str(staged), create_model_card=False)
-        with alone_in(target.parent):
-            publish(staged, _replaceable(target))
+        with written(target, MODULES) as staged:
+            model.save_pretrained(str(staged), create_model_card=False)
     finally:
         setattr(first, attribute, encoder)
-        shutil.rmtree(staged, ignore_errors=True)
 
 
-def _quantized(kind: type) -> Any:
-    """Return sentence-transformers' class of encoders with the artefact in the place of the weights."""
+def _with_artefact(kind: Any, folder: str) -> Any:
+    """Return a module of sentence-transformers with the artefact in the place of the weights."""
 
     def load_quantized(self: Any, model_name_or_path: str, *_: Any, **__: Any) -> QuantizedTransformer:
         return load_model(model_name_or_path)
 
-    return type(kind.__name__, (kind,), {"_load_model": load_quantized, "__module__": kind.__module__})
+    special: Any = type(kind.__name__, (kind,), {"_load_model": load_quantized})
+    module = special.load(folder)
+    module.__class__ = kind  # other processes import it by its name
+    return module
 
 
 def _encoder(model: Any) -> tuple[torch.nn.Module, str]:
     """Return the transformers model in the first module, and the attribute that holds it."""
-    first = model[0]
+    first = (
+        model[0] if isinstance(model, torch.nn.Sequential) else model
+    )  # version 5 has other cross encoders
     for name in ("model", "auto_model"):  # of versions 6 and 5
         found = vars(first).get("_modules", {}).get(name)
         if found is not None and hasattr(found, "config"):
@@ -162,7 +170,7 @@ def _encoder(model: Any) -> tuple[torch.nn.Module, str]:
     raise InputError(msg)
 
 
-def _features(model: Any, encoder: torch.nn.Module, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+def _features(model: Any, encoder: torch.nn.Module, texts: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of texts that the encoder's forward takes."""
     tokenize = model.preprocess if hasattr(model, "preprocess") else model.tokenize  # of version 5
     parameters = inspect.signature(encoder.forward).parameters
@@ -170,7 +178,7 @@ def _features(model: Any, encoder: torch.nn.Module, texts: Sequence[str]) -> dic
     return {name: value for name, value in found if name in parameters and isinstance(value, torch.Tensor)}
 
 
-def _parts(texts: Sequence[str]) -> list[list[str]]:
-    """Return batches of texts of like lengths."""
-    ordered = sorted(texts, key=len)
+def _parts(texts: Sequence[Any]) -> list[list[Any]]:
+    """Return batches of texts, or pairs of them, of like lengths."""
+    ordered = sorted(texts, key=length_of)
     return [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]

@@ -132,5 +132,5 @@ def _feed(hessian: torch.Tensor) -> torch.Tensor | None:
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(1, 2))
     if bool(failed.any()) or not bool(lower.isfinite().all()):
         return None
-    upper = lower.flip(1, 2).float()
+    upper: torch.Tensor = lower.flip(1, 2).float()
     return upper.div_(upper.diagonal(dim1=1, dim2=2).unsqueeze(1).clone())

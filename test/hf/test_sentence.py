@@ -1,10 +1,13 @@
 """A real sentence encoder in sentence-transformers: quantized, saved, loaded, and what others make of the folder."""
 
 import importlib
+import json
+import pickle
 import shutil
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from suites.real_minilm import minilm
@@ -164,3 +167,76 @@ def test_a_model_without_an_encoder(tmp_path):
     model = sentence_transformers.SentenceTransformer(modules=[Normalize()], device="cpu")
     with pytest.raises(InputError, match="Normalize, has no encoder"):
         nc_hf.quantize_sentence_transformer(model, TEXTS, tmp_path / "out")
+
+
+def parts(name):
+    """Classes of version 6; version 5 has no CrossEncoder of modules, and no MultiVectorEncoder."""
+    if not hasattr(sentence_transformers, "MultiVectorEncoder"):
+        pytest.skip("needs sentence-transformers 6")
+    return getattr(sentence_transformers, name)
+
+
+def recipe():
+    return nc.StaticQuantConfig(act_algo="percentile", post=()) + nc.DynamicQuantConfig()
+
+
+def test_a_cross_encoder_keeps_its_scores_and_its_function(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    kind = parts("CrossEncoder")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        str(minilm.model_folder()), num_labels=1, dtype=torch.float32
+    )
+    model.save_pretrained(str(tmp_path / "float"))
+    transformers.AutoTokenizer.from_pretrained(str(minilm.model_folder())).save_pretrained(
+        str(tmp_path / "float")
+    )
+    ranker = kind(str(tmp_path / "float"), device="cpu", activation_fn=torch.nn.Tanh())
+    pairs = list(zip(TEXTS, TEXTS[1:], strict=False))
+    found = nc_hf.quantize_sentence_transformer(ranker, pairs, tmp_path / "out", recipe(), measure=False)
+    assert type(found) is kind
+    assert isinstance(found.activation_fn, torch.nn.Tanh)
+    expected, got = ranker.predict(pairs), found.predict(pairs)
+    spread = expected.std()
+    assert abs(expected - got).mean() < 0.3 * spread
+    assert len(found.rank(OTHERS[0], OTHERS[1:4])) == 3
+    settings = tmp_path / "out" / "config_sentence_transformers.json"
+    settings.write_text(settings.read_text().replace("torch.nn.modules.activation.Tanh", "os.system"))
+    with pytest.raises(ArtefactCorruptError, match="No other code is loaded"):
+        nc_hf.load_sentence_transformer(tmp_path / "out")
+
+
+def test_sparse_and_multi_vector_encoders(tmp_path):
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    sparse, vectors = parts("SparseEncoder"), parts("MultiVectorEncoder")
+    folder = str(minilm.model_folder())
+    model = sparse(modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling()], device="cpu")
+    found = nc_hf.quantize_sentence_transformer(model, TEXTS, tmp_path / "sparse", recipe(), measure=False)
+    assert type(found) is sparse
+    assert float(cosines(model.encode(OTHERS).to_dense(), found.encode(OTHERS).to_dense()).min()) > 0.98
+    many = vectors(folder, device="cpu")
+    found = nc_hf.quantize_sentence_transformer(many, TEXTS, tmp_path / "many", recipe(), measure=False)
+    assert type(found) is vectors
+    for one, other in zip(many.encode(OTHERS), found.encode(OTHERS), strict=True):
+        assert one.shape == other.shape
+        assert float(cosines(one, other).mean()) > 0.98
+
+
+def test_other_processes_open_the_folder_again(quantized, tmp_path):
+    """As the pools of `encode` do, which send the model to each of their processes."""
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps(quantized))
+    numpy.save(tmp_path / "expected.npy", quantized.encode(OTHERS))
+    (tmp_path / "texts.json").write_text(json.dumps(OTHERS))
+    code = (
+        "import json, pickle, sys, numpy; from pathlib import Path; here = Path(sys.argv[1]); "
+        "model = pickle.loads((here / 'model.pickle').read_bytes()); "
+        "found = model.encode(json.loads((here / 'texts.json').read_text())); "
+        "assert numpy.allclose(found, numpy.load(here / 'expected.npy'), atol=1e-5)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "model.pickle").stat().st_size < 4_000_000  # tokenizer and settings, no weights

@@ -1,0 +1,145 @@
+"""Quantize a transformers model with a user's data, and open the result as a transformers model."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nc.api.quantized import QuantizedModel
+from nc.api.workflow import quantize as quantize_model
+from nc.errors import ArtefactError, ConfigError, InputError
+from nc.hf.data import batches_of
+from nc.hf.folder import ARTEFACT, is_result, replaceable, written
+from nc.hf.model import QuantizedTransformer, load_model
+
+#: File by which a folder of transformers is known.
+CONFIG = "config.json"
+
+
+def quantize(
+    model: Any,
+    data: Iterable[Any],
+    out: str | os.PathLike[str],
+    config: Any = "auto",
+    *,
+    processor: Any = None,
+    **options: Any,
+) -> QuantizedTransformer:
+    """Quantize a transformers model with data, and save it with its configuration and tokenizer as a folder.
+
+    Args:
+        model: an encoder, a classifier, or another model that gives its outputs in one call; or a folder of
+            it. It stays as it is.
+        data: as users send it, 100 or more; a part is held out. Texts, pairs of texts, pictures, sounds
+            (arrays, or dicts with "array" and "sampling_rate"), rows of a `datasets.Dataset`, or batches,
+            dicts of tensors.
+        out: the folder.
+        config: as for `nc.quantize`.
+        processor: tokenizer, image processor or feature extractor; None: the one in the model's folder.
+        options: of `nc.quantize`.
+
+    Returns:
+        The quantized model, loaded from the folder.
+
+    Raises:
+        InputError: the model generates, or does not read what data has.
+        ConfigError: a configuration for weights alone.
+        ArtefactError: something else than an earlier result lies at `out`.
+    """
+    target = replaceable(Path(out).resolve(), CONFIG)
+    if isinstance(model, (str, os.PathLike)):
+        model = _opened(Path(model))
+    _check_one_call(model)
+    processor = _processor(model) if processor is None else processor
+    batches = batches_of(model, processor, data)
+    floats = (
+        model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+    )  # transformers loads bf16
+
+    def run(prepared: torch.nn.Module) -> None:
+        for batch in batches:
+            prepared(**batch)
+
+    # the batch of middle length is what times are measured with
+    quantized = quantize_model(
+        floats.eval(), config, run, example_inputs=batches[len(batches) // 2], **options
+    )
+    if not isinstance(quantized, QuantizedModel):
+        msg = (
+            f"{config!r} quantizes weights alone, without data: give from_pretrained "
+            'quantization_config=nc.hf.QuantizationConfig("int8").'
+        )
+        raise ConfigError(msg)
+    described = copy.deepcopy(model.config)
+    described.architectures = [type(model).__name__]
+    with written(target, CONFIG) as staged:
+        QuantizedTransformer(quantized, described).save_pretrained(staged)
+        if processor is not None:
+            processor.save_pretrained(str(staged))
+    return load(target)
+
+
+def load(folder: str | os.PathLike[str]) -> QuantizedTransformer:
+    """Return the model of a folder that `quantize` wrote.
+
+    Raises:
+        ArtefactError: it is no such folder, or a file is damaged.
+    """
+    if not is_result(Path(folder), CONFIG):
+        msg = (
+            f"{folder} is no folder of nc.hf.quantize: it has no {CONFIG}, or no folder {ARTEFACT!r}. "
+            "transformers loads folders of float models."
+        )
+        raise ArtefactError(msg)
+    return load_model(folder)
+
+
+def _opened(folder: Path) -> Any:
+    """Return the float model of a folder, of the class that it names."""
+    import transformers
+
+    if not (folder / CONFIG).is_file():
+        msg = f"{folder} is no folder of a transformers model: it has no {CONFIG}."
+        raise InputError(msg)
+    names = getattr(transformers.AutoConfig.from_pretrained(str(folder)), "architectures", None) or [
+        "AutoModel"
+    ]
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
+        msg = f"{folder / CONFIG} names {names[0]}, which the installed transformers lacks; give the model."
+        raise InputError(msg)
+    return kind.from_pretrained(str(folder), dtype=torch.float32)
+
+
+def _check_one_call(model: Any) -> None:
+    """Raise InputError for models whose result takes more than one call."""
+    if not hasattr(model, "config") or not hasattr(model, "main_input_name"):
+        msg = f"{type(model).__name__} is no model of transformers: nc.quantize takes any nn.Module."
+        raise InputError(msg)
+    if model.can_generate():
+        msg = (
+            f"{type(model).__name__} generates, and a quantized graph has no cache of keys and values. Give "
+            'from_pretrained quantization_config=nc.hf.QuantizationConfig("int8"), or use nc.quantize(model, '
+            "nc.WeightOnlyConfig(…)) with data."
+        )
+        raise InputError(msg)
+
+
+def _processor(model: Any) -> Any:
+    """Return what stands beside a model's weights."""
+    import transformers
+
+    place = str(getattr(model.config, "_name_or_path", ""))
+    if not place:
+        return None
+    try:
+        of: Any = transformers.AutoProcessor
+        return of.from_pretrained(place)
+    except (OSError, ValueError, ImportError) as error:
+        msg = f"{place} has no tokenizer or other processor that could be read ({error}). Give processor=."
+        raise InputError(msg) from error
