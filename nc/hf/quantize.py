@@ -113,7 +113,7 @@ def _opened(folder: Path) -> Any:
     if kind is None:
         msg = f"{folder / CONFIG} names {names[0]}, which the installed transformers lacks; give the model."
         raise InputError(msg)
-    return kind.from_pretrained(str(folder), dtype=torch.float32)
+    return kind.from_pretrained(str(folder))
 
 
 def _check_one_call(model: Any) -> None:

@@ -185,8 +185,8 @@ def test_a_cross_encoder_keeps_its_scores_and_its_function(tmp_path):
     kind = parts("CrossEncoder")
     torch.manual_seed(0)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        str(minilm.model_folder()), num_labels=1, dtype=torch.float32
-    )
+        str(minilm.model_folder()), num_labels=1
+    ).float()
     model.save_pretrained(str(tmp_path / "float"))
     transformers.AutoTokenizer.from_pretrained(str(minilm.model_folder())).save_pretrained(
         str(tmp_path / "float")
