@@ -11,7 +11,7 @@ import torch
 
 from nc.api.artefact import load, save
 from nc.api.quantized import QuantizedModel
-from nc.errors import InputError
+from nc.errors import ArtefactCorruptError, InputError
 from nc.hf.folder import ARTEFACT
 from nc.numerics.metrics import sqnr_db
 
@@ -141,14 +141,19 @@ def load_model(folder: str | os.PathLike[str]) -> QuantizedTransformer:
     """Return what `QuantizedTransformer.save_pretrained` wrote.
 
     Its class has the name of the float model's: `pipeline` calls others unsupported, and goes on.
+
+    Raises:
+        ArtefactError: a file is missing or damaged.
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(folder))
-    name = (config.architectures or [QuantizedTransformer.__name__])[0]
-    kind = type(
-        name, (QuantizedTransformer,), {"__module__": __name__, "__doc__": QuantizedTransformer.__doc__}
-    )
+    try:
+        config = AutoConfig.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        msg = f"{Path(folder) / 'config.json'} could not be read: {error}"
+        raise ArtefactCorruptError(msg) from error
+    name = str((config.architectures or [QuantizedTransformer.__name__])[0])
+    kind: Any = type(name, (QuantizedTransformer,), {"__doc__": QuantizedTransformer.__doc__})
     model: QuantizedTransformer = kind(load(Path(folder) / ARTEFACT), config, str(Path(folder).resolve()))
     return model
 

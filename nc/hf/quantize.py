@@ -40,7 +40,8 @@ def quantize(
             dicts of tensors.
         out: the folder.
         config: as for `nc.quantize`.
-        processor: tokenizer, image processor or feature extractor; None: the one in the model's folder.
+        processor: tokenizer, image processor or feature extractor, which is saved beside the model; None: the
+            one in the model's folder. Batches need none.
         options: of `nc.quantize`.
 
     Returns:
@@ -55,20 +56,20 @@ def quantize(
     if isinstance(model, (str, os.PathLike)):
         model = _opened(Path(model))
     _check_one_call(model)
-    processor = _processor(model) if processor is None else processor
-    batches = batches_of(model, processor, data)
-    floats = (
-        model if model.dtype == torch.float32 else copy.deepcopy(model).float()
-    )  # transformers loads bf16
+    why_none = ""
+    if processor is None:
+        processor, why_none = _processor(model)
+    batches = batches_of(model, processor, data, why_none)
+    # transformers 5 loads weights as they are stored, often in bf16
+    floats = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
 
     def run(prepared: torch.nn.Module) -> None:
         for batch in batches:
             prepared(**batch)
 
     # the batch of middle length is what times are measured with
-    quantized = quantize_model(
-        floats.eval(), config, run, example_inputs=batches[len(batches) // 2], **options
-    )
+    example = batches[len(batches) // 2]
+    quantized = quantize_model(floats, config, run, example_inputs=example, **options)
     if not isinstance(quantized, QuantizedModel):
         msg = (
             f"{config!r} quantizes weights alone, without data: give from_pretrained "
@@ -106,14 +107,16 @@ def _opened(folder: Path) -> Any:
     if not (folder / CONFIG).is_file():
         msg = f"{folder} is no folder of a transformers model: it has no {CONFIG}."
         raise InputError(msg)
-    names = getattr(transformers.AutoConfig.from_pretrained(str(folder)), "architectures", None) or [
-        "AutoModel"
-    ]
-    kind = getattr(transformers, names[0], None)
-    if kind is None:
-        msg = f"{folder / CONFIG} names {names[0]}, which the installed transformers lacks; give the model."
-        raise InputError(msg)
-    return kind.from_pretrained(str(folder))
+    try:
+        name = (transformers.AutoConfig.from_pretrained(str(folder)).architectures or ["AutoModel"])[0]
+        kind = getattr(transformers, name, None)
+        if kind is None:
+            msg = f"{folder / CONFIG} names {name}, which the installed transformers lacks; give the model."
+            raise InputError(msg)
+        return kind.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        msg = f"{folder} could not be opened as a transformers model: {error}"
+        raise InputError(msg) from error
 
 
 def _check_one_call(model: Any) -> None:
@@ -130,16 +133,15 @@ def _check_one_call(model: Any) -> None:
         raise InputError(msg)
 
 
-def _processor(model: Any) -> Any:
-    """Return what stands beside a model's weights."""
+def _processor(model: Any) -> tuple[Any, str]:
+    """Return what stands beside a model's weights; or None, and why."""
     import transformers
 
     place = str(getattr(model.config, "_name_or_path", ""))
     if not place:
-        return None
+        return None, ""
+    of: Any = transformers.AutoProcessor
     try:
-        of: Any = transformers.AutoProcessor
-        return of.from_pretrained(place)
+        return of.from_pretrained(place), ""
     except (OSError, ValueError, ImportError) as error:
-        msg = f"{place} has no tokenizer or other processor that could be read ({error}). Give processor=."
-        raise InputError(msg) from error
+        return None, f" ({place}: {error})"

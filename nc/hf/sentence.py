@@ -159,9 +159,13 @@ def _with_artefact(kind: Any, folder: str) -> Any:
 
 def _encoder(model: Any) -> tuple[torch.nn.Module, str]:
     """Return the transformers model in the first module, and the attribute that holds it."""
-    first = (
-        model[0] if isinstance(model, torch.nn.Sequential) else model
-    )  # version 5 has other cross encoders
+    if not isinstance(model, torch.nn.Sequential):
+        msg = (
+            f"{type(model).__name__} does not consist of modules, as models of the newest "
+            "sentence-transformers do, and every SentenceTransformer."
+        )
+        raise InputError(msg)
+    first = model[0]
     for name in ("model", "auto_model"):  # of versions 6 and 5
         found = vars(first).get("_modules", {}).get(name)
         if found is not None and hasattr(found, "config"):

@@ -15,7 +15,7 @@ import torch
 #: Share of the mean of the diagonal that is added to it, as in the paper.
 DAMP = 0.01
 #: Columns that are rounded one by one, each of which the others take over at once.
-_FEW = 32
+_FEW = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
