@@ -22,6 +22,8 @@ SAME_DB = 60.0
 #: Outputs with a value for each token; others for each text. Logits are either, by their dimensions.
 _OF_TOKENS = frozenset({"last_hidden_state", "start_logits", "end_logits"})
 _OTHERS = frozenset({"pooler_output", "logits"})
+#: What transformers models take for arguments of texts that are left out.
+_DEFAULTS = {"attention_mask": 1, "token_type_ids": 0}
 #: What forward of transformers models takes beside tensors, with the value that changes nothing.
 _IDLE = {
     "return_dict": (None, True),
@@ -82,6 +84,9 @@ class QuantizedTransformer(torch.nn.Module):
                 )
                 raise InputError(msg)
             del inputs[name]
+        if input_ids is not None:
+            for name in set(_DEFAULTS) & set(self._names()) - set(inputs):
+                inputs[name] = torch.full_like(input_ids, _DEFAULTS[name])
         more = 0 if self._fills is False else self._missing(inputs)
         if more and self._fills:
             return _cut(self.quantized(**self._filled(inputs, more)), more)

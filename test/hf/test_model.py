@@ -115,3 +115,28 @@ def test_other_arguments_are_refused():
     with pytest.raises(InputError, match="output_hidden_states=True"):
         found(**given, output_hidden_states=True)
     assert (found.device.type, found.dtype, found.can_generate()) == ("cpu", torch.float32, False)
+
+
+def test_arguments_that_transformers_does_not_need_may_be_left_out():
+    model = small("BertModel")
+    given = inputs(7, rows=2)
+    full = {**given, "attention_mask": torch.ones_like(given["input_ids"])}
+    full["token_type_ids"] = torch.zeros_like(given["input_ids"])
+
+    def run(prepared):
+        for length in (4, 9, 14):
+            ids = inputs(length)["input_ids"]
+            prepared(input_ids=ids, attention_mask=torch.ones_like(ids), token_type_ids=torch.zeros_like(ids))
+
+    config = nc.StaticQuantConfig(act_algo="minmax", post=())
+    quantized = nc.quantize(model, config, run, example_inputs=full, backend="native", measure=False)
+    found = nc_hf.QuantizedTransformer(quantized, model.config)
+    short, long = found(input_ids=given["input_ids"]), found(**full)
+    assert torch.equal(short.last_hidden_state, long.last_hidden_state)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            short.last_hidden_state,
+            model(input_ids=given["input_ids"]).last_hidden_state,
+            rtol=0.1,
+            atol=0.2,
+        )
