@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+#: Values that are looked at together.
+_PART = 2**16
+
 
 def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
     """Signal to quantization noise ratio in dB: `10 log10(sum r^2 / sum (r - v)^2)`, computed in float64.
@@ -20,9 +23,14 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
 
 def powers(reference: torch.Tensor, value: torch.Tensor) -> tuple[float, float]:
     """Return the powers of the signal and of the noise in `sqnr_db`; those of parts of a tensor add up."""
-    r, v = reference.double().flatten(), value.double().flatten()
-    different = r != v
-    return r[torch.isfinite(r)].square().sum().item(), (r[different] - v[different]).square().sum().item()
+    signal = noise = 0.0
+    reference, value = reference.flatten(), value.reshape(reference.shape).flatten()
+    # logits of a vocabulary are hundreds of megabytes; parts of them stay in the cache
+    for start in range(0, len(reference), _PART):
+        r, v = (each[start : start + _PART].double() for each in (reference, value))
+        signal += torch.where(r.isfinite(), r, 0.0).square().sum().item()
+        noise += torch.where(r != v, r - v, 0.0).square().sum().item()
+    return signal, noise
 
 
 def decibels(signal: float, noise: float) -> float:
