@@ -55,6 +55,24 @@ static float *floats(int64_t count)
     return x;
 }
 
+/* Whether this CPU has an instruction set of abi.py, and the library was compiled for it. */
+static int can_run(int64_t isa)
+{
+    const int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+                       && __builtin_cpu_supports("avx512vl");
+    const int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    switch (nc_isas() >> isa & 1 ? isa : -1) {
+    case ISA_AVX2: return __builtin_cpu_supports("avx2");
+    case ISA_AVX_VNNI: return __builtin_cpu_supports("avxvnni");
+    case ISA_AVX512: return avx512;
+    case ISA_AVX512_VNNI: return vnni;
+    case ISA_AVX512_BF16: return vnni && __builtin_cpu_supports("avx512bf16");
+    case ISA_AMX: /* ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA: the CPU has tiles, and the system gives them */
+        return vnni && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    default: return 0;
+    }
+}
+
 /* A structure of abi.py with its size. */
 #define HOW(function, ...) struct function how = {.size = sizeof how, __VA_ARGS__}
 #define CALL(function, tensors)                                                                              \
@@ -75,8 +93,7 @@ static int work_of_all(void)
                 HOW(nc_low_bit, .rows = M, .stride = K, .block = block, .threads = TEAM);
                 weight.isa = isa;
                 x[K / 2] = x[(M - 1) * K] = unfit ? INFINITY : 1; /* in rows of several threads */
-                if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !nc_low_bit_amx()) ||
-                    (isa == ISA_AVX_VNNI && !__builtin_cpu_supports("avxvnni")))
+                if (!can_run(isa))
                     continue;
                 if (CALL(nc_low_bit, tensors))
                     return 1;
@@ -90,8 +107,6 @@ static int work_of_all(void)
     float *x = floats(M * K), *offset = floats(ALL), *values = floats(PANEL + N);
     struct nc_low_bit_blocks_weight weight = {sizeof weight, N, K, .scale_dtype = DTYPE_F32};
     void *tensors[] = {floats(M * N), x, &weight, calloc(N * 2 * K, 1), floats(ALL), offset, values, NULL};
-    const int amx =
-        syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
     static const int64_t blocks[] = {BLOCK_BF16, BLOCK_ROW, 0, 32}, isas[] = {ISA_AVX2, ISA_AVX512, ISA_AMX},
                          most[] = {3, M};
     for (int i = 0; i < 3 * 4 * 2 * 4 * 2 * 2; i++) {
@@ -102,8 +117,7 @@ static int work_of_all(void)
         weight.coding = i / 24 % 4, weight.parts = 1 + i / 3 % 3, weight.isa = isa;
         tensors[5] = i % 5 ? offset : NULL, tensors[7] = i % 2 ? values : NULL;
         x[K / 2] = x[(rows - 1) * K] = unfit ? INFINITY : 1; /* in rows of several threads */
-        if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !amx) ||
-            (isa == ISA_AVX512 && !__builtin_cpu_supports("avx512bw")))
+        if (!can_run(isa))
             continue;
         if (CALL(nc_low_bit_blocks, tensors))
             return 1;
@@ -138,7 +152,7 @@ static int work_of_all(void)
         tensors[13] = NULL;
         if (projected)
             add_matrix(tensors + 13, projected, HIDDEN);
-        if (isa == ISA_AVX512_VNNI && !__builtin_cpu_supports("avx512vnni"))
+        if (!can_run(isa))
             continue;
         if (CALL(nc_recurrent, tensors))
             return 1;
@@ -150,6 +164,7 @@ static int work_of_all(void)
     return 0;
 }
 #elif defined(ATTENTION)
+#define NEEDS ISA_AVX512_VNNI
 static int work_of_all(void)
 {
     enum { HEADS = 3, ROWS = 40, KEYS = 64, WIDE = 64 };
@@ -164,6 +179,7 @@ static int work_of_all(void)
     return CALL(nc_int8_attention, tensors);
 }
 #elif defined(FLOAT_ATTENTION)
+#define NEEDS ISA_AVX512
 static int work_of_all(void)
 {
     enum { HEADS = 3, ROWS = 40, KEYS = 64, WIDE = 64 };
@@ -177,6 +193,7 @@ static int work_of_all(void)
     return CALL(nc_float_attention, tensors);
 }
 #elif defined(DYNAMIC_ATTENTION)
+#define NEEDS ISA_AVX512_VNNI
 static int work_of_all(void)
 {
     enum { HEADS = 3, ROWS = 40, KEYS = 64, WIDE = 64 };
@@ -224,8 +241,7 @@ static int work_of_all(void)
             .per_row = i % 2, .isa = isa);
         struct nc_row_product product = {.size = sizeof product, .rows = rows, .inputs = K, .outputs = N,
             .threads = TEAM, .isa = isa, .activation = ACTIVATION_GELU_ERF};
-        if ((isa == ISA_AVX512_VNNI && !__builtin_cpu_supports("avx512vnni"))
-            || (isa == ISA_AMX && !nc_rows_amx()))
+        if (!can_run(isa))
             continue;
         if (CALL(nc_round_rows, to_round) || nc_row_product(&product, NULL, 6, (char *const *)tensors))
             return 1;
@@ -312,8 +328,16 @@ static int work_of_all(void)
 }
 #endif
 
+#ifndef NEEDS
+#define NEEDS ISA_AVX2
+#endif
+
 int main(void)
 {
+    if (!can_run(NEEDS)) {
+        printf(SOURCE ": skipped, this CPU lacks its instructions\n");
+        return 0;
+    }
     nc_threads((void *)parallel, (void *)my_number, (void *)my_team);
     const int status = work_of_all();
     printf(SOURCE ": %s\n", status ? "a call failed" : "no race");

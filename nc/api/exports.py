@@ -41,7 +41,7 @@ def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) ->
         StateError: not a quantized model.
         UnsupportedError: its backend has no TorchScript form.
     """
-    _export(q_model, path, "torchscript", "export_torchscript")
+    exported(q_model, path, "torchscript", "export_torchscript")
 
 
 def export_pt2(
@@ -74,7 +74,7 @@ def export_pt2(
         BackendError: AOTInductor failed.
         VerificationError: the results of the program differ from those of the reference.
     """
-    _export(q_model, path, "pt2", "export_pt2", free_sizes=free_sizes, verify=verify)
+    exported(q_model, path, "pt2", "export_pt2", free_sizes=free_sizes, verify=verify)
 
 
 def export_openvino(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify: str = "raise") -> None:
@@ -83,8 +83,8 @@ def export_openvino(q_model: QuantizedModel, path: str | os.PathLike[str], *, ve
     Free sizes stay free. Those that decide about the path through the model's Python code are fixed, with a
     warning: docs/concepts/the-way-of-a-model.md. `openvino.Core().compile_model(path, "CPU",
     {"INFERENCE_PRECISION_HINT": "f32"})` loads it; without the hint OpenVINO computes in bf16 what is not
-    int8, where the CPU can. Inputs are named after the arguments of the model, and outputs `output_0`,
-    `output_1` and so on: the flat outputs that are tensors.
+    int8, where the CPU can. Inputs are named after the arguments of the model, outputs after the
+    members of what it returns ("logits"), or `output_0`, `output_1` and so on where these have no names.
 
     Args:
         q_model: the result of `convert` or `load`, on any backend.
@@ -99,7 +99,7 @@ def export_openvino(q_model: QuantizedModel, path: str | os.PathLike[str], *, ve
         BackendError: an operator has no translation.
         VerificationError: the results of OpenVINO differ from those of the reference.
     """
-    _export(q_model, path, "openvino", "export_openvino", verify=verify)
+    exported(q_model, path, "openvino", "export_openvino", verify=verify)
 
 
 def export_onnx(
@@ -113,8 +113,8 @@ def export_onnx(
 
     The file has opset 21, and quantize and dequantize nodes.
 
-    Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on: the flat
-    outputs that are tensors. Free sizes stay free. Those that decide about the path through the model's
+    Inputs are named after the arguments of the model, outputs after the members of what it returns
+    ("logits"), or `output_0`, `output_1` and so on where these have no names. Free sizes stay free. Those that decide about the path through the model's
     Python code are fixed, with a warning: docs/concepts/the-way-of-a-model.md. ONNX Runtime has int8
     convolutions only where the output is quantized too: `prepare(placement="outputs")`.
 
@@ -141,7 +141,7 @@ def export_onnx(
         BackendError: an operator has no translation, or ONNX Runtime fails.
         VerificationError: the results of ONNX Runtime differ from those of the reference.
     """
-    report: OnnxReport = _export(
+    report: OnnxReport = exported(
         q_model, path, "onnx", "export_onnx", verify=verify, without_vnni=without_vnni
     )
     return report
@@ -166,10 +166,10 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
             suffix.
         NCError: as the function that writes the format.
     """
-    _export(q_model, path, format, "export_model", **options)
+    exported(q_model, path, format, "export_model", **options)
 
 
-def _export(
+def exported(
     q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any
 ) -> Any:
     """`export_model`; `step` is the name of the public function, for messages.

@@ -15,12 +15,12 @@ from nc.storage.folder import alone_in, publish
 ARTEFACT = "nc"
 
 
-def is_result(folder: Path, marker: str) -> bool:
-    """Whether a folder has the artefact of a quantized model, and a file by which it is known."""
-    return (folder / marker).is_file() and (folder / ARTEFACT).is_dir()
+def is_result(folder: Path, *marks: str) -> bool:
+    """Whether a folder has all files and folders by which a result is known."""
+    return all((folder / mark).exists() for mark in marks)
 
 
-def replaceable(target: Path, marker: str) -> Path:
+def replaceable(target: Path, *marks: str) -> Path:
     """Return a folder that may be written.
 
     Raises:
@@ -28,7 +28,7 @@ def replaceable(target: Path, marker: str) -> Path:
     """
     if (
         target.exists()
-        and not is_result(target, marker)
+        and not is_result(target, *marks)
         and not (target.is_dir() and not any(target.iterdir()))
     ):
         msg = (
@@ -40,13 +40,13 @@ def replaceable(target: Path, marker: str) -> Path:
 
 
 @contextlib.contextmanager
-def written(target: Path, marker: str) -> Iterator[Path]:
+def written(target: Path, *marks: str) -> Iterator[Path]:
     """Give a folder to write into, which becomes `target` at the end of the block."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = staging_path(target)
     try:
         yield staged
         with alone_in(target.parent):
-            publish(staged, replaceable(target, marker))
+            publish(staged, replaceable(target, *marks))
     finally:
         shutil.rmtree(staged, ignore_errors=True)

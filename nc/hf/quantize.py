@@ -52,7 +52,7 @@ def quantize(
         ConfigError: a configuration for weights alone.
         ArtefactError: something else than an earlier result lies at `out`.
     """
-    target = replaceable(Path(out).resolve(), CONFIG)
+    target = replaceable(Path(out).resolve(), CONFIG, ARTEFACT)
     if isinstance(model, (str, os.PathLike)):
         model = _opened(Path(model))
     _check_one_call(model)
@@ -78,7 +78,7 @@ def quantize(
         raise ConfigError(msg)
     described = copy.deepcopy(model.config)
     described.architectures = [type(model).__name__]
-    with written(target, CONFIG) as staged:
+    with written(target, CONFIG, ARTEFACT) as staged:
         QuantizedTransformer(quantized, described).save_pretrained(staged)
         if processor is not None:
             processor.save_pretrained(str(staged))
@@ -91,7 +91,7 @@ def load(folder: str | os.PathLike[str]) -> QuantizedTransformer:
     Raises:
         ArtefactError: it is no such folder, or a file is damaged.
     """
-    if not is_result(Path(folder), CONFIG):
+    if not is_result(Path(folder), CONFIG, ARTEFACT):
         msg = (
             f"{folder} is no folder of nc.hf.quantize: it has no {CONFIG}, or no folder {ARTEFACT!r}. "
             "transformers loads folders of float models."

@@ -51,7 +51,7 @@ def quantize_sentence_transformer(
     if isinstance(texts, str) or not texts:
         msg = "texts: give a list of sentences, as users send them; 100 or more."
         raise InputError(msg)
-    target = replaceable(Path(out).resolve(), MODULES)
+    target = replaceable(Path(out).resolve(), MODULES, ARTEFACT)
     encoder, attribute = _encoder(model)
     batches = [_features(model, encoder, part) for part in _parts(texts)]
 
@@ -78,7 +78,7 @@ def load_sentence_transformer(folder: str | os.PathLike[str]) -> Any:
         ArtefactError: it is no such folder, a file is damaged, or a module is not of sentence-transformers.
     """
     place = Path(folder)
-    if not is_result(place, MODULES):
+    if not is_result(place, MODULES, ARTEFACT):
         msg = (
             f"{place} is no folder of quantize_sentence_transformer: it has no {MODULES}, or no folder "
             f"{ARTEFACT!r}. SentenceTransformer loads other folders."
@@ -139,7 +139,7 @@ def _save(model: Any, attribute: str, quantized: QuantizedTransformer, target: P
     first, encoder = model[0], getattr(model[0], attribute)
     setattr(first, attribute, quantized)
     try:
-        with written(target, MODULES) as staged:
+        with written(target, MODULES, ARTEFACT) as staged:
             model.save_pretrained(str(staged), create_model_card=False)
     finally:
         setattr(first, attribute, encoder)

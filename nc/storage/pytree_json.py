@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from nc.errors import ArtefactError
 from nc.graph import caches
 from nc.graph.effects import children
+from nc.graph.output_names import member_names
 from nc.storage import json_values
 
 _LEAF = "*"
@@ -144,7 +145,7 @@ def encode(spec: pytree.TreeSpec, where: str) -> json_values.Json:
         return {"type": "return_type", "name": cls.__name__, "items": items}
     if cls is ModelOutputs:
         return {"type": "object", "name": context[0], "keys": context[1], "items": items}
-    keys = _member_names(context, len(items))
+    keys = member_names(context, len(items))
     if keys is None:
         msg = (
             f"The {where} hold a {cls.__module__}.{cls.__qualname__}, which an artefact can't describe; use "
@@ -152,20 +153,6 @@ def encode(spec: pytree.TreeSpec, where: str) -> json_values.Json:
         )
         raise ArtefactError(msg)
     return {"type": "object", "name": f"{cls.__module__}.{cls.__qualname__}", "keys": keys, "items": items}
-
-
-def _member_names(context: object, count: int) -> list[str] | None:
-    """Names of an object's members; None when the context that it is registered with does not tell."""
-    # a list of names (ModelOutput), or such a list and the names of members that are None
-    # (pytree.register_dataclass)
-    for names in (context, context[0] if isinstance(context, (list, tuple)) and context else None):
-        if (
-            isinstance(names, (list, tuple))
-            and len(names) == count
-            and all(isinstance(n, str) for n in names)
-        ):
-            return list(names)
-    return None
 
 
 def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:

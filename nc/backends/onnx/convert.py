@@ -16,6 +16,7 @@ from nc.backends.onnx.integers import explicit_zero_points, pack_4_bits
 from nc.backends.onnx.program import program
 from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
 from nc.errors import BackendError
+from nc.graph.output_names import output_names
 from nc.graph.qdq import QDQGraph
 from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_per_tensor
 from nc.process.error_texts import lines_of_onnx_export
@@ -49,14 +50,16 @@ class OnnxModel:
 
 
 def of_graph(graph: QDQGraph) -> OnnxModel:
-    """Return the model of a quantized graph: free sizes stay free, inputs are named after the arguments.
+    """Return the model of a quantized graph: free sizes stay free, inputs are named after the arguments, outputs after
+    the members of what the model returns.
 
     Raises:
         BackendError: an operator has no translation.
     """
     leaves, example, free = inputs_of(graph)
+    source = program(graph.module, graph.example)
     names = [leaf.path for leaf in leaves]
-    return convert(program(graph.module, graph.example), example, free, names)
+    return convert(source, example, free, names, source.only_tensors(output_names(graph.signature)))
 
 
 def convert(
@@ -64,6 +67,7 @@ def convert(
     example: tuple[torch.Tensor, ...],
     free: Sequence[dict[int, Any]] | None = None,
     names: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> OnnxModel:
     """Return the model of a program.
 
@@ -72,12 +76,12 @@ def convert(
         example: flat inputs.
         free: for each input its free dimensions; None: all sizes are those of the example.
         names: of the inputs; None: as torch calls them.
+        outputs: names of the outputs; None: as torch calls them.
 
     Raises:
         BackendError: an operator has no translation.
     """
     shapes = None if free is None else (tuple(free),)
-    outputs = [f"output_{i}" for i in range(sum(source.tensors))]
     try:
         with LOCK, torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):  # torch prints what it is at
             exported = torch.export.export(Exportable(source.module).eval(), example, dynamic_shapes=shapes)

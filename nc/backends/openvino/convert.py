@@ -14,6 +14,7 @@ from nc.backends.openvino.program import program
 from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
 from nc.errors import BackendError
 from nc.graph.fx_utils import call_function
+from nc.graph.output_names import output_names
 from nc.graph.qdq import QDQGraph
 from nc.process.lock import LOCK
 
@@ -36,7 +37,8 @@ class OpenVinoModel:
 def of_graph(graph: QDQGraph) -> OpenVinoModel:
     """Return the model of a quantized graph.
 
-    Its free sizes are free and its inputs are named after the arguments.
+    Its free sizes are free, its inputs are named after the arguments, and its outputs after the members of what
+    the model returns.
 
     Raises:
         BackendError: an operator has no translation.
@@ -45,8 +47,11 @@ def of_graph(graph: QDQGraph) -> OpenVinoModel:
     converted = convert(program(graph.module, graph.example), example, free)
     for port, leaf in zip(converted.model.inputs, leaves, strict=True):
         port.get_tensor().set_names({leaf.path})
-    for index, port in enumerate(converted.model.outputs):
-        port.get_tensor().add_names({f"output_{index}"})
+    arguments = {leaf.path for leaf in leaves}
+    names = converted.program.only_tensors(output_names(graph.signature))
+    for port, name in zip(converted.model.outputs, names, strict=True):
+        given = port.get_names() & arguments  # an output may be an input itself
+        port.get_tensor().set_names({*given, name})
     return converted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -51,22 +52,39 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True) 
     new_sizes = NewSizes(run, graph, "OpenVINO") if verify_sizes and verify != "off" else None
 
     def report() -> EngineReport:
-        layers = layers_of(model)
-        return EngineReport(
-            backend="openvino",
-            ops=tuple(op_run(d, layers, converted.layers) for d in graph.plan.decisions),
-            quantize_outside=sum(layer.kind == "FakeQuantize" for layer in layers),
-            weight_bytes=_constant_bytes(converted),
-            sqnr_db=sqnr,
-            details={
-                "OpenVINO": version(),
-                "threads": threads,
-                **({"all that is not int8": "bf16"} if bf16 else {}),
-                **({} if new_sizes is None else new_sizes.details()),
-            },
+        found = report_of(graph, converted, model, sqnr, threads)
+        return dataclasses.replace(
+            found, details={**found.details, **({} if new_sizes is None else new_sizes.details())}
         )
 
     return EngineModel(run=new_sizes or run, report=report)
+
+
+def report_of(
+    graph: QDQGraph, converted: OpenVinoModel, model: Any, sqnr: float | None, threads: int
+) -> EngineReport:
+    """Return what OpenVINO runs of a graph.
+
+    Args:
+        graph: the quantized model.
+        converted: made from it.
+        model: that, compiled.
+        sqnr: see `EngineReport.sqnr_db`.
+        threads: that it was compiled for.
+    """
+    layers = layers_of(model)
+    return EngineReport(
+        backend="openvino",
+        ops=tuple(op_run(d, layers, converted.layers) for d in graph.plan.decisions),
+        quantize_outside=sum(layer.kind == "FakeQuantize" for layer in layers),
+        weight_bytes=_constant_bytes(converted),
+        sqnr_db=sqnr,
+        details={
+            "OpenVINO": version(),
+            "threads": threads,
+            **({"all that is not int8": "bf16"} if wants_bf16(graph) else {}),
+        },
+    )
 
 
 def wants_bf16(graph: QDQGraph) -> bool:

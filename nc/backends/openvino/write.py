@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nc.backends.base import EngineModel
+from nc.backends.base import EngineModel, EngineReport
 from nc.backends.openvino.convert import of_graph
-from nc.backends.openvino.lower import run_part, wants_bf16
+from nc.backends.openvino.lower import report_of, run_part, wants_bf16
 from nc.backends.openvino.runtime import Requests, compiled, core
 from nc.backends.verify import first_disagreement, verify_outputs
 from nc.errors import BackendError
@@ -19,7 +19,7 @@ from nc.graph.qdq import QDQGraph
 
 def write(
     graph: QDQGraph, engine: EngineModel | None, file: Path, *, verify: str = "raise"
-) -> None:  # not needed
+) -> EngineReport | None:
     """Write the `.xml`, and the `.bin` beside it; read again, run once and compared with the graph.
 
     Args:
@@ -27,6 +27,9 @@ def write(
         engine: not needed.
         file: the `.xml`.
         verify: see `nc.backends.verify`.
+
+    Returns:
+        What OpenVINO runs; None where it was not asked.
 
     Raises:
         BackendError: an operator has no translation.
@@ -39,11 +42,16 @@ def write(
     _fix_sizes(converted.model, graph)
     threads, bf16 = torch.get_num_threads(), wants_bf16(graph)
     openvino.save_model(converted.model, file, compress_to_fp16=False)
-    if verify != "off":
-        outputs = Requests(compiled(file, threads, bf16=bf16)).infer(graph.example)
-        part = functools.partial(run_part, threads=threads, bf16=bf16)
-        first = functools.partial(first_disagreement, graph.module, graph.example, part)
-        verify_outputs(graph, converted.program.together(outputs, graph.example), verify, "OpenVINO", first)
+    if verify == "off":
+        return None
+    model = compiled(file, threads, bf16=bf16)
+    outputs = Requests(model).infer(graph.example)
+    part = functools.partial(run_part, threads=threads, bf16=bf16)
+    first = functools.partial(first_disagreement, graph.module, graph.example, part)
+    sqnr = verify_outputs(
+        graph, converted.program.together(outputs, graph.example), verify, "OpenVINO", first
+    )
+    return report_of(graph, converted, model, sqnr, threads)
 
 
 def _fix_sizes(model: Any, graph: QDQGraph) -> None:
