@@ -16,7 +16,8 @@
 # make sanitize                                            the C code under the address, undefined-behaviour and thread sanitizers of gcc
 # make test-isas                                           the kernels' tests once for each instruction set of this CPU
 # make wheel | wheel-check | setup-wheel                   the wheel to publish; whether it has every instruction set and needs no compiler (.venv-wheel)
-# make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
+# make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges; folders in the tools
+#                  | setup-readers | setup-vllm            that load them, in .venv-readers and .venv-vllm
 # make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
 # make test-fallback | setup-fallback                      the short suite without the oneDNN inside torch: with none, and with a packaged one (.venv-fallback)
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
@@ -53,14 +54,20 @@ setup-peers: VENV := .venv-peers
 setup-peers: REQUIREMENTS := requirements/bench-peers.txt
 setup-judges: VENV := .venv-judges
 setup-judges: REQUIREMENTS := requirements/judges.txt
+setup-readers: VENV := .venv-readers
+setup-readers: REQUIREMENTS := requirements/readers.txt
+setup-vllm: VENV := .venv-vllm
+setup-vllm: REQUIREMENTS := requirements/vllm.txt
 # Installed after all others and with --no-deps, because what they ask for contradicts the pins or is not needed.
 NODEPS := requirements/nodeps.txt
 setup-judges: NODEPS += requirements/judges-nodeps.txt
+setup-readers: NODEPS += requirements/readers-nodeps.txt
+setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -113,8 +120,10 @@ test-all-native: setup-native
 test-all-newest: setup-newest
 	.venv-newest/bin/python $(PYTEST) -rs
 
-test-judges: setup-judges
-	.venv-judges/bin/python -m pytest -q -rs test/judges
+test-judges: setup-judges setup-readers setup-vllm
+	.venv-judges/bin/python -m pytest -q -rs test/judges --ignore test/judges/test_readers.py --ignore test/judges/test_vllm.py
+	.venv-readers/bin/python -m pytest -q -rs test/judges/test_readers.py
+	.venv-vllm/bin/python -m pytest -q -rs test/judges/test_vllm.py
 
 test-onnx: setup-onnx
 	.venv-onnx/bin/python $(PYTEST) -rs test/backends/onnx/test_export_onnx.py "test/examples/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/how-to/export.md]"
@@ -185,7 +194,7 @@ newer: setup-native
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-onnx .venv-fallback .venv-wheel .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -201,7 +210,7 @@ endef
 export PROBE
 
 # Each stamp is written last, so an interrupted step is done again from the start. The lock serves all clones.
-setup setup-native setup-newest setup-peers setup-judges:
+setup setup-native setup-newest setup-peers setup-judges setup-readers setup-vllm:
 	@python=$$($(PYTHON) -c "$$PROBE")
 	cache=$$(realpath -m "$(CACHE)")
 	hash() { sha256sum | cut -c1-16; }

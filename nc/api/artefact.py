@@ -22,7 +22,9 @@ from nc.backends.narrowing import narrowed
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, UnsupportedError
 from nc.graph.qdq import QDQGraph, in_memory
+from nc.kernels.c_code.openmp import keep_threads_in_forks
 from nc.ops import RECURRENT
+from nc.process.cores import fit_threads
 from nc.process.torch_settings import check_default_device, without_autocast
 from nc.storage import folder, store
 from nc.weights.files import artefact as low_bit
@@ -125,6 +127,8 @@ def load(
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
     check_default_device("load")
+    fit_threads()
+    keep_threads_in_forks()
     asked = _Loading(
         model=original_model if model is None else model,
         backend=backend,

@@ -114,8 +114,9 @@ def export_onnx(
     The file has opset 21, and quantize and dequantize nodes.
 
     Inputs are named after the arguments of the model, outputs after the members of what it returns
-    ("logits"), or `output_0`, `output_1` and so on where these have no names. Free sizes stay free. Those that decide about the path through the model's
-    Python code are fixed, with a warning: docs/concepts/the-way-of-a-model.md. ONNX Runtime has int8
+    ("logits"), or `output_0`, `output_1` and so on where these have no names. Free sizes stay free. Those
+    that decide about the path through the model's Python code are fixed, with a warning:
+    docs/concepts/the-way-of-a-model.md. ONNX Runtime has int8
     convolutions only where the output is quantized too: `prepare(placement="outputs")`.
 
     Args:

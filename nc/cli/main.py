@@ -29,6 +29,7 @@ from rich.table import Table
 from nc._version import __version__
 from nc.errors import NCError, NCWarning
 from nc.process import env, installation
+from nc.process.cores import cores, fit_threads
 from nc.process.warn import warn
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -386,9 +387,9 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str, as_json:
 
 
 def _warn_of_too_many(threads: int) -> None:
-    cores = len(os.sched_getaffinity(0))
-    if threads > cores:
-        warn(f"{threads} threads share {cores} cores, which is slower than {cores} threads, by far.")
+    usable = cores().usable
+    if threads > usable:
+        warn(f"{threads} threads share {usable} cores, which is slower than {usable} threads, by far.")
 
 
 def _timings(
@@ -527,11 +528,13 @@ def _machine() -> list[tuple[str, str]]:
 
     from nc.backends import backend_names, cpu, get_backend
 
+    found = cores()
+    fit_threads()  # as `load` does
     engines = [package for name in backend_names() for package in get_backend(name).packages]
     rows = [
         ("CPU", cpu_model()),
         ("features", (", ".join(cpu.features()) or "none that int8 kernels use") + cpu.why_narrow()),
-        ("cores", f"{os.cpu_count()} in the machine, {len(os.sched_getaffinity(0))} for this process"),
+        ("cores", str(found)),
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
         ("Python", platform.python_version()),
         (installation.DISTRIBUTION, __version__),

@@ -4,6 +4,8 @@
 """
 
 from nc.hf.at_load import QuantizationConfig as QuantizationConfig
+from nc.hf.export import Exported as Exported
+from nc.hf.export import export as export
 from nc.hf.model import QuantizedTransformer as QuantizedTransformer
 from nc.hf.quantize import load as load
 from nc.hf.quantize import quantize as quantize

@@ -67,7 +67,7 @@ def export_weights(
     Every weight keeps its value bit for bit, or is refused.
 
     Scales are stored as they are, so for a tool that computes in fp16 quantize with scale_dtype="fp16". A
-    negative scale is turned with its codes and zero point where a format's readers expect positive ones.
+    negative scale is turned with its codes and zero point, except in "compressed-tensors".
 
     Args:
         model: a module that holds `nc.nn.QuantLinear`, or packed weights by the names of their layers.

@@ -48,12 +48,14 @@ def write(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`.
 
-    Layers of 8 bits whose activations are int8 are int-quantized, all others pack-quantized.
+    Layers of 8 bits whose activations are int8 are int-quantized, all others pack-quantized. Negative scales
+    stay, as AutoRound writes them too.
     """
     tensors: dict[str, torch.Tensor] = {}
     schemes: list[dict[str, Any]] = []
     for name, layer in layers.items():
-        codes = codes_of(layer, name, NAME)
+        # vLLM has kernels on CPUs for symmetric weights alone, and turned ones are not
+        codes = codes_of(layer, name, NAME, positive=False)
         if codes.bits not in BITS:
             reason = f"its versions pack {codes.bits} bits in different ways"
             refuse(name, NAME, reason, f"Quantize with one of {BITS} bits")

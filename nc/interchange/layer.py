@@ -48,7 +48,7 @@ class GroupCodes:
     Attributes:
         bits: of a code.
         codes: uint8, shape [N, K].
-        scale: fp32, shape [N, G], at least 0 where a file is written.
+        scale: fp32, shape [N, G].
         zero: uint8, shape [N, G]; None: 2^(bits - 1) everywhere.
     """
 
@@ -72,11 +72,15 @@ class GroupCodes:
         )
 
 
-def codes_of(layer: StoredLayer, name: str, format_name: str) -> GroupCodes:
+def codes_of(layer: StoredLayer, name: str, format_name: str, *, positive: bool = True) -> GroupCodes:
     """Return what a file of integer codes holds of a layer.
 
-    A group with a negative scale is written with the opposite one, which changes no weight: code' = 2^b - 1 -
-    code, zero' = 2^b - 1 - zero.
+    Args:
+        layer: a linear.
+        name: of it, for messages.
+        format_name: for messages.
+        positive: write a group with a negative scale with the opposite one, which changes no weight: code' =
+            2^b - 1 - code, zero' = 2^b - 1 - zero.
 
     Raises:
         UnsupportedError: the layer is an embedding, or its weight has no integer codes with one scale and one
@@ -114,6 +118,8 @@ def codes_of(layer: StoredLayer, name: str, format_name: str) -> GroupCodes:
     params, codes = weight.params, weight.unpacked()
     scale, zero = params.scale, None if params.zero is None else params.zero.to(torch.uint8)
     negative = scale < 0
+    if not positive:
+        return GroupCodes(form.bits, codes, scale, zero)
     if bool(negative.any()):
         last = 2**form.bits - 1
         zero = torch.full(scale.shape, form.middle, dtype=torch.uint8) if zero is None else zero

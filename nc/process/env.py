@@ -89,6 +89,14 @@ FBGEMM_ENABLE_INSTRUCTIONS = Variable(
     "no limit",
     "limits FBGEMM, which computes dynamic linears, and LSTM and GRU with one range per tensor",
 )
+OMP_NUM_THREADS = Variable(
+    "OMP_NUM_THREADS",
+    "a number",
+    "the number of cores",
+    "threads of torch and of nc's kernels, as `torch.set_num_threads`. Where neither it nor "
+    "`MKL_NUM_THREADS` is set, `load` takes no more threads than the container has CPUs",
+)
+MKL_NUM_THREADS = Variable("MKL_NUM_THREADS", "a number", "`OMP_NUM_THREADS`", "likewise")
 #: All variables that nc reads.
 VARIABLES = (
     NC_ONEDNN,
@@ -100,15 +108,11 @@ VARIABLES = (
     ONEDNN_MAX_CPU_ISA,
     DNNL_MAX_CPU_ISA,
     FBGEMM_ENABLE_INSTRUCTIONS,
+    OMP_NUM_THREADS,
+    MKL_NUM_THREADS,
 )
 #: Variables that nc does not read, and that change what it does, because a library reads them; for documents.
 OTHERS = (
-    Variable(
-        "OMP_NUM_THREADS",
-        "a number",
-        "the number of cores",
-        "threads of torch and of nc's kernels, as `torch.set_num_threads`",
-    ),
     Variable(
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
         "a number",

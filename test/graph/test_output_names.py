@@ -56,7 +56,9 @@ def test_a_name_that_a_position_would_give_stays_free():
 def test_a_model_output_of_transformers_keeps_its_fields_through_a_file(tmp_path):
     outputs = pytest.importorskip("transformers.modeling_outputs")
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    model = Model(lambda a, b: outputs.BaseModelOutputWithPooling(last_hidden_state=a, pooler_output=b)).eval()
+    model = Model(
+        lambda a, b: outputs.BaseModelOutputWithPooling(last_hidden_state=a, pooler_output=b)
+    ).eval()
     prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=(x,))
     prepared(x)
     nc.save(nc.convert(prepared, backend="reference"), tmp_path / "m")

@@ -297,7 +297,14 @@ class TestRoundTrips:
         export_weights({"a.b": weight}, tmp_path, format)
         same(read_weights(tmp_path).layers["a.b"].weight, weight)
 
-    @pytest.mark.parametrize("format", FORMATS)
+    def test_symmetric_weights_with_negative_scales_stay_symmetric_in_compressed_tensors(self, tmp_path):
+        weight = negative()
+        tensors, config = written(weight, tmp_path, "compressed-tensors")
+        assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
+        assert (tensors["a.b.weight_scale"] < 0).any()
+        same(read_weights(tmp_path).layers["a.b"].weight, weight)
+
+    @pytest.mark.parametrize("format", [name for name in FORMATS if name != "compressed-tensors"])
     def test_negative_scales_are_turned_without_changing_a_weight(self, format, tmp_path):
         weight = negative()
         tensors, _ = written(weight, tmp_path, format)

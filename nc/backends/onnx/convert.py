@@ -50,8 +50,10 @@ class OnnxModel:
 
 
 def of_graph(graph: QDQGraph) -> OnnxModel:
-    """Return the model of a quantized graph: free sizes stay free, inputs are named after the arguments, outputs after
-    the members of what the model returns.
+    """Return the model of a quantized graph.
+
+    Its free sizes are free, its inputs are named after the arguments, and its outputs after the members of
+    what the model returns.
 
     Raises:
         BackendError: an operator has no translation.

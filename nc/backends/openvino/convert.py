@@ -37,8 +37,8 @@ class OpenVinoModel:
 def of_graph(graph: QDQGraph) -> OpenVinoModel:
     """Return the model of a quantized graph.
 
-    Its free sizes are free, its inputs are named after the arguments, and its outputs after the members of what
-    the model returns.
+    Its free sizes are free, its inputs are named after the arguments, and its outputs after the members of
+    what the model returns.
 
     Raises:
         BackendError: an operator has no translation.

@@ -15,6 +15,9 @@ import torch
 from nc.process.warn import warn
 
 _NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_PAUSE = "omp_pause_resource_all"
+#: `omp_pause_hard` of the OpenMP 5.0 standard, section 3.2.44: all that is not needed is given up.
+_HARD = 2
 
 
 def threads() -> int:
@@ -23,11 +26,39 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
+def keep_threads_in_forks() -> None:
+    """Let processes that are forked from this one compute on several threads.
+
+    Before each fork the forking thread ends its threads, as OpenMP allows it, and both processes start their
+    own when they need them. With an OpenMP library that can't do it, forked processes compute on one thread.
+    """
+    _registered()
+
+
+@functools.cache
+def _registered() -> bool:
+    pause = next((getattr(each, _PAUSE) for each in _libraries() if hasattr(each, _PAUSE)), None)
+    if pause is None:
+        return False
+    refused: list[bool] = []
+
+    def before() -> None:
+        refused[:] = [pause(_HARD) != 0]
+
+    def in_child() -> None:
+        if not refused[-1]:
+            _first_process.cache_clear()
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+    return True
+
+
 def leave_threads_of_parent() -> None:
-    """In a forked process, compute on one thread from now on.
+    """In a forked process that has no threads of its own, compute on one thread from now on.
 
     OpenMP would wait for ever for threads that only the parent has.
     """
+    keep_threads_in_forks()
     if torch.get_num_threads() > 1 and _first_process() != os.getpid():
         text = (
             f"This process was forked from one that computed on {torch.get_num_threads()} threads, which do "
@@ -55,14 +86,20 @@ def connect(library: ctypes.CDLL) -> None:
         library.nc_threads(*found)
 
 
+def _libraries() -> tuple[ctypes.CDLL, ...]:
+    """Return where functions of OpenMP are looked for, in this order."""
+    # as the linker looks for torch: first what all libraries see, then what torch itself was linked to
+    return ctypes.CDLL(None), ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
 def _addresses() -> tuple[int | None, ...] | None:
     """Addresses of functions of the OpenMP library that torch's own operators call.
 
     None is returned where they use another kind of threads.
     """
-    # as the linker looks for torch: first what all libraries see, then what torch itself was linked to
-    libraries = (ctypes.CDLL(None), ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
-    found = next((library for library in libraries if all(hasattr(library, name) for name in _NAMES)), None)
+    found = next(
+        (library for library in _libraries() if all(hasattr(library, name) for name in _NAMES)), None
+    )
     return (
         None
         if found is None

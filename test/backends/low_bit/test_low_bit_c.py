@@ -442,7 +442,7 @@ layer(x)
     ("threads", "before"), [("1", "used"), ("2", "used"), ("1", "new"), ("2", "quantized")]
 )
 @pytest.mark.sample(1)
-def test_a_forked_process_computes_on_one_thread(threads, before):
+def test_a_forked_process_computes(threads, before):
     subprocess.run(
         [sys.executable, "-c", FORKED, threads, before],
         check=True,

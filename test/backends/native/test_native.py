@@ -734,6 +734,8 @@ def test_another_default_dtype_changes_nothing(act_algo):
 FORKED = """
 import os, signal, sys, warnings
 import torch, nc
+from nc.kernels.c_code import openmp
+openmp._PAUSE = sys.argv[3]
 torch.set_num_threads(2)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32 * 62 * 62, 10)).eval()
@@ -746,7 +748,8 @@ if not os.fork():
         warnings.simplefilter("always")
         same = torch.allclose(q(x), expected, atol=1e-4) and torch.allclose(q(x[:2]), expected[:2], atol=1e-4)
     said = [str(w.message) for w in caught if "forked from one that computed on 2 threads" in str(w.message)]
-    print(same, len(said), torch.get_num_threads(), os.path.basename(caught[0].filename), flush=True)
+    where = os.path.basename(caught[0].filename) if said else ""
+    print(same, len(said), torch.get_num_threads(), where, flush=True)
     os._exit(0)
 print(os.wait()[1], torch.get_num_threads())
 """
@@ -755,16 +758,20 @@ print(os.wait()[1], torch.get_num_threads())
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("config", ["StaticQuantConfig", "DynamicQuantConfig"])
 @pytest.mark.sample(1)
-def test_a_forked_process_goes_on_with_one_thread(config, backend):
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [("omp_pause_resource_all", "True 0 2 "), ("no_such_function", "True 1 1 <string>")],
+)
+def test_a_forked_process_has_threads_of_its_own_or_goes_on_with_one(config, backend, function, expected):
     """OpenMP's threads do not survive a fork, and a call would wait for them for ever."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, config, backend],
+        [sys.executable, "-c", FORKED, config, backend, function],
         capture_output=True,
         text=True,
         check=False,
         timeout=240,
     )
-    assert done.stdout.split("\n")[:2] == ["True 1 1 <string>", "0 2"], done.stdout + done.stderr
+    assert done.stdout.split("\n")[:2] == [expected, "0 2"], done.stdout + done.stderr
 
 
 @pytest.mark.filterwarnings("ignore")  # of the trace

@@ -697,7 +697,7 @@ def test_a_batch_of_nothing(name):
 
 
 def test_a_forked_child_computes_too():
-    """With one thread: libgomp's threads do not survive a fork, whoever calls it."""
+    """With one thread: this call bypasses what ends the threads of a process that is forked."""
     make, inputs = CASES["residual"]
     _, _, call = planned(make(), inputs[0])
     before = torch.get_num_threads()
