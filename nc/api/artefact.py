@@ -12,6 +12,7 @@ import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.quantized import QuantizedModel, checked
+from nc.api.warm import warm_up
 from nc.api.weight_report import weight_report
 from nc.backends import choose_backend, cpu, engine_options, first_that_can, why_chosen
 from nc.backends.auto_order import kind_of_graph
@@ -75,6 +76,7 @@ def load(
     verify_sizes: bool = True,
     isolate: str = "auto",
     compile: bool = False,
+    warm: Sequence[Any] = (),
 ) -> Any:
     """Load a saved model.
 
@@ -85,8 +87,9 @@ def load(
     artefact is executed: its graph may only call operators of a fixed list. Outputs have the
     structure that they had at capture; see `nc.storage.pytree_json` for classes that are not installed here.
 
-    If the engine adds products in 16 bits on this CPU, layers whose sums could overflow are quantized again
-    from their int8 codes, with an `NCWarning`. The files do not change.
+    torch gets no more threads than the container's quota of CPUs allows, unless somebody chose a number. If
+    the engine adds products in 16 bits on this CPU, layers whose sums could overflow are quantized again from
+    their int8 codes, with an `NCWarning`. The files do not change.
 
     Args:
         model_name_or_path: the directory that `save` wrote.
@@ -104,6 +107,9 @@ def load(
             "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`;
             needs a C++ compiler.
+        warm: sizes for which kernels are made now, not in the first calls: for each a shape of the first
+            input, e.g. `[(1, 128), (8, 64)]`; shapes by name of the input, `{"x": (1, 3, 224, 224)}`; or
+            inputs as in a call.
 
     Returns:
         A `QuantizedModel`; for a model with low-bit weights a module of the user's class, whose layers
@@ -121,7 +127,7 @@ def load(
         BackendError: the engine failed; for "auto", every engine failed, and the message has all reasons.
         ConfigError: another format or device, or the backend has no `compile`.
         ArtefactError: `model` is needed, or is not the model that was saved.
-        InputError: `model` is not a torch.nn.Module.
+        InputError: `model` is not a torch.nn.Module, or an entry of `warm` does not fit the model.
     """
     if format != "default" or device != "cpu":
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
@@ -139,7 +145,9 @@ def load(
     )
     content = folder.read(model_name_or_path, wait=False)
     with content.checked():  # another thread computes the checksum of the weights meanwhile
-        return _LOADERS[content.format](content, asked)
+        loaded = _LOADERS[content.format](content, asked)
+    warm_up(loaded, warm)
+    return loaded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

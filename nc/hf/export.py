@@ -200,7 +200,7 @@ def _tokenizer(folder: Path, out: Path) -> tuple[str, ...]:
         )
     import openvino
     import transformers
-    from openvino_tokenizers import convert_tokenizer  # type: ignore[import-not-found] # optional
+    from openvino_tokenizers import convert_tokenizer
 
     made = convert_tokenizer(transformers.AutoTokenizer.from_pretrained(str(folder)))
     openvino.save_model(made, out / "openvino_tokenizer.xml")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from nc.api.artefact import load, save
 from nc.api.quantized import QuantizedModel
+from nc.api.warm import warm_up
 from nc.errors import ArtefactCorruptError, InputError
 from nc.hf.folder import ARTEFACT
 from nc.numerics.metrics import sqnr_db
@@ -142,8 +143,8 @@ class QuantizedTransformer(torch.nn.Module):
         }
 
 
-def load_model(folder: str | os.PathLike[str]) -> QuantizedTransformer:
-    """Return what `QuantizedTransformer.save_pretrained` wrote.
+def load_model(folder: str | os.PathLike[str], warm: Sequence[Any] = ()) -> QuantizedTransformer:
+    """Return what `QuantizedTransformer.save_pretrained` wrote; `warm` as for `nc.load`.
 
     Its class has the name of the float model's: `pipeline` calls others unsupported, and goes on.
 
@@ -160,6 +161,7 @@ def load_model(folder: str | os.PathLike[str]) -> QuantizedTransformer:
     name = str((config.architectures or [QuantizedTransformer.__name__])[0])
     kind: Any = type(name, (QuantizedTransformer,), {"__doc__": QuantizedTransformer.__doc__})
     model: QuantizedTransformer = kind(load(Path(folder) / ARTEFACT), config, str(Path(folder).resolve()))
+    warm_up(model, warm, model.quantized.graph)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,16 @@ def quantize(
     return load(target)
 
 
-def load(folder: str | os.PathLike[str]) -> QuantizedTransformer:
+def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> QuantizedTransformer:
     """Return the model of a folder that `quantize` wrote.
+
+    Args:
+        folder: of it.
+        warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (8, 64)]`.
 
     Raises:
         ArtefactError: it is no such folder, or a file is damaged.
+        InputError: an entry of `warm` does not fit the model.
     """
     if not is_result(Path(folder), CONFIG, ARTEFACT):
         msg = (
@@ -97,7 +102,7 @@ def load(folder: str | os.PathLike[str]) -> QuantizedTransformer:
             "transformers loads folders of float models."
         )
         raise ArtefactError(msg)
-    return load_model(folder)
+    return load_model(folder, warm)
 
 
 def _opened(folder: Path) -> Any:

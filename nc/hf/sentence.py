@@ -71,11 +71,16 @@ def quantize_sentence_transformer(
     return load_sentence_transformer(target)
 
 
-def load_sentence_transformer(folder: str | os.PathLike[str]) -> Any:
+def load_sentence_transformer(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> Any:
     """Return the model of a folder that `quantize_sentence_transformer` wrote.
+
+    Args:
+        folder: of it.
+        warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (32, 64)]`.
 
     Raises:
         ArtefactError: it is no such folder, a file is damaged, or a module is not of sentence-transformers.
+        InputError: an entry of `warm` does not fit the model.
     """
     place = Path(folder)
     if not is_result(place, MODULES, ARTEFACT):
@@ -87,7 +92,7 @@ def load_sentence_transformer(folder: str | os.PathLike[str]) -> Any:
     modules: list[Any] = []
     for entry in json_list(place / MODULES):
         kind, where = _kind(entry, place), str(place / entry["path"])
-        modules.append(kind.load(where) if modules else _with_artefact(kind, where))
+        modules.append(kind.load(where) if modules else _with_artefact(kind, where, warm))
     settings = json_object(place / SETTINGS)
     model = _model_kind(settings, place)
     known = inspect.signature(model.__init__).parameters
@@ -145,11 +150,11 @@ def _save(model: Any, attribute: str, quantized: QuantizedTransformer, target: P
         setattr(first, attribute, encoder)
 
 
-def _with_artefact(kind: Any, folder: str) -> Any:
+def _with_artefact(kind: Any, folder: str, warm: Sequence[Any]) -> Any:
     """Return a module of sentence-transformers with the artefact in the place of the weights."""
 
     def load_quantized(self: Any, model_name_or_path: str, *_: Any, **__: Any) -> QuantizedTransformer:
-        return load_model(model_name_or_path)
+        return load_model(model_name_or_path, warm)
 
     special: Any = type(kind.__name__, (kind,), {"_load_model": load_quantized})
     module = special.load(folder)
