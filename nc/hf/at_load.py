@@ -1,11 +1,13 @@
 """`from_pretrained(…, quantization_config=nc.hf.QuantizationConfig("int8"))`: low-bit weights at load.
 
 The model keeps its class; linears and stacked experts get low-bit weights as `nc.quantize` gives them with
-`inplace=True`. `import nc.hf` registers the two classes with transformers.
+`inplace=True`. `save_pretrained` and `from_pretrained` write and read them. `import nc.hf` registers the two
+classes with transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nc.api.workflow import quantize
 from nc.config import WeightOnlyConfig
 from nc.errors import ConfigError, StateError
+from nc.hf.saved_layers import check_layers, low_bit_layers, put_empty_layers, tensors_of
 
 #: As transformers calls it in config.json.
 METHOD = "nc"
@@ -32,6 +35,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     Attributes:
         weights: "int8" or "int4".
+        layers: of a saved model, names of its low-bit layers; None: the model's weights are float.
         quant_method: "nc".
 
     Raises:
@@ -40,7 +44,13 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     quant_method: Any  # transformers' own are members of an enumeration
 
-    def __init__(self, weights: str = "int8", quant_method: str = METHOD, **others: Any) -> None:
+    def __init__(
+        self,
+        weights: str = "int8",
+        quant_method: str = METHOD,
+        layers: Sequence[str] | None = None,
+        **others: Any,
+    ) -> None:
         if others:
             msg = (
                 f"QuantizationConfig has no {', '.join(others)}; for more than weights: "
@@ -54,30 +64,47 @@ class QuantizationConfig(QuantizationConfigMixin):
             )
             raise ConfigError(msg)
         self.quant_method, self.weights = quant_method, weights
+        self.layers = None if layers is None else list(layers)
+
+    @property
+    def rules(self) -> WeightOnlyConfig:
+        """The configuration of `nc.quantize`."""
+        return WeightOnlyConfig(**FORMATS[self.weights])
 
 
 @register_quantizer(METHOD)
 class Quantizer(HfQuantizer):
-    """Quantizes a model whose weights transformers has loaded."""
+    """Quantizes a model whose weights transformers has loaded, or lets it load low-bit ones."""
 
     quantization_config: QuantizationConfig
 
-    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        """Quantize in place; transformers ignores what this returns."""
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> Any:
+        """Give a model, which has no values yet, the layers that the file has."""
         if self.pre_quantized:
-            msg = (
-                f"config.json says quant_method={METHOD!r}, but transformers loads weights in float only: "
-                "load the folder of the float model with this configuration, or an artefact with nc.load()."
-            )
-            raise StateError(msg)
-        config = WeightOnlyConfig(**FORMATS[self.quantization_config.weights])
-        quantize(model, config, inplace=True)
-        model.save_pretrained = _refuse_to_save
+            saved = self.quantization_config.layers
+            put_empty_layers(model, self.quantization_config.rules, saved, checkpoint_files)
         return model
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        """Return the model as it is; transformers 4 asks for the method."""
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Quantize in place, or find kernels for what was loaded; transformers ignores what this returns."""
+        if self.pre_quantized:
+            check_layers(model, self.quantization_config.rules)
+        else:
+            quantize(model, self.quantization_config.rules, inplace=True)
+        self.quantization_config.layers = low_bit_layers(model)
+        if not self.is_serializable():
+            model.save_pretrained = _refuse_to_save
         return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return what `save_pretrained` writes, and no metadata.
+
+        Raises:
+            StateError: the model has layers that no file of transformers can hold.
+        """
+        return tensors_of(model), {}
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return fp32: weights are quantized from it, and the rest computes in it."""
@@ -85,9 +112,12 @@ class Quantizer(HfQuantizer):
 
     update_torch_dtype = update_dtype  # its name in transformers 4
 
+    def get_new_dtype(self, *_: Any) -> None:
+        """Return None: tensors of the file keep their dtype."""
+
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
-        """Return False: transformers would write tensors that it can't read without this package."""
-        return False
+        """Whether `save_pretrained` can ask for what it writes, as transformers 5 does."""
+        return hasattr(HfQuantizer, "get_state_dict_and_metadata")
 
     @property
     def is_trainable(self) -> bool:
@@ -97,7 +127,7 @@ class Quantizer(HfQuantizer):
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
     msg = (
-        "A model that was quantized while it was loaded is saved with nc.save(model, folder) and loaded with "
-        "nc.load(folder): transformers would fill what it can't read with random weights, and only warn."
+        "With this transformers a model that was quantized while it was loaded is saved with nc.save(model, "
+        "folder) and loaded with nc.load(folder); save_pretrained takes transformers 5."
     )
     raise StateError(msg)

@@ -127,14 +127,14 @@ def pack(codes: torch.Tensor, found: GroupParams, form: WeightFormat) -> PackedW
     )
 
 
-def check_parts(packed: PackedWeight) -> None:
-    """Raise ConfigError unless shapes and dtypes are those of the format: kernels do not look at them."""
-    form, (rows, columns) = packed.form, packed.shape
+def parts_of(form: WeightFormat, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor of a weight of shape [N, K] in a format, by name."""
+    rows, columns = shape
     groups, double = columns // form.group(columns), form.double_quant
     inner = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
     outer = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
     outer_shape = (1, 1) if double is None else (rows, double.outer_count(groups))
-    expected = {
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "codes": (torch.uint8, (rows, bits.packed_size(columns, form.bits))),
         "scale": (inner, (rows, groups)),
     }
@@ -146,6 +146,22 @@ def check_parts(packed: PackedWeight) -> None:
         expected["outer_scale"] = (outer, outer_shape)
         if form.float_zero:
             expected["outer_minimum"] = (outer, outer_shape)
+    return expected
+
+
+def empty(form: WeightFormat, shape: tuple[int, int], device: torch.device) -> PackedWeight:
+    """Return a weight of shape [N, K] whose tensors have no values yet."""
+    parts = {
+        name: torch.empty(size, dtype=dtype, device=device)
+        for name, (dtype, size) in parts_of(form, shape).items()
+    }
+    return PackedWeight(form=form, shape=shape, **parts)
+
+
+def check_parts(packed: PackedWeight) -> None:
+    """Raise ConfigError unless shapes and dtypes are those of the format: kernels do not look at them."""
+    form, (rows, columns) = packed.form, packed.shape
+    expected = parts_of(form, packed.shape)
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.tensors().items()}
     wrong = [
         f"{name}: {_described(found.get(name))} where {_described(expected.get(name))} is expected"

@@ -1,13 +1,17 @@
 """Real weights, quantized while transformers loads them."""
 
 import importlib
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from suites.real_minilm import minilm
 
 import nc
-from nc.errors import ConfigError, StateError
+from nc.errors import ArtefactCorruptError, ArtefactSchemaError, ConfigError, StateError
 
 transformers = pytest.importorskip("transformers")
 nc_hf = importlib.import_module("nc.hf")
@@ -41,9 +45,80 @@ def test_a_pipeline_takes_it():
     assert nc.report(pipe.model).weight_shares["int8"] > 0.4
 
 
+FIVE = int(transformers.__version__.partition(".")[0]) >= 5
+five = pytest.mark.skipif(not FIVE, reason="transformers 4 does not ask a quantizer for tensors")
+
+
+@pytest.mark.skipif(FIVE, reason="transformers 5 can save")
 def test_saving_says_how():
     with pytest.raises(StateError, match=r"nc\.save\(model, folder\)"):
         loaded("int8").save_pretrained("anywhere")
+
+
+@five
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_save_pretrained_and_from_pretrained(tmp_path, weights):
+    model = loaded(weights)
+    model.save_pretrained(tmp_path / "a")
+    found = transformers.AutoModel.from_pretrained(str(tmp_path / "a"))
+    found.save_pretrained(tmp_path / "b")
+    again = transformers.AutoModel.from_pretrained(str(tmp_path / "b"))
+    with torch.no_grad():
+        expected = embeddings(model)
+        assert torch.equal(embeddings(found), expected)
+        assert torch.equal(embeddings(again), expected)
+    assert nc.report(found).weight_shares[weights] > 0.4
+    assert (tmp_path / "a" / "model.safetensors").stat().st_size < 0.75 * 91e6
+
+
+@five
+def test_sentence_transformers_saves_and_loads_it(tmp_path):
+    st = pytest.importorskip("sentence_transformers")
+    options = {"model_kwargs": {"quantization_config": nc_hf.QuantizationConfig("int8")}, "device": "cpu"}
+    model = st.SentenceTransformer(str(minilm.model_folder()), **options)
+    model.save_pretrained(str(tmp_path / "out"))
+    found = st.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert nc.report(found[0].model).weight_shares["int8"] > 0.4
+    assert (found.encode(TEXTS) == model.encode(TEXTS)).all()
+
+
+@five
+def test_without_nc_the_folder_fails_and_has_no_random_weights(tmp_path):
+    loaded("int8").save_pretrained(tmp_path / "out")
+    program = f"import transformers; transformers.AutoModel.from_pretrained({str(tmp_path / 'out')!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "query.weight" in done.stderr + done.stdout
+    assert "MISMATCH" in done.stderr + done.stdout
+
+
+@five
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ("a tensor is missing", ArtefactCorruptError, "have no tensor 'encoder.layer.0"),
+        ("a tensor has another dtype", ConfigError, "scale: "),
+        ("other layers", ArtefactSchemaError, "lists other low-bit layers"),
+        ("no layers", ArtefactSchemaError, "lists other low-bit layers"),
+    ],
+)
+def test_a_folder_that_was_changed_is_refused(tmp_path, change, error, says):
+    loaded("int8").save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    name = "encoder.layer.0.output.dense.scale"
+    tensors, document = load_file(file), json.loads(config.read_text())
+    if change == "a tensor is missing":
+        del tensors[name]
+    elif change == "a tensor has another dtype":
+        tensors[name] = tensors[name].half()
+    elif change == "other layers":
+        document["quantization_config"]["layers"].pop()
+    else:
+        del document["quantization_config"]["layers"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(document))
+    with pytest.raises(error, match=says):
+        transformers.AutoModel.from_pretrained(str(tmp_path))
 
 
 def test_it_is_saved_and_loaded_as_other_low_bit_models(tmp_path):
@@ -52,15 +127,6 @@ def test_it_is_saved_and_loaded_as_other_low_bit_models(tmp_path):
     again = nc.load(tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(embeddings(again), embeddings(model))
-
-
-def test_a_folder_that_claims_to_be_quantized_is_refused(tmp_path):
-    model = minilm.load_model()
-    model.config.quantization_config = {"quant_method": "nc", "weights": "int8"}
-    model.save_pretrained(tmp_path)
-    # transformers 4 asks for accelerate first, where that is missing
-    with pytest.raises((StateError, ImportError), match="loads weights in float only|accelerate"):
-        transformers.AutoModel.from_pretrained(str(tmp_path))
 
 
 def test_other_weights():
