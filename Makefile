@@ -20,6 +20,7 @@
 #                  | setup-readers | setup-vllm            that load them, in .venv-readers and .venv-vllm
 # make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
 # make test-fallback | setup-fallback                      the short suite without the oneDNN inside torch: with none, and with a packaged one (.venv-fallback)
+# make test-serve | setup-serve                            examples/serve/ with real clients over loopback, in .venv-serve
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make setup-lowbit-nncf                                   another tool for benchmarks/lowbit.py: nncf, torchao, inc, autoround, llmcompressor
 # make clean
@@ -67,7 +68,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -127,6 +128,10 @@ test-judges: setup-judges setup-readers setup-vllm
 
 test-onnx: setup-onnx
 	.venv-onnx/bin/python $(PYTEST) -rs test/backends/onnx/test_export_onnx.py "test/examples/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/how-to/export.md]"
+
+# Real servers and clients over loopback.
+test-serve: setup-serve
+	.venv-serve/bin/python -m pytest -q -rs -n 0 test/serve
 
 # What a torch without symbols leaves: its own operators, or the library of a Python package.
 test-fallback: setup-fallback
@@ -194,7 +199,7 @@ newer: setup-native
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -248,8 +253,8 @@ setup-lowbit-%: setup-native
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-lowbit-$*/lib/python3*/site-packages/
 	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
 
-# What export_onnx needs, 150 MB, a oneDNN library, and auditwheel, over the packages of .venv-native.
-setup-onnx setup-fallback setup-wheel: setup-%: setup-native
+# What export_onnx needs, 150 MB, a oneDNN library, auditwheel, and servers with their clients, over the packages of .venv-native.
+setup-onnx setup-fallback setup-wheel setup-serve: setup-%: setup-native
 	@stamp=$$(cat .venv-native/.complete requirements/$*.txt Makefile | sha256sum)
 	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
 	rm -rf .venv-$*

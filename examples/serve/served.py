@@ -1,0 +1,254 @@
+"""A folder with a quantized model as a server sees it: requests are checked one by one, and computed together.
+
+Three kinds of folders are known: what `nc.save` wrote (requests are tensors), `nc.hf.quantize` (likewise), and
+`nc.hf.quantize_sentence_transformer` (requests are texts).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import nc
+
+Arrays = dict[str, np.ndarray]
+#: Name of the input of models over texts, and of their output.
+TEXT, EMBEDDING = "text", "sentence_embedding"
+#: Outputs of transformers models with a value for each token.
+_OF_TOKENS = ("last_hidden_state", "start_logits", "end_logits")
+_IDS, _MASK = "input_ids", "attention_mask"
+
+
+class BadRequest(ValueError):
+    """What a client sent can't be computed; says why."""
+
+
+class Tensors:
+    """A model whose requests are named tensors with one row for each item."""
+
+    def __init__(self, folder: Path, warm: Sequence[tuple[int, ...]]) -> None:
+        self.is_transformer = (folder / "config.json").exists()
+        if self.is_transformer:
+            from nc import hf
+
+            self.model: Any = hf.load(folder, warm=warm)
+            graph = self.model.quantized.graph
+        else:
+            self.model = nc.load(folder, warm=warm)
+            graph = self.model.graph
+        self.leaves = {leaf.path: leaf for leaf in graph.signature.leaves if leaf.dtype is not None}
+        self.sizes = sorted({shape[0] for shape in warm}) or [1]
+        self.lengths = sorted({shape[1] for shape in warm if len(shape) > 1})
+
+    def checked(self, given: Arrays) -> Arrays:
+        """Return a request with the types that the model takes.
+
+        Raises:
+            BadRequest: names, types, dimensions or numbers of rows are others.
+        """
+        if set(given) != set(self.leaves):
+            msg = f"expected the inputs {', '.join(self.leaves)}, but got {', '.join(given) or 'none'}"
+            raise BadRequest(msg)
+        found = {name: self._checked(name, given[name]) for name in self.leaves}
+        rows = {name: len(value) for name, value in found.items()}
+        if len(set(rows.values())) > 1 or not min(rows.values()):
+            msg = f"inputs have different numbers of rows, or none: {rows}"
+            raise BadRequest(msg)
+        return found
+
+    def _checked(self, name: str, value: np.ndarray) -> np.ndarray:
+        leaf = self.leaves[name]
+        wanted = torch.empty(0, dtype=leaf.dtype).numpy().dtype
+        if not np.can_cast(value.dtype, wanted, "same_kind") or value.dtype == object:
+            msg = f"input {name!r}: expected {wanted}, but got {value.dtype}"
+            raise BadRequest(msg)
+        fixed = [size if isinstance(size, int) else None for size in leaf.dims]
+        fits = value.ndim == len(fixed) and all(
+            size in (None, given) for size, given in zip(fixed, value.shape, strict=True)
+        )
+        if not fits:
+            msg = f"input {name!r}: expected shape {[size or -1 for size in fixed]}, but got {list(value.shape)}"
+            raise BadRequest(msg)
+        return value.astype(wanted)
+
+    def key(self, request: Arrays) -> object:
+        """Return what requests have in common that can be computed together."""
+        if self._fills(request):
+            return self._length(request[_IDS].shape[1])
+        return tuple((name, value.shape[1:], str(value.dtype)) for name, value in request.items())
+
+    def rows(self, request: Arrays) -> int:
+        """Return how many items a request has."""
+        return len(next(iter(request.values())))
+
+    def run(self, requests: Sequence[Arrays]) -> list[Arrays]:
+        """Return the outputs of requests with one key, computed by one call."""
+        length = max((r[_IDS].shape[1] for r in requests if self._fills(r)), default=0)
+        length = self._length(length) if length else 0
+        rows = sum(map(self.rows, requests))
+        more = next((size for size in self.sizes if size >= rows), rows) - rows
+        together = {}
+        for name in self.leaves:
+            parts = [_longer(request[name], length) for request in requests]
+            together[name] = np.concatenate([*parts, parts[-1][-1:].repeat(more, 0)])
+        with torch.no_grad():
+            outputs = self.model(**{name: torch.from_numpy(value) for name, value in together.items()})
+        named = _named(outputs)
+        found, start = [], 0
+        for request in requests:
+            end = start + self.rows(request)
+            own = {name: value[start:end] for name, value in named.items()}
+            if length:
+                own = _cut(own, request[_IDS].shape[1])
+            found.append(own)
+            start = end
+        return found
+
+    def _fills(self, request: Arrays) -> bool:
+        """Whether texts may be filled up to a common length."""
+        return self.is_transformer and {_IDS, _MASK} <= set(request) and request[_IDS].ndim == 2
+
+    def _length(self, length: int) -> int:
+        return next((known for known in self.lengths if known >= length), length)
+
+
+class Texts:
+    """A model of sentence-transformers, whose requests are texts."""
+
+    def __init__(self, folder: Path, warm: Sequence[tuple[int, ...]]) -> None:
+        from nc import hf
+
+        self.model = hf.load_sentence_transformer(folder, warm=warm)
+        if not hasattr(self.model, "encode"):
+            msg = f"{folder} holds a {type(self.model).__name__}; this example serves models with encode()."
+            raise SystemExit(msg)
+
+    def checked(self, given: Arrays) -> Arrays:
+        """Return a request; raises BadRequest as `Tensors.checked`."""
+        if set(given) != {TEXT} or given[TEXT].ndim != 1 or not len(given[TEXT]):
+            msg = f"expected one input {TEXT!r}, a list of one or more texts"
+            raise BadRequest(msg)
+        texts = [text.decode() if isinstance(text, bytes) else text for text in given[TEXT].tolist()]
+        wrong = next((text for text in texts if not isinstance(text, str)), None)
+        if wrong is not None:
+            msg = f"expected texts, but got {wrong!r}"
+            raise BadRequest(msg)
+        return {TEXT: np.array(texts, dtype=object)}
+
+    def key(self, request: Arrays) -> object:
+        """Return what requests have in common that can be computed together: all have it."""
+        return TEXT
+
+    def rows(self, request: Arrays) -> int:
+        """Return how many texts a request has."""
+        return len(request[TEXT])
+
+    def run(self, requests: Sequence[Arrays]) -> list[Arrays]:
+        """Return the embeddings of requests; `encode` sorts all texts by their lengths."""
+        texts = [text for request in requests for text in request[TEXT]]
+        embeddings = self.model.encode(texts, show_progress_bar=False)
+        ends = np.cumsum([self.rows(request) for request in requests])
+        return [{EMBEDDING: part} for part in np.split(embeddings, ends[:-1])]
+
+
+def opened(folder: str | Path, warm: Sequence[tuple[int, ...]] = ()) -> Tensors | Texts:
+    """Return the model of a folder, with kernels for some (rows, length)."""
+    place = Path(folder)
+    return Texts(place, warm) if (place / "modules.json").exists() else Tensors(place, warm)
+
+
+class Batcher:
+    """Computes requests that arrive within a window together.
+
+    One thread computes: torch uses all cores for one call.
+
+    Attributes:
+        batches: rows of each call so far, and its seconds.
+    """
+
+    def __init__(self, served: Tensors | Texts, window_ms: float = 3.0, most: int = 16) -> None:
+        self.served, self.window, self.most = served, window_ms / 1000, most
+        self.waiting: list[tuple[Arrays, asyncio.Future[Arrays]]] = []
+        self.task: asyncio.Task[None] | None = None
+        self.pool = concurrent.futures.ThreadPoolExecutor(1)
+        self.batches: list[tuple[int, float]] = []
+
+    async def ask(self, given: Arrays) -> Arrays:
+        """Return the outputs for a request; raises BadRequest."""
+        request = self.served.checked(given)
+        answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        self.waiting.append((request, answer))
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._work())
+        return await answer
+
+    async def drained(self) -> None:
+        """Wait until all that was asked is answered."""
+        while self.task is not None and not self.task.done():
+            await asyncio.wait([self.task])
+
+    async def _work(self) -> None:
+        while self.waiting:
+            if sum(self.served.rows(request) for request, _ in self.waiting) < self.most:
+                await asyncio.sleep(self.window)
+            taken = self._next()
+            requests = [request for request, _ in taken]
+            for (_, answer), outputs in zip(taken, await self._run(requests), strict=True):
+                if not answer.done():  # its client may have gone
+                    (answer.set_exception if isinstance(outputs, Exception) else answer.set_result)(outputs)
+
+    def _next(self) -> list[tuple[Arrays, asyncio.Future[Arrays]]]:
+        """Take the first request, and others that fit to it."""
+        key, rows, taken, left = self.served.key(self.waiting[0][0]), 0, [], []
+        for each in self.waiting:
+            count = self.served.rows(each[0])
+            if self.served.key(each[0]) == key and (not taken or rows + count <= self.most):
+                taken.append(each)
+                rows += count
+            else:
+                left.append(each)
+        self.waiting = left
+        return taken
+
+    async def _run(self, requests: list[Arrays]) -> Sequence[Arrays | Exception]:
+        """Return outputs; where a call fails, each request is tried alone, so that none spoils the others."""
+        loop, begin = asyncio.get_running_loop(), time.perf_counter()
+        try:
+            found: Sequence[Arrays | Exception] = await loop.run_in_executor(
+                self.pool, self.served.run, requests
+            )
+        except Exception as error:
+            if len(requests) > 1:
+                return [(await self._run([request]))[0] for request in requests]
+            return [BadRequest(str(error)) if isinstance(error, nc.InputError) else error]
+        self.batches.append((sum(map(self.served.rows, requests)), time.perf_counter() - begin))
+        return found
+
+
+def _longer(value: np.ndarray, length: int) -> np.ndarray:
+    """Fill the rows of tokens up with zeros, which the mask leaves out."""
+    more = length - value.shape[1] if value.ndim == 2 and length else 0
+    return np.pad(value, ((0, 0), (0, more))) if more > 0 else value
+
+
+def _named(outputs: Any) -> Arrays:
+    if isinstance(outputs, torch.Tensor):
+        outputs = {"output_0": outputs}
+    elif not hasattr(outputs, "items"):
+        outputs = {f"output_{i}": value for i, value in enumerate(outputs)}
+    return {name: value.numpy() for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+
+
+def _cut(outputs: Arrays, length: int) -> Arrays:
+    """Leave out values of tokens that were filled up."""
+    return {
+        name: value[:, :length] if name in _OF_TOKENS or (name == "logits" and value.ndim == 3) else value
+        for name, value in outputs.items()
+    }
