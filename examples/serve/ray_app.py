@@ -1,11 +1,11 @@
 """Serve a quantized model by Ray Serve, on one machine or many: replicas with cores of their own.
 
     pip install 'ray[serve]'
-    python examples/serve/ray_app.py DIR [--cores 2] [--least 1] [--most 4] [--max_batch 16] [--window_ms 3]
+    python examples/serve/ray_app.py DIR [--cores 2] [--least 1] [--most 4] [--max_batch 16]
 
-POST / takes {"instances": [...]} as KServe's version 1 does: texts, or objects with the inputs of one item. Ray
-starts and ends replicas by how many requests wait. Each replica computes on cores that no other one of the same
-machine uses. In a cluster DIR lies at one path on all machines.
+POST / takes {"instances": [...]} as KServe's version 1 does: texts, or objects with the inputs of one item.
+Ray starts and ends replicas by how many requests wait. Each replica computes on cores that no other one of
+the same machine uses. In a cluster DIR lies at one path on all machines.
 """
 
 from __future__ import annotations
@@ -69,14 +69,10 @@ class Served:
 
     @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.003)
     async def compute(self, requests: list[Any]) -> list[Any]:
-        """Compute requests together; those with other keys by calls of their own."""
-        found: list[Any] = [None] * len(requests)
-        keys = [self.served.key(request) for request in requests]
-        for key in dict.fromkeys(keys):
-            places = [i for i, each in enumerate(keys) if each == key]
-            for place, outputs in zip(places, self.served.run([requests[i] for i in places]), strict=True):
-                found[place] = outputs
-        return found
+        """Compute requests together."""
+        from served import answers
+
+        return answers(self.served, requests)
 
     async def __call__(self, request: Request) -> JSONResponse:
         """Answer one request; a bad one with 400 and the reason."""
@@ -84,15 +80,19 @@ class Served:
 
         try:
             body = await request.json()
-            instances = body["instances"]
+            instances = body.get("instances") if isinstance(body, dict) else None
+            if not isinstance(instances, list) or not instances:
+                return JSONResponse({"error": 'expected {"instances": [...]} with one item or more'}, 400)
             if all(isinstance(each, str) for each in instances):
                 given = {TEXT: np.array(instances, dtype=object)}
             else:
                 given = {name: np.array([each[name] for each in instances]) for name in instances[0]}
             checked = self.served.checked(given)
-        except (BadRequest, ValueError, KeyError, TypeError, IndexError) as error:
-            return JSONResponse({"error": str(error) or "expected {'instances': [...]}"}, 400)
+        except (ValueError, KeyError, TypeError) as error:  # a BadRequest is a ValueError
+            return JSONResponse({"error": str(error)}, 400)
         outputs = await self.compute(checked)
+        if isinstance(outputs, Exception):
+            return JSONResponse({"error": str(outputs)}, 400 if isinstance(outputs, BadRequest) else 500)
         rows = [{name: value[i].tolist() for name, value in outputs.items()} for i in range(len(instances))]
         return JSONResponse(
             {

@@ -1,7 +1,7 @@
-"""A folder with a quantized model as a server sees it: requests are checked one by one, and computed together.
+"""A folder with a quantized model as a server sees it: requests are checked alone, and computed together.
 
-Three kinds of folders are known: what `nc.save` wrote (requests are tensors), `nc.hf.quantize` (likewise), and
-`nc.hf.quantize_sentence_transformer` (requests are texts).
+Three kinds of folders are known: what `nc.save` wrote (requests are tensors), what `nc.hf.quantize` wrote
+(likewise), and what `nc.hf.quantize_sentence_transformer` wrote (requests are texts).
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Tensors:
             size in (None, given) for size, given in zip(fixed, value.shape, strict=True)
         )
         if not fits:
-            msg = f"input {name!r}: expected shape {[size or -1 for size in fixed]}, but got {list(value.shape)}"
+            wanted_shape = [size or -1 for size in fixed]
+            msg = f"input {name!r}: expected shape {wanted_shape}, but got {list(value.shape)}"
             raise BadRequest(msg)
         return value.astype(wanted)
 
@@ -218,18 +219,31 @@ class Batcher:
         return taken
 
     async def _run(self, requests: list[Arrays]) -> Sequence[Arrays | Exception]:
-        """Return outputs; where a call fails, each request is tried alone, so that none spoils the others."""
         loop, begin = asyncio.get_running_loop(), time.perf_counter()
-        try:
-            found: Sequence[Arrays | Exception] = await loop.run_in_executor(
-                self.pool, self.served.run, requests
-            )
-        except Exception as error:
-            if len(requests) > 1:
-                return [(await self._run([request]))[0] for request in requests]
-            return [BadRequest(str(error)) if isinstance(error, nc.InputError) else error]
+        found = await loop.run_in_executor(self.pool, answers, self.served, requests)
         self.batches.append((sum(map(self.served.rows, requests)), time.perf_counter() - begin))
         return found
+
+
+def answers(served: Tensors | Texts, requests: Sequence[Arrays]) -> list[Arrays | Exception]:
+    """Return the outputs of requests, those with one key computed by one call; or what went wrong.
+
+    Where a call fails, each request is tried alone, so that none spoils the others.
+    """
+    found: list[Any] = [None] * len(requests)
+    keys = [served.key(request) for request in requests]
+    for key in dict.fromkeys(keys):
+        places = [i for i, each in enumerate(keys) if each == key]
+        try:
+            outputs: Sequence[Any] = served.run([requests[i] for i in places])
+        except Exception as error:  # whatever a model may raise
+            if len(places) == 1:
+                outputs = [BadRequest(str(error)) if isinstance(error, nc.InputError) else error]
+            else:
+                outputs = [answers(served, [requests[i]])[0] for i in places]
+        for place, one in zip(places, outputs, strict=True):
+            found[place] = one
+    return found
 
 
 def _longer(value: np.ndarray, length: int) -> np.ndarray:
