@@ -53,6 +53,15 @@ def _call_of(entry: Any, graph: QDQGraph | None) -> tuple[tuple[Any, ...], dict[
     return _arguments(graph, _of_all(graph, shapes))
 
 
+def inputs_of(graph: QDQGraph, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call whose first input has some shape; values are those of the example, repeated.
+
+    Raises:
+        InputError: it does not say the sizes of all inputs.
+    """
+    return _arguments(graph, _of_all(graph, {"": shape}))
+
+
 def _shapes(entry: Any) -> dict[str, tuple[int, ...]] | None:
     """Return shapes by name of the input, "" for the first; None where an entry is inputs."""
     named = entry if isinstance(entry, Mapping) else {"": entry}
