@@ -9,6 +9,7 @@ Nothing is downloaded and nothing is written to the working directory. The model
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import tempfile
 from pathlib import Path
 
@@ -76,6 +77,34 @@ def tour(out: Path, evaluate: int) -> None:
     )
     show.heading(f"Saved in {out}")
     show.in_new_process("--check", out)
+    in_sentence_transformers(out / "sentence-transformer", calibration_text, evaluation_text[:64])
+
+
+def in_sentence_transformers(out: Path, texts: list[str], sentences: list[str]) -> None:
+    """The same model for users of sentence-transformers, who see no graph and no tensor."""
+    show.heading("The same in sentence-transformers: three lines")
+    if importlib.util.find_spec("sentence_transformers") is None:
+        show.console.print("sentence-transformers is not installed here; `make demo-newest` has it.")
+        return
+    import nc.hf
+    from sentence_transformers import SentenceTransformer
+
+    # ── three lines ─────────────────────────────────────────────────────
+    model = SentenceTransformer(str(minilm.model_folder()), device="cpu")
+    q_model = nc.hf.quantize_sentence_transformer(model, texts, out, nc.StaticQuantConfig())
+    embeddings = q_model.encode(sentences)
+    # ────────────────────────────────────────────────────────────────────
+    expected = model.encode(sentences)
+    cosines = torch.nn.functional.cosine_similarity(torch.tensor(embeddings), torch.tensor(expected))
+    show.console.print(
+        f'model = SentenceTransformer("all-MiniLM-L6-v2")\n'
+        f'q_model = nc.hf.quantize_sentence_transformer(model, texts, "out", nc.StaticQuantConfig())\n'
+        f"embeddings = q_model.encode(sentences)  # {len(sentences)} sentences, cosine to fp32: mean "
+        f"{cosines.mean():.4f}, worst {cosines.min():.4f}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def accuracy(

@@ -166,7 +166,10 @@ def _sounds(_: torch.nn.Module, processor: Any, part: Sequence[Any]) -> Mapping[
         raise InputError(msg)
     arrays = [each["array"] if isinstance(each, Mapping) else each for each in part]
     arrays = [each.numpy() if isinstance(each, torch.Tensor) else each for each in arrays]
-    return dict(processor(arrays, sampling_rate=rate, padding=True, return_tensors="pt"))
+    # Whisper's encoder takes sounds of one length alone
+    whole = hasattr(getattr(processor, "feature_extractor", processor), "nb_max_frames")
+    padding = "max_length" if whole else True
+    return dict(processor(arrays, sampling_rate=rate, padding=padding, return_tensors="pt"))
 
 
 _READERS: dict[str, Callable[[torch.nn.Module, Any, Sequence[Any]], Mapping[str, torch.Tensor]]] = {

@@ -14,6 +14,7 @@ from nc.api.quantized import QuantizedModel
 from nc.api.workflow import quantize as quantize_model
 from nc.errors import ArtefactError, ConfigError, InputError
 from nc.hf.data import batches_of
+from nc.hf.encoder_decoder import ENCODER, is_encoder_decoder, load_parts, quantize_parts
 from nc.hf.folder import ARTEFACT, is_result, replaceable, written
 from nc.hf.model import QuantizedTransformer, load_model
 
@@ -29,12 +30,13 @@ def quantize(
     *,
     processor: Any = None,
     **options: Any,
-) -> QuantizedTransformer:
+) -> Any:
     """Quantize a transformers model with data, and save it with its configuration and tokenizer as a folder.
 
     Args:
-        model: an encoder, a classifier, or another model that gives its outputs in one call; or a folder of
-            it. It stays as it is.
+        model: an encoder, a classifier, or another model that gives its outputs in one call; a model with
+            encoder and decoder, whose decoder gets int8 weights and keeps its cache; or a folder of one. It
+            stays as it is.
         data: as users send it, 100 or more; a part is held out. Texts, pairs of texts, pictures, sounds
             (arrays, or dicts with "array" and "sampling_rate"), rows of a `datasets.Dataset`, or batches,
             dicts of tensors.
@@ -45,23 +47,32 @@ def quantize(
         options: of `nc.quantize`.
 
     Returns:
-        The quantized model, loaded from the folder.
+        The quantized model, loaded from the folder; with a decoder it has its own class.
 
     Raises:
-        InputError: the model generates, or does not read what data has.
+        InputError: the model has a decoder alone, or does not read what data has.
         ConfigError: a configuration for weights alone.
         ArtefactError: something else than an earlier result lies at `out`.
     """
     target = replaceable(Path(out).resolve(), CONFIG, ARTEFACT)
     if isinstance(model, (str, os.PathLike)):
         model = _opened(Path(model))
-    _check_one_call(model)
+    _check_kind(model)
     why_none = ""
     if processor is None:
         processor, why_none = _processor(model)
     batches = batches_of(model, processor, data, why_none)
     # transformers 5 loads weights as they are stored, often in bf16
     floats = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+    described = copy.deepcopy(model.config)
+    described.architectures = [type(model).__name__]
+    if is_encoder_decoder(model):
+        with written(target, CONFIG, ARTEFACT) as staged:
+            quantize_parts(floats, batches, config, staged, **options)
+            described.save_pretrained(staged)
+            if processor is not None:
+                processor.save_pretrained(str(staged))
+        return load(target)
 
     def run(prepared: torch.nn.Module) -> None:
         for batch in batches:
@@ -76,8 +87,6 @@ def quantize(
             'quantization_config=nc.hf.QuantizationConfig("int8").'
         )
         raise ConfigError(msg)
-    described = copy.deepcopy(model.config)
-    described.architectures = [type(model).__name__]
     with written(target, CONFIG, ARTEFACT) as staged:
         QuantizedTransformer(quantized, described).save_pretrained(staged)
         if processor is not None:
@@ -85,7 +94,7 @@ def quantize(
     return load(target)
 
 
-def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> QuantizedTransformer:
+def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> Any:
     """Return the model of a folder that `quantize` wrote.
 
     Args:
@@ -102,6 +111,8 @@ def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> Quantiz
             "transformers loads folders of float models."
         )
         raise ArtefactError(msg)
+    if (Path(folder) / ENCODER).is_dir():
+        return load_parts(Path(folder), warm)
     return load_model(folder, warm)
 
 
@@ -124,16 +135,16 @@ def _opened(folder: Path) -> Any:
         raise InputError(msg) from error
 
 
-def _check_one_call(model: Any) -> None:
-    """Raise InputError for models whose result takes more than one call."""
+def _check_kind(model: Any) -> None:
+    """Raise InputError for what is no model of transformers, and for decoders without an encoder."""
     if not hasattr(model, "config") or not hasattr(model, "main_input_name"):
         msg = f"{type(model).__name__} is no model of transformers: nc.quantize takes any nn.Module."
         raise InputError(msg)
-    if model.can_generate():
+    if model.can_generate() and not is_encoder_decoder(model):
         msg = (
-            f"{type(model).__name__} generates, and a quantized graph has no cache of keys and values. Give "
-            'from_pretrained quantization_config=nc.hf.QuantizationConfig("int8"), or use nc.quantize(model, '
-            "nc.WeightOnlyConfig(…)) with data."
+            f"{type(model).__name__} is a decoder, and a quantized graph has no cache of keys and values. "
+            'Give from_pretrained quantization_config=nc.hf.QuantizationConfig("int8"), or use '
+            "nc.quantize(model, nc.WeightOnlyConfig(…)) with data."
         )
         raise InputError(msg)
 

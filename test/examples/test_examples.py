@@ -60,6 +60,8 @@ def test_quickstart_prints_what_a_newcomer_wants_to_know(tmp_path):
     assert 0.6 * before < after < 0.7 * before  # the embedding table stays fp32
     assert f"Saved in {tmp_path / 'out'}" in text.replace("\n", "")
     assert "Loaded in a new process, 64 paragraphs: the same numbers" in text
+    mean, worst = numbers(r"64 sentences, cosine to fp32: mean (\S+), worst (\S+)$", text.strip())
+    assert 0.9 < worst < mean < 1
 
 
 @pytest.mark.exhaustive
@@ -170,6 +172,7 @@ DOCUMENTS = [
     pytest.param("docs/how-to/speed-is-not-there.md", marks=IPEX),
     pytest.param("docs/how-to/generate-text.md", marks=EXHAUSTIVE),
     "docs/how-to/deploy.md",
+    "docs/how-to/containers.md",
     pytest.param("docs/how-to/export.md", marks=ONNX),
     pytest.param("docs/how-to/exchange-weights.md", marks=EXHAUSTIVE),
     "docs/how-to/compare-engines.md",

@@ -223,7 +223,7 @@ def test_models_that_generate_and_others_are_refused(tmp_path):
     generates = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)
     )
-    with pytest.raises(InputError, match="GPT2LMHeadModel generates"):
+    with pytest.raises(InputError, match="GPT2LMHeadModel is a decoder"):
         nc_hf.quantize(generates, TEXTS, tmp_path / "out")
     with pytest.raises(InputError, match="no model of transformers"):
         nc_hf.quantize(torch.nn.Linear(2, 2), TEXTS, tmp_path / "out")

@@ -1,0 +1,111 @@
+"""Figures of the migration pages: MiniLM by another tool's own lines, and by nc's, in one process.
+
+    .venv-native/bin/python benchmarks/migrations.py torch
+    .venv-onnx/bin/python benchmarks/migrations.py onnxruntime
+
+"torch" is torch.ao.quantization.quantize_dynamic; "onnxruntime" is quantize_dynamic of
+onnxruntime.quantization, of a file of torch.onnx.export. Each beside nc's DynamicQuantConfig and
+StaticQuantConfig. Least ms of one text and of 16 texts of 64 tokens, in turns; the mean and the least cosine of
+embeddings of 128 paragraphs to fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nc
+from nc.backends.profiling.latency import interleaved
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import minilm
+
+Model = Callable[..., Any]
+
+
+def by_torch(model: torch.nn.Module) -> Model:
+    """Quantize as torch.ao does."""
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def by_onnxruntime(model: torch.nn.Module) -> Model:
+    """Export, quantize and run as ONNX Runtime's documents say."""
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from transformers.modeling_outputs import BaseModelOutput
+
+    x = inputs(2)
+    place = tempfile.mkdtemp()
+    dims = {name: {0: "rows", 1: "tokens"} for name in x}
+    torch.onnx.export(
+        model, (), f"{place}/float.onnx", kwargs=x, dynamic_axes=dims, input_names=list(x), dynamo=False
+    )
+    quantize_dynamic(f"{place}/float.onnx", f"{place}/int8.onnx", weight_type=QuantType.QInt8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(f"{place}/int8.onnx", options, ["CPUExecutionProvider"])
+
+    def run(**given: torch.Tensor) -> Any:
+        hidden = session.run(None, {name: value.numpy() for name, value in given.items()})[0]
+        return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
+
+    return run
+
+
+def inputs(rows: int) -> dict[str, torch.Tensor]:
+    """Return texts of 64 tokens."""
+    ids = torch.randint(1000, 20000, (rows, 64), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("peer", choices=("torch", "onnxruntime"))
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    model, tokenizer = minilm.load_model(), minilm.load_tokenizer()
+    calibration, evaluation = (list(minilm.batches(texts, tokenizer)) for texts in minilm.split())
+    evaluation = evaluation[:8]
+    x = dict(calibration[0])
+
+    def run(prepared: Model) -> None:
+        for batch in calibration:
+            prepared(**batch)
+
+    peer = by_torch(model) if options.peer == "torch" else by_onnxruntime(model)
+    made: dict[str, Model] = {"fp32": model, options.peer: peer}
+    made["nc dynamic"] = nc.quantize(
+        model, nc.DynamicQuantConfig(), example_inputs=x, backend="native", measure=False
+    )
+    made["nc static"] = nc.quantize(
+        model, nc.StaticQuantConfig(), run, example_inputs=x, backend="native", measure=False
+    )
+    with torch.no_grad():
+        expected = minilm.embed(model, evaluation)
+        cosines = {name: (minilm.embed(one, evaluation) * expected).sum(-1) for name, one in made.items()}
+        least: dict[str, list[float]] = {name: [] for name in made}
+        for rows in (1, 16):
+            given = inputs(rows)
+            calls = {name: lambda one=one, given=given: one(**given) for name, one in made.items()}
+            times = list(interleaved(calls, options.rounds))
+            for name, found in least.items():
+                found.append(min(row[name] for row in times))
+    for name, (one, many) in least.items():
+        cosine = cosines[name]
+        near = f"cosine {cosine.mean():.4f}, least {cosine.min():.4f}"
+        print(f"{name:12} {one:7.2f} ms   {many:7.2f} ms for 16   {near}")
+
+
+if __name__ == "__main__":
+    main()
