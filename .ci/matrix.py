@@ -97,7 +97,9 @@ def rooms(test: Path) -> list[str]:
 
     found = ["."] if has_tests(test, deep=False) else []
     for folder in sorted(
-        path for path in test.iterdir() if path.is_dir() and path.name not in ("judges", "suites", "data")
+        path
+        for path in test.iterdir()
+        if path.is_dir() and path.name not in ("judges", "serve", "suites", "data")
     ):
         if folder.name in DIVIDED:
             found += [folder.name] if has_tests(folder, deep=False) else []
@@ -133,7 +135,11 @@ def jobs(root: Path, flags: frozenset[str] | None = None) -> list[Job]:
         "test/backends/low_bit",
     )
     packaging = ("setup.py", "nc/kernels/c_code", "nc/process", "test/process", "requirements/wheel.txt")
-    outside = ("nc/interchange", "nc/numerics", "nc/torchao", "test/judges")
+    outside = (
+        *("nc/hf", "nc/interchange", "nc/numerics", "nc/torchao", "test/judges"),
+        *(f"requirements/{name}.txt" for name in ("readers", "readers-nodeps", "vllm", "vllm-nodeps")),
+    )
+    served = ("examples/serve", "nc/api", "nc/hf", "nc/process", "test/serve")
     sanitized = (*kernels, "test/sanitizers.py", "test/c_fuzz.py", "test/c_threads.c")
     broken = ("test/mutations.py", "nc")
     found = [
@@ -160,6 +166,7 @@ def jobs(root: Path, flags: frozenset[str] | None = None) -> list[Job]:
                 )
             )
     found.append(Job("judges", ("make", "test-judges"), outside, "judges"))
+    found.append(Job("serve", ("make", "test-serve"), served, "serve"))
     found += [
         Job(f"mutations:{i}", ("make", "mutations", "SHARE=20", f"TURN={i}"), broken, "native")
         for i in range(20)

@@ -2,11 +2,11 @@
 
     .venv-readers/bin/python benchmarks/encode.py [--ways fp32 bf16 openvino nc auto] [--rounds 5]
 
-MiniLM on paragraphs of Python's documentation, batches of 32, lengths as they are. Each way has a process; the
-processes take turns. The number is that of the fastest round, and its ratio to the first way is the median of
-the rounds'. Quality: 100 x Spearman's correlation of cosines with what people said of the 1,225 pairs of news
-of Lee, Pincombe and Welsh (2005; package gensim), and the mean cosine to fp32. The first 96 of the 300 other
-news calibrate all integers.
+MiniLM on paragraphs of Python's documentation, batches of 32, lengths as they are. Each way has a process;
+the processes take turns. The number is that of the fastest round, and its ratio to the first way is the
+median of the rounds'. Quality: 100 x Spearman's correlation of cosines with what people said of the 1,225
+pairs of news of Lee, Pincombe and Welsh (2005; package gensim), and the mean cosine to fp32. The first 96 of
+the 300 other news calibrate all integers.
 
     fp32      sentence-transformers as it is
     bf16      model_kwargs={"dtype": torch.bfloat16}

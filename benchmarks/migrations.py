@@ -5,8 +5,8 @@
 
 "torch" is torch.ao.quantization.quantize_dynamic; "onnxruntime" is quantize_dynamic of
 onnxruntime.quantization, of a file of torch.onnx.export. Each beside nc's DynamicQuantConfig and
-StaticQuantConfig. Least ms of one text and of 16 texts of 64 tokens, in turns; the mean and the least cosine of
-embeddings of 128 paragraphs to fp32.
+StaticQuantConfig. Least ms of one text and of 16 texts of 64 tokens, in turns; the mean and the least cosine
+of embeddings of 128 paragraphs to fp32.
 """
 
 from __future__ import annotations
@@ -44,8 +44,25 @@ def by_onnxruntime(model: torch.nn.Module) -> Model:
     x = inputs(2)
     place = tempfile.mkdtemp()
     dims = {name: {0: "rows", 1: "tokens"} for name in x}
+
+    class Hidden(torch.nn.Module):
+        """The model with inputs by position."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
+            given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+            return self.model(**given).last_hidden_state
+
     torch.onnx.export(
-        model, (), f"{place}/float.onnx", kwargs=x, dynamic_axes=dims, input_names=list(x), dynamo=False
+        Hidden().eval(),
+        tuple(x.values()),
+        f"{place}/float.onnx",
+        dynamic_axes=dims,
+        input_names=list(x),
+        dynamo=False,
     )
     quantize_dynamic(f"{place}/float.onnx", f"{place}/int8.onnx", weight_type=QuantType.QInt8)
     options = onnxruntime.SessionOptions()

@@ -81,13 +81,14 @@ def tour(out: Path, evaluate: int) -> None:
 
 
 def in_sentence_transformers(out: Path, texts: list[str], sentences: list[str]) -> None:
-    """The same model for users of sentence-transformers, who see no graph and no tensor."""
+    """Show the three lines of a user of sentence-transformers, who sees no graph and no tensor."""
     show.heading("The same in sentence-transformers: three lines")
     if importlib.util.find_spec("sentence_transformers") is None:
         show.console.print("sentence-transformers is not installed here; `make demo-newest` has it.")
         return
-    import nc.hf
     from sentence_transformers import SentenceTransformer
+
+    import nc.hf
 
     # ── three lines ─────────────────────────────────────────────────────
     model = SentenceTransformer(str(minilm.model_folder()), device="cpu")

@@ -7,7 +7,6 @@ import importlib
 import json
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from suites.real_minilm import minilm
@@ -15,9 +14,10 @@ from suites.real_minilm import minilm
 import nc
 from nc.errors import ArtefactError, ConfigError, StateError
 
+optimum = pytest.importorskip("optimum.intel")
+onnxruntime = importlib.import_module("onnxruntime")
 sentence_transformers = importlib.import_module("sentence_transformers")
 transformers = importlib.import_module("transformers")
-optimum = importlib.import_module("optimum.intel")
 nc_hf = importlib.import_module("nc.hf")
 
 TEXTS = [text for text in minilm.split()[0] if len(text) < 300][:48]

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from nc.errors import UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("no vllm", allow_module_level=True)
 transformers = importlib.import_module("transformers")
 smollm2 = importlib.import_module("smollm2")
 nc_hf = importlib.import_module("nc.hf")
