@@ -43,6 +43,7 @@ OF_ROOMS = {
     ".": ("nc", "requirements/newer.py"),
     "benchmarks": ("benchmarks",),
     "ci": (".ci/matrix.py",),
+    "serve": ("examples/serve", "nc/hf"),
     "examples": ("examples", "docs", "README.md", "nc"),
 }
 #: Minutes of a job that the ledger does not know.
@@ -97,9 +98,7 @@ def rooms(test: Path) -> list[str]:
 
     found = ["."] if has_tests(test, deep=False) else []
     for folder in sorted(
-        path
-        for path in test.iterdir()
-        if path.is_dir() and path.name not in ("judges", "serve", "suites", "data")
+        path for path in test.iterdir() if path.is_dir() and path.name not in ("judges", "suites", "data")
     ):
         if folder.name in DIVIDED:
             found += [folder.name] if has_tests(folder, deep=False) else []

@@ -140,8 +140,8 @@ def test_ipex_is_imported_in_one_place_and_only_when_used():
 
 
 #: Where engines have names: the table of them, the order of "auto" that was measured, and the public
-#: functions `nc.export_…`.
-NAMING = {"nc.backends", "nc.backends.auto_order", "nc.api.exports"}
+#: functions `nc.export_…`; what writes folders for readers of a format, and what measures beside another engine.
+NAMING = {"nc.backends", "nc.backends.auto_order", "nc.api.exports", "nc.hf.export", "nc.cli.split"}
 
 
 def test_engines_are_known_by_name_in_few_places():

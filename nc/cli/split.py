@@ -30,13 +30,14 @@ from nc.api.quantized import QuantizedModel
 from nc.api.warm import inputs_of, warm_up
 from nc.cli.inputs import RequestError
 from nc.graph.qdq import QDQGraph
+from nc.process import env
 
 OPENVINO = "openvino"
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class CoreSplit:
     """What one way of sharing cores gave.
 
     Attributes:
@@ -101,7 +102,7 @@ def ways(
     counts: Sequence[int],
     shapes: Sequence[Shape],
     seconds: float,
-) -> Iterator[Way]:
+) -> Iterator[CoreSplit]:
     """Measure each number of instances, then OpenVINO where it is installed.
 
     Raises:
@@ -124,7 +125,7 @@ def ways(
         yield _way(OPENVINO, len(cores), _measured(jobs), seconds)
 
 
-def command(best: Way, folder: Path, cores: Sequence[int]) -> str:
+def command(best: CoreSplit, folder: Path, cores: Sequence[int]) -> str:
     """Return a line of a shell that starts servers that share the cores in a way."""
     lines = []
     for i in range(best.instances):
@@ -142,10 +143,10 @@ def _job(
     return {"folder": folder, "engine": engine, "cores": cores, "shapes": list(shapes), "seconds": seconds}
 
 
-def _way(engine: str, cores: int, answers: Sequence[Sequence[float]], seconds: float) -> Way:
+def _way(engine: str, cores: int, answers: Sequence[Sequence[float]], seconds: float) -> CoreSplit:
     together = [ms for one in answers for ms in one]
     cuts = statistics.quantiles(together, n=20) if len(together) > 1 else [together[0]] * 19
-    return Way(engine, len(answers), cores, len(together) / seconds, cuts[9], cuts[18])
+    return CoreSplit(engine, len(answers), cores, len(together) / seconds, cuts[9], cuts[18])
 
 
 def _measured(jobs: Sequence[dict[str, Any]]) -> list[list[float]]:
@@ -153,7 +154,7 @@ def _measured(jobs: Sequence[dict[str, Any]]) -> list[list[float]]:
     with contextlib.ExitStack() as stack:
         started = []
         for job in jobs:
-            environment = {**os.environ, "OMP_NUM_THREADS": str(len(job["cores"]))}
+            environment = env.extended({env.OMP_NUM_THREADS.name: str(len(job["cores"]))})
             process = stack.enter_context(
                 subprocess.Popen(
                     [sys.executable, "-W", "ignore", "-m", __name__, json.dumps(job)],

@@ -42,7 +42,7 @@ class QuantizedEncoder(QuantizedTransformer):
         super().__init__(quantized, config)
         self.replaced = replaced
 
-    def forward(
+    def forward(  # type: ignore[override] # models give the main input by position
         self,
         first: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,

@@ -109,5 +109,5 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     if stacked_names(model):
         msg = "A model with stacked experts is saved with nc.save(model, folder): nc.load(folder) loads it."
         raise StateError(msg)
-    guards = {f"{name}{_WEIGHT}": torch.empty(0) for name in low_bit_layers(model)}
+    guards = {f"{name}{_WEIGHT}": torch.empty(0, dtype=torch.float32) for name in low_bit_layers(model)}
     return {**model.state_dict(), **guards}

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import nc
 from nc.cli.main import main
-from nc.cli.split import Way, command
+from nc.cli.split import CoreSplit, command
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -57,7 +57,7 @@ def test_each_way_is_measured_and_the_best_is_named(folder, tmp_path):
 
 
 def test_servers_that_are_started_share_no_core_and_no_port(tmp_path):
-    lines = command(Way("native", 2, 2, 1.0, 1.0, 1.0), tmp_path, [0, 1, 4, 5]).splitlines()
+    lines = command(CoreSplit("native", 2, 2, 1.0, 1.0, 1.0), tmp_path, [0, 1, 4, 5]).splitlines()
     words = [shlex.split(line.removesuffix("&")) for line in lines]
     assert [line[line.index("-c") + 1] for line in words] == ["0,1", "4,5"]
     ports = [line[i + 1] for line in words for i, word in enumerate(line) if word.endswith("_port")]
