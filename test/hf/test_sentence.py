@@ -180,6 +180,7 @@ def recipe():
     return nc.StaticQuantConfig(act_algo="percentile", post=()) + nc.DynamicQuantConfig()
 
 
+@pytest.mark.exhaustive
 def test_a_cross_encoder_keeps_its_scores_and_its_function(tmp_path):
     transformers = pytest.importorskip("transformers")
     kind = parts("CrossEncoder")
@@ -206,11 +207,12 @@ def test_a_cross_encoder_keeps_its_scores_and_its_function(tmp_path):
         nc_hf.load_sentence_transformer(tmp_path / "out")
 
 
+@pytest.mark.exhaustive  # a vocabulary of 30,522 for each token takes minutes
 def test_sparse_and_multi_vector_encoders(tmp_path):
+    sparse, vectors = parts("SparseEncoder"), parts("MultiVectorEncoder")
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    sparse, vectors = parts("SparseEncoder"), parts("MultiVectorEncoder")
     folder = str(minilm.model_folder())
     model = sparse(modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling()], device="cpu")
     found = nc_hf.quantize_sentence_transformer(model, TEXTS, tmp_path / "sparse", recipe(), measure=False)
