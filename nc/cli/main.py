@@ -369,6 +369,13 @@ def bench(
     among processes, beside OpenVINO with its throughput hint, and the command that starts the best one.
     """
     if cores is not None or instances is not None or lengths is not None:
+        if threads is not None:
+            from nc.cli.inputs import RequestError
+
+            msg = (
+                "--threads does not go with --cores, --instances or --lengths: each process takes its cores."
+            )
+            raise RequestError(msg)
         _bench_ways(folder, backend, cores, instances, lengths, seconds, as_json)
         return
     import torch

@@ -34,6 +34,8 @@ from nc.process import env
 
 OPENVINO = "openvino"
 Shape = tuple[int, ...]
+#: Ms of each request, and the seconds that all of them took.
+Measured = tuple[list[float], float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,14 +117,14 @@ def ways(
         each = len(cores) // count
         parts = [list(cores[i * each : (i + 1) * each]) for i in range(count)]
         jobs = [_job(str(folder), backend, part, shapes, seconds) for part in parts]
-        yield _way(backend, each, _measured(jobs), seconds)
+        yield _way(backend, each, _measured(jobs))
     if importlib.util.find_spec("openvino") is None:
         return
     with tempfile.TemporaryDirectory(prefix="nc-") as place:
         file = Path(place) / "model.xml"
         exported(load(folder, backend="reference"), file, "openvino", "bench", verify="off")
         jobs = [{**_job(str(folder), OPENVINO, list(cores), shapes, seconds), "file": str(file)}]
-        yield _way(OPENVINO, len(cores), _measured(jobs), seconds)
+        yield _way(OPENVINO, len(cores), _measured(jobs))
 
 
 def command(best: CoreSplit, folder: Path, cores: Sequence[int]) -> str:
@@ -143,14 +145,15 @@ def _job(
     return {"folder": folder, "engine": engine, "cores": cores, "shapes": list(shapes), "seconds": seconds}
 
 
-def _way(engine: str, cores: int, answers: Sequence[Sequence[float]], seconds: float) -> CoreSplit:
-    together = [ms for one in answers for ms in one]
+def _way(engine: str, cores: int, answers: Sequence[Measured]) -> CoreSplit:
+    together = [ms for found, _ in answers for ms in found]
     cuts = statistics.quantiles(together, n=20) if len(together) > 1 else [together[0]] * 19
-    return CoreSplit(engine, len(answers), cores, len(together) / seconds, cuts[9], cuts[18])
+    per_second = sum(len(found) / seconds for found, seconds in answers)
+    return CoreSplit(engine, len(answers), cores, per_second, cuts[9], cuts[18])
 
 
-def _measured(jobs: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Start a process for each job, let all begin at once, and return the ms of their requests."""
+def _measured(jobs: Sequence[dict[str, Any]]) -> list[Measured]:
+    """Start a process for each job, let all begin at once, and return what they measured."""
     with contextlib.ExitStack() as stack:
         started = []
         for job in jobs:
@@ -172,7 +175,7 @@ def _measured(jobs: Sequence[dict[str, Any]]) -> list[list[float]]:
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
-        return [list(_line(process)) for process in started]
+        return [_line(process) for process in started]
 
 
 def _line(process: subprocess.Popen[str]) -> Any:
@@ -195,21 +198,21 @@ def _work(job: dict[str, Any]) -> None:
     print(json.dumps(run(model, shapes, job)), flush=True)
 
 
-def _nc(model: QuantizedModel, shapes: Sequence[Shape], job: dict[str, Any]) -> list[float]:
+def _nc(model: QuantizedModel, shapes: Sequence[Shape], job: dict[str, Any]) -> Measured:
     warm_up(model, dict.fromkeys(shapes))
     calls = itertools.cycle([inputs_of(model.graph, shape) for shape in shapes])
     found = []
     _ready()
-    end = time.perf_counter() + job["seconds"]
-    while (begin := time.perf_counter()) < end:
+    start = time.perf_counter()
+    while (begin := time.perf_counter()) < start + job["seconds"]:
         args, kwargs = next(calls)
         with torch.no_grad():
             model(*args, **kwargs)
         found.append(1e3 * (time.perf_counter() - begin))
-    return found
+    return found, time.perf_counter() - start
 
 
-def _openvino(model: QuantizedModel, shapes: Sequence[Shape], job: dict[str, Any]) -> list[float]:
+def _openvino(model: QuantizedModel, shapes: Sequence[Shape], job: dict[str, Any]) -> Measured:
     import openvino
 
     # bf16 would be another model
@@ -232,11 +235,11 @@ def _openvino(model: QuantizedModel, shapes: Sequence[Shape], job: dict[str, Any
     found.clear()
     calls = itertools.cycle(given)
     _ready()
-    end = time.perf_counter() + job["seconds"]
-    while time.perf_counter() < end:
+    start = time.perf_counter()
+    while time.perf_counter() < start + job["seconds"]:
         queue.start_async(next(calls), time.perf_counter())
     queue.wait_all()
-    return found
+    return found, time.perf_counter() - start
 
 
 def _ready() -> None:

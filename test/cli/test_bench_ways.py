@@ -69,6 +69,7 @@ def test_servers_that_are_started_share_no_core_and_no_port(tmp_path):
     ("words", "says"),
     [
         (("--cores", 999), "may use"),
+        (("--cores", 1, "--threads", 1), "does not go with"),
         (("--instances", "one"), "expected numbers, as 1,2"),
         (("--instances", "999"), "each needs one"),
         (("--instances", "0"), "each needs one"),
@@ -78,10 +79,10 @@ def test_servers_that_are_started_share_no_core_and_no_port(tmp_path):
     ],
 )
 def test_what_can_not_be_measured_is_an_error(folder, tmp_path, words, says):
-    option, value = words
+    option, value, *more = words
     if option == "--lengths":
         value = tmp_path / "mix.txt"
         value.write_text(words[1])
-    done = run(folder, option, value, "--seconds", 0.2)
+    done = run(folder, option, value, *more, "--seconds", 0.2)
     assert done.exit_code == 2
     assert says in done.stderr
