@@ -24,11 +24,13 @@ from nc.api.workflow import quantize
 from nc.config import WeightOnlyConfig
 from nc.errors import ArtefactError, ConfigError, InputError
 from nc.hf.at_load import FORMATS
-from nc.hf.folder import ARTEFACT
+from nc.hf.folder import ARTEFACT, replaceable, written
 from nc.hf.model import QuantizedTransformer
 
 #: Folder of the encoder's artefact; that of the whole model has the decoder.
 ENCODER = "nc-encoder"
+#: By which a folder with both is known.
+MARKS = ("config.json", ARTEFACT, ENCODER)
 
 
 class QuantizedEncoder(QuantizedTransformer):
@@ -168,5 +170,12 @@ def _place(model: Any) -> tuple[Any, str]:
 
 
 def _copied(folder: str, save_directory: str | os.PathLike[str], **_: Any) -> None:
-    """Write the folder that a model was loaded from, as its `save_pretrained`."""
-    shutil.copytree(folder, save_directory, dirs_exist_ok=True)
+    """Write the folder that a model was loaded from, as its `save_pretrained`.
+
+    Raises:
+        ArtefactError: something else than an earlier result lies there.
+    """
+    target = Path(save_directory).resolve()
+    if target != Path(folder):
+        with written(replaceable(target, *MARKS), *MARKS) as staged:
+            shutil.copytree(folder, staged)

@@ -56,8 +56,9 @@ def put_empty_layers(
     names = [decision.operator for decision in plan.quantized]
     if sorted(names) != sorted(saved or ()):
         msg = (
-            "The folder's quantization_config lists other low-bit layers than this version of nc gives the "
-            "model. Quantize the float model again with nc.hf.QuantizationConfig."
+            f"The folder's quantization_config lists other low-bit layers than this version of nc gives a "
+            f"{type(model).__name__}. Load the class that was saved, or quantize the float model again with "
+            "nc.hf.QuantizationConfig."
         )
         raise ArtefactSchemaError(msg)
     layers = {layer.name: layer for layer in layers_of(model)}

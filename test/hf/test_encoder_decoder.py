@@ -91,6 +91,11 @@ def test_generate_with_cache_and_beams(make, tmp_path):
     start = {"decoder_input_ids": model.generate(**given, max_new_tokens=8)[:, :6]}
     with torch.no_grad():
         assert float(sqnr_db(model(**given, **start).logits, q(**given, **start).logits)) > 25
+    q.save_pretrained(tmp_path / "out")  # it is there
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    with pytest.raises(ArtefactError, match="no earlier result"):
+        q.save_pretrained(tmp_path / "mine")
     q.save_pretrained(tmp_path / "copy")
     again = nc_hf.load(tmp_path / "copy", warm=[data[0]])
     assert torch.equal(again.generate(**given, max_new_tokens=8), q.generate(**given, max_new_tokens=8))

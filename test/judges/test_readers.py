@@ -177,6 +177,10 @@ def test_earlier_exports_are_replaced_and_nothing_else(encoder, exported, tmp_pa
         nc_hf.export(encoder[0], tmp_path / "mine")
     with pytest.raises(ArtefactError, match="no earlier result"):
         nc_hf.export(encoder[0], encoder[0])
+    (tmp_path / "out" / "notes.txt").write_text("x")
+    with pytest.raises(ArtefactError, match=r"no export wrote \(notes.txt\)"):
+        nc_hf.export(encoder[0], tmp_path / "out", "onnx", verify="off")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "x"
     assert (tmp_path / "mine" / "notes.txt").read_text() == "x"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
