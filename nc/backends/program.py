@@ -51,10 +51,6 @@ class Program:
         left = iter(tensors)
         return [next(left if is_tensor else others) for is_tensor in self.tensors]
 
-    def only_tensors(self, values: Sequence[str]) -> list[str]:
-        """Return what belongs to outputs that are tensors, of a value for each output."""
-        return [value for value, tensor in zip(values, self.tensors, strict=True) if tensor]
-
 
 def program(
     part: fx.GraphModule, example: Sequence[torch.Tensor], rewrite: Callable[[fx.GraphModule], object]

@@ -10,17 +10,23 @@ from nc.graph.effects import children
 from nc.graph.signature import Signature
 
 
-def output_names(signature: Signature) -> list[str]:
-    """Return a name for each output of a graph, all different, and none that of an input.
+def output_names(signature: Signature, tensors: Sequence[bool] | None = None) -> list[str]:
+    """Return a name for each output of a graph that is a tensor, all different, and none that of an input.
 
     Members of dicts, of named tuples and of objects such as transformers' outputs give their names, nested
     ones joined by dots, as in "logits" or "past.0". All others, and those that are taken, are called
-    "output_<position>".
+    "output_<position among the tensors>".
+
+    Args:
+        signature: of the graph.
+        tensors: whether each output is a tensor; None: all are.
     """
     own = _paths(signature.out_spec, "")
     returned = dict(signature.effects.returned)
     names = [path for i, path in enumerate(own) if i not in returned]
     names += [""] * (signature.outputs - len(names))
+    if tensors is not None:
+        names = [name for name, is_tensor in zip(names, tensors, strict=True) if is_tensor]
     taken = {leaf.path for leaf in signature.leaves}
     found: list[str] = []
     for position, name in enumerate(names):

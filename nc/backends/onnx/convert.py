@@ -61,7 +61,7 @@ def of_graph(graph: QDQGraph) -> OnnxModel:
     leaves, example, free = inputs_of(graph)
     source = program(graph.module, graph.example)
     names = [leaf.path for leaf in leaves]
-    return convert(source, example, free, names, source.only_tensors(output_names(graph.signature)))
+    return convert(source, example, free, names, output_names(graph.signature, source.tensors))
 
 
 def convert(

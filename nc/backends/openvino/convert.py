@@ -48,7 +48,7 @@ def of_graph(graph: QDQGraph) -> OpenVinoModel:
     for port, leaf in zip(converted.model.inputs, leaves, strict=True):
         port.get_tensor().set_names({leaf.path})
     arguments = {leaf.path for leaf in leaves}
-    names = converted.program.only_tensors(output_names(graph.signature))
+    names = output_names(graph.signature, converted.program.tensors)
     for port, name in zip(converted.model.outputs, names, strict=True):
         given = port.get_names() & arguments  # an output may be an input itself
         port.get_tensor().set_names({*given, name})
