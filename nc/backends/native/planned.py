@@ -40,6 +40,7 @@ from nc.graph.catalogue import schema_arguments
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.providers import Provider, provider
 from nc.kernels.onednn.runner import Runner, runner
+from nc.process.malloc import give_back_small_pieces
 from nc.process.unavailable import Unavailable
 
 
@@ -292,6 +293,8 @@ class PlannedModel:
                 if plan is None:
                     plan = self._record(inputs)
                     self._keep(key, plan)
+                    # small pieces that a plan keeps pin the large ones that making it needed for a moment
+                    give_back_small_pieces()
         self._used[key] = next(self._clock)  # not before: inputs may be wrong
         return plan
 

@@ -1,6 +1,7 @@
 """Plans of kept oneDNN primitives: memory, sizes, threads, and what a plan can't follow."""
 
 import concurrent.futures
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -9,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -547,6 +549,37 @@ def test_plans_are_bounded_and_share_packed_weights(monkeypatch):
         assert [key[1][0][0] for key in call._plans] == [6, 7, 8]
     assert size >= 2 * 64 * 128
     assert call._weights.size() <= 2 * size
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory, and can give it back"
+)
+def test_memory_is_bounded_under_random_sizes():
+    """Calls after the 64 sets of sizes that are kept; in a process of its own, which has a heap of its own."""
+    program = """
+        from pathlib import Path
+        import torch
+        from torch import nn
+        import nc
+
+        def pages():
+            return int(Path("/proc/self/statm").read_text().split()[1])
+
+        layers = (nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128), nn.LayerNorm(128))
+        x = torch.randn(8, 128)
+        model = nc.prepare(nn.Sequential(*4 * layers).eval(), nc.StaticQuantConfig(), example_inputs=x)
+        model(x)
+        model = nc.convert(model, verify_sizes=False)
+        for i, rows in enumerate(torch.randperm(4000)[:200].tolist()):
+            if i == 64:
+                before = pages()
+            model(torch.randn(rows + 1, 128))
+        print((pages() - before) * 4096)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 40_000_000
 
 
 def test_a_plan_that_goes_takes_its_contexts_with_it(monkeypatch):
