@@ -122,8 +122,8 @@ test-all-newest: setup-newest
 	.venv-newest/bin/python $(PYTEST) -rs
 
 test-judges: setup-judges setup-readers setup-vllm
-	.venv-judges/bin/python -m pytest -q -rs test/judges --ignore test/judges/test_readers.py --ignore test/judges/test_vllm.py
-	.venv-readers/bin/python -m pytest -q -rs test/judges/test_readers.py
+	.venv-judges/bin/python -m pytest -q -rs test/judges --ignore test/judges/test_readers.py --ignore test/judges/test_evaluators.py --ignore test/judges/test_vllm.py
+	.venv-readers/bin/python -m pytest -q -rs test/judges/test_readers.py test/judges/test_evaluators.py
 	.venv-vllm/bin/python -m pytest -q -rs test/judges/test_vllm.py
 
 test-onnx: setup-onnx

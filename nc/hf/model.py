@@ -14,6 +14,7 @@ from nc.api.quantized import QuantizedModel
 from nc.api.warm import warm_up
 from nc.errors import ArtefactCorruptError, InputError
 from nc.hf.folder import ARTEFACT
+from nc.hf.loss import LABELS, with_loss
 from nc.numerics.metrics import sqnr_db
 
 #: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
@@ -58,6 +59,9 @@ class QuantizedTransformer(torch.nn.Module):
         pixel_values: torch.Tensor | None = None,
         input_values: torch.Tensor | None = None,
         input_features: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -68,11 +72,15 @@ class QuantizedTransformer(torch.nn.Module):
         computed alone, too: where that gives something else, as for models with convolutions over tokens, or
         has other outputs than are known here, no text is filled up.
 
+        Labels add the loss that transformers computes for outputs of that kind.
+
         Raises:
-            InputError: an argument that the example inputs lacked, and that would change the result.
+            InputError: an argument that the example inputs lacked, and that would change the result; labels
+                where no loss is known.
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         inputs = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        labels_given = {name: inputs.pop(name) for name in LABELS if name in inputs}
         for name, allowed in _IDLE.items():
             if given[name] not in allowed:
                 msg = f"{name}={given[name]!r}: the quantized model has no such output."
@@ -88,6 +96,11 @@ class QuantizedTransformer(torch.nn.Module):
         if input_ids is not None:
             for name in set(_DEFAULTS) & set(self._names()) - set(inputs):
                 inputs[name] = torch.full_like(input_ids, _DEFAULTS[name])
+        outputs = self._computed(inputs)
+        return with_loss(outputs, labels_given, self.config) if labels_given else outputs
+
+    def _computed(self, inputs: dict[str, torch.Tensor]) -> Any:
+        """Return the outputs for inputs of the right names, filled up where that changes nothing."""
         more = 0 if self._fills is False else self._missing(inputs)
         if more and self._fills:
             return _cut(self.quantized(**self._filled(inputs, more)), more)
@@ -183,5 +196,5 @@ def _cut(outputs: Any, more: int) -> Any:
     """Return outputs without the values of tokens that were filled up."""
     for name, value in list(outputs.items()):
         if name in _OF_TOKENS or (name == "logits" and value.dim() == 3):
-            outputs[name] = value[:, :-more]
+            outputs[name] = value[:, :-more].contiguous()  # users and losses call `view`
     return outputs

@@ -140,3 +140,44 @@ def test_arguments_that_transformers_does_not_need_may_be_left_out():
             rtol=0.1,
             atol=0.2,
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "labels"),
+    [
+        ("BertForSequenceClassification", {"num_labels": 3}, {"labels": torch.tensor([0, 2, 1])}),
+        ("BertForSequenceClassification", {"num_labels": 1}, {"labels": torch.tensor([0.5, -1.0, 2.0])}),
+        ("BertForTokenClassification", {"num_labels": 5}, {"labels": torch.arange(33).view(3, 11) % 5}),
+        ("BertForMaskedLM", {}, {"labels": torch.arange(33).view(3, 11) - 1}),
+        (
+            "BertForQuestionAnswering",
+            {},
+            {"start_positions": torch.tensor([1, 0, 7]), "end_positions": torch.tensor([2, 9, 10])},
+        ),
+    ],
+)
+def test_labels_give_the_loss_of_transformers(kind, options, labels):
+    model = small(kind, **options)
+    q = surface(model)
+    if "MaskedLM" in kind:
+        labels["labels"][0, 0] = -100
+    given = inputs(11)
+    plain, with_labels = q(**given), q(**given, **labels)
+    assert list(with_labels) == ["loss", *plain]
+    assert all(torch.equal(with_labels[name], plain[name]) for name in plain)
+    with torch.no_grad():
+        expected = model(**given, **labels).loss
+    assert 0 < abs(with_labels.loss - expected) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        ("BertModel", "labels"),
+        ("BertForQuestionAnswering", "labels"),
+        ("BertForTokenClassification", "start_positions"),
+    ],
+)
+def test_labels_without_a_known_loss_are_an_error(kind, labels):
+    with pytest.raises(InputError, match=f"{labels}: .* for outputs of "):
+        surface(small(kind))(**inputs(11), **{labels: torch.zeros(3, dtype=torch.int64)})

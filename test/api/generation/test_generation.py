@@ -67,6 +67,40 @@ def test_texts_are_those_of_the_model(name):
     assert status(model) in " ".join(str(nc.report(model)).split())
 
 
+class _Pieces(list):
+    """A streamer that keeps what it is given."""
+
+    def put(self, value):
+        self.extend(value.flatten().tolist())
+
+    def end(self):
+        self.append("end")
+
+
+@pytest.mark.sample(2)
+def test_assistants_streams_and_static_caches_give_the_texts_of_the_model():
+    """An assistant proposes tokens by plans of its own; several tokens at once are the model's."""
+    model, assistant = language_model(), language_model(num_hidden_layers=1)
+    assistant.generation_config.assistant_confidence_threshold = 0  # it goes on though it is never sure
+    calls = [
+        lambda: generated(model, texts(), assistant_model=assistant).sequences,
+        lambda: generated(model, texts(), cache_implementation="static").sequences,
+        lambda: generated(model, texts(3), num_beams=2, num_return_sequences=2).sequences,
+    ]
+    expected = [call() for call in calls]
+    nc.accelerate_generation(model)
+    nc.accelerate_generation(assistant)
+    proposed = by_plan(assistant)
+    for call, own in zip(calls, expected, strict=True):
+        assert torch.equal(call(), own)
+    assert proposed
+    pieces = _Pieces()
+    tokens = by_plan(model)
+    text = generated(model, texts(), streamer=pieces).sequences
+    assert pieces == [*text[0].tolist(), "end"]
+    assert len(tokens) >= 19
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
 @pytest.mark.sample(1)
 def test_long_texts(name):

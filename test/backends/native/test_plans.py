@@ -552,7 +552,8 @@ def test_plans_are_bounded_and_share_packed_weights(monkeypatch):
 
 
 @pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory, and can give it back"
+    not hasattr(ctypes.CDLL(None), "malloc_trim"),
+    reason="only glibc keeps freed memory, and can give it back",
 )
 def test_memory_is_bounded_under_random_sizes():
     """Calls after the 64 sets of sizes that are kept; in a process of its own, which has a heap of its own."""
