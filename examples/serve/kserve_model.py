@@ -2,7 +2,7 @@
 
     pip install kserve
     python examples/serve/kserve_model.py DIR [--model_name NAME] [--http_port 8080] [--grpc_port 8081]
-        [--window_ms 3] [--max_batch 16] [--lengths 16,32,64,128]
+        [--window_ms 3] [--max_batch 16] [--lengths 16,32,64,128,256]
 
 DIR is what `nc.save`, `nc.hf.quantize` or `nc.hf.quantize_sentence_transformer` wrote; under an
 InferenceService it is /mnt/models. The server is ready when the model is loaded and its kernels for all sizes
@@ -31,7 +31,7 @@ from kserve.utils.numpy_codec import from_np_dtype
 from prometheus_client import Histogram
 
 sys.path.insert(0, str(Path(__file__).parent))
-from served import EMBEDDING, TEXT, Arrays, BadRequest, Batcher, Texts, opened
+from served import EMBEDDING, TEXT, Arrays, BadRequest, Batcher, Texts, opened, warm_sizes
 
 _ROWS = Histogram("nc_batch_rows", "Items that one call computed", buckets=(1, 2, 4, 8, 16, 32, 64))
 _SECONDS = Histogram("nc_batch_seconds", "Seconds of one call")
@@ -46,12 +46,9 @@ class Served(Model):
 
     def load(self) -> bool:
         """Load the folder, and make the kernels for all sizes."""
-        rows, longest = [1], self.options.max_batch
-        while rows[-1] < longest:
-            rows.append(min(2 * rows[-1], longest))
         lengths = [int(length) for length in self.options.lengths.split(",") if length]
-        warm = [(count, length) for count in rows for length in lengths]
-        self.batcher = Batcher(opened(self.folder, warm), self.options.window_ms, longest)
+        served = opened(self.folder, warm_sizes(self.options.max_batch, lengths))
+        self.batcher = Batcher(served, self.options.window_ms, self.options.max_batch)
         self.ready = True
         return True
 
@@ -165,7 +162,7 @@ def main() -> None:
     parser.add_argument("folder", help="of the quantized model")
     parser.add_argument("--window_ms", type=float, default=3.0, help="how long a request waits for others")
     parser.add_argument("--max_batch", type=int, default=16, help="items of one call")
-    parser.add_argument("--lengths", default="16,32,64,128", help="of texts, for which kernels are made")
+    parser.add_argument("--lengths", default="16,32,64,128,256", help="of texts, for which kernels are made")
     options = parser.parse_args()
     model = Served(options.model_name, options.folder, options)
     model.load()

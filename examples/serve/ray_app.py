@@ -59,11 +59,10 @@ class Served:
     """A replica."""
 
     def __init__(self, folder: str, cores: int, max_batch: int, window_ms: float) -> None:
-        from served import opened
+        from served import opened, warm_sizes
 
         self.cores = own_cores(cores)
-        lengths, rows = (16, 32, 64, 128), (1, max_batch)
-        self.served = opened(folder, [(count, length) for count in rows for length in lengths])
+        self.served = opened(folder, warm_sizes(max_batch, (16, 32, 64, 128, 256)))
         self.compute.set_max_batch_size(max_batch)
         self.compute.set_batch_wait_timeout_s(window_ms / 1000)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,32 @@ class BadRequest(ValueError):
     """What a client sent can't be computed; says why."""
 
 
+def warm_sizes(most: int, lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """Return (rows, length) for all lengths: rows are powers of two, and the most of a call."""
+    rows = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+    return [(count, length) for count in rows for length in lengths]
+
+
+def _next(sizes: Sequence[int], size: int) -> int:
+    """Return the next size that is warm; the size itself where all are smaller."""
+    return next((known for known in sizes if known >= size), size)
+
+
 class Tensors:
     """A model whose requests are named tensors with one row for each item."""
 
-    def __init__(self, folder: Path, warm: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, folder: Path, warm: Sequence[tuple[int, int]]) -> None:
+        self.rows_warm, self.lengths = _sides(warm)
         self.is_transformer = (folder / "config.json").exists()
         if self.is_transformer:
             from nc import hf
 
-            self.model: Any = hf.load(folder, warm=warm)
+            self.model: Any = hf.load(folder, warm=warm, lengths=self.lengths)
             graph = self.model.quantized.graph
         else:
             self.model = nc.load(folder, warm=warm)
             graph = self.model.graph
         self.leaves = {leaf.path: leaf for leaf in graph.signature.leaves if leaf.dtype is not None}
-        self.sizes = sorted({shape[0] for shape in warm}) or [1]
-        self.lengths = sorted({shape[1] for shape in warm if len(shape) > 1})
 
     def checked(self, given: Arrays) -> Arrays:
         """Return a request with the types that the model takes.
@@ -82,7 +92,7 @@ class Tensors:
     def key(self, request: Arrays) -> object:
         """Return what requests have in common that can be computed together."""
         if self._fills(request):
-            return self._length(request[_IDS].shape[1])
+            return _next(self.lengths, request[_IDS].shape[1])
         return tuple((name, value.shape[1:], str(value.dtype)) for name, value in request.items())
 
     def rows(self, request: Arrays) -> int:
@@ -92,9 +102,9 @@ class Tensors:
     def run(self, requests: Sequence[Arrays]) -> list[Arrays]:
         """Return the outputs of requests with one key, computed by one call."""
         length = max((r[_IDS].shape[1] for r in requests if self._fills(r)), default=0)
-        length = self._length(length) if length else 0
+        length = _next(self.lengths, length) if length else 0
         rows = sum(map(self.rows, requests))
-        more = next((size for size in self.sizes if size >= rows), rows) - rows
+        more = _next(self.rows_warm, rows) - rows
         together = {}
         for name in self.leaves:
             parts = [_longer(request[name], length) for request in requests]
@@ -116,17 +126,15 @@ class Tensors:
         """Whether texts may be filled up to a common length."""
         return self.is_transformer and {_IDS, _MASK} <= set(request) and request[_IDS].ndim == 2
 
-    def _length(self, length: int) -> int:
-        return next((known for known in self.lengths if known >= length), length)
-
 
 class Texts:
     """A model of sentence-transformers, whose requests are texts."""
 
-    def __init__(self, folder: Path, warm: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, folder: Path, warm: Sequence[tuple[int, int]]) -> None:
         from nc import hf
 
-        self.model = hf.load_sentence_transformer(folder, warm=warm)
+        self.rows_warm, self.lengths = _sides(warm)
+        self.model = hf.load_sentence_transformer(folder, warm=warm, lengths=self.lengths)
         if not hasattr(self.model, "encode"):
             msg = f"{folder} holds a {type(self.model).__name__}; this example serves models with encode()."
             raise SystemExit(msg)
@@ -152,14 +160,38 @@ class Texts:
         return len(request[TEXT])
 
     def run(self, requests: Sequence[Arrays]) -> list[Arrays]:
-        """Return the embeddings of requests; `encode` sorts all texts by their lengths."""
+        """Return the embeddings of requests; texts of one length, rounded up, are computed together."""
         texts = [text for request in requests for text in request[TEXT]]
-        embeddings = self.model.encode(texts, show_progress_bar=False)
+        groups: dict[int, list[int]] = {}
+        for index, tokens in enumerate(self._tokens(texts)):
+            groups.setdefault(_next(self.lengths, tokens), []).append(index)
+        found: list[Any] = [None] * len(texts)
+        for places in groups.values():
+            most = max(self.rows_warm, default=len(places))
+            for start in range(0, len(places), most):
+                part = places[start : start + most]
+                count = _next(self.rows_warm, len(part))
+                given = [texts[i] for i in part] + [texts[part[-1]]] * (count - len(part))
+                vectors = self.model.encode(given, batch_size=count, show_progress_bar=False)
+                for place, vector in zip(part, vectors, strict=False):  # the last ones only fill up
+                    found[place] = vector
         ends = np.cumsum([self.rows(request) for request in requests])
-        return [{EMBEDDING: part} for part in np.split(embeddings, ends[:-1])]
+        return [{EMBEDDING: part} for part in np.split(np.stack(found), ends[:-1])]
+
+    def _tokens(self, texts: list[str]) -> list[int]:
+        """Return how many tokens each text has for the model."""
+        most = self.model.max_seq_length
+        prompt = (self.model.prompts or {}).get(self.model.default_prompt_name or "", "")
+        ids = self.model.tokenizer([prompt + text for text in texts], verbose=False)["input_ids"]
+        return [min(len(each), most) if most else len(each) for each in ids]
 
 
-def opened(folder: str | Path, warm: Sequence[tuple[int, ...]] = ()) -> Tensors | Texts:
+def _sides(warm: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Return the numbers of rows, and the lengths, in order."""
+    return sorted({rows for rows, _ in warm}), sorted({length for _, length in warm})
+
+
+def opened(folder: str | Path, warm: Sequence[tuple[int, int]] = ()) -> Tensors | Texts:
     """Return the model of a folder, with kernels for some (rows, length)."""
     place = Path(folder)
     return Texts(place, warm) if (place / "modules.json").exists() else Tensors(place, warm)

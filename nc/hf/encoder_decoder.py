@@ -40,8 +40,10 @@ class QuantizedEncoder(QuantizedTransformer):
         replaced: the model's own, whose settings `generate` of some models reads.
     """
 
-    def __init__(self, quantized: QuantizedModel, config: Any, replaced: torch.nn.Module) -> None:
-        super().__init__(quantized, config)
+    def __init__(
+        self, quantized: QuantizedModel, config: Any, replaced: torch.nn.Module, lengths: Sequence[int] = ()
+    ) -> None:
+        super().__init__(quantized, config, lengths=lengths)
         self.replaced = replaced
 
     def forward(  # type: ignore[override] # models give the main input by position
@@ -141,7 +143,7 @@ def quantize_parts(
     save(low_bit, folder / ARTEFACT)
 
 
-def load_parts(folder: Path, warm: Sequence[Any] = ()) -> Any:
+def load_parts(folder: Path, warm: Sequence[Any] = (), lengths: Sequence[int] = ()) -> Any:
     """Return the model of a folder with both artefacts, of its own class.
 
     Raises:
@@ -152,7 +154,7 @@ def load_parts(folder: Path, warm: Sequence[Any] = ()) -> Any:
     if owner is None:
         msg = f"{folder} has an encoder's artefact, and its model no encoder."
         raise ArtefactError(msg)
-    encoder = QuantizedEncoder(quantized, model.config, getattr(owner, name))
+    encoder = QuantizedEncoder(quantized, model.config, getattr(owner, name), lengths)
     warm_up(encoder, warm, quantized.graph)
     setattr(owner, name, encoder)
     model.save_pretrained = functools.partial(_copied, str(folder.resolve()))

@@ -11,14 +11,14 @@ import torch
 
 from nc.api.artefact import load, save
 from nc.api.quantized import QuantizedModel
-from nc.api.warm import warm_up
+from nc.api.warm import inputs_of, warm_up
 from nc.errors import ArtefactCorruptError, InputError
 from nc.hf.folder import ARTEFACT
 from nc.hf.loss import LABELS, with_loss
 from nc.numerics.metrics import sqnr_db
 
 #: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
-LENGTHS = 16
+MULTIPLE = 16
 #: Outputs that agree so well are the same but for the order of sums, in dB.
 SAME_DB = 60.0
 #: Outputs with a value for each token; others for each text. Logits are either, by their dimensions.
@@ -41,11 +41,20 @@ class QuantizedTransformer(torch.nn.Module):
         quantized: the model, without the surface.
         config: transformers' configuration of the model that was quantized.
         folder: that it was loaded from; None: it was not.
+        lengths: texts are filled up to the next one of these numbers of tokens; longer ones, and all without
+            it, to a multiple of 16.
     """
 
-    def __init__(self, quantized: QuantizedModel, config: Any, folder: str | None = None) -> None:
+    def __init__(
+        self,
+        quantized: QuantizedModel,
+        config: Any,
+        folder: str | None = None,
+        lengths: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         self.quantized, self.config, self.folder = quantized, config, folder
+        self.lengths = tuple(sorted(lengths))
         self._fills: bool | None = None  # not known until a text could be filled up
         self.main_input_name = self._names()[0]
         self.eval()
@@ -68,7 +77,7 @@ class QuantizedTransformer(torch.nn.Module):
     ) -> Any:
         """Return what the model returned for the example inputs: outputs by attribute, key and index.
 
-        Texts are filled up to a multiple of 16 tokens, which the attention mask leaves out. The first text is
+        Texts are filled up with tokens that the attention mask leaves out, see `lengths`. The first text is
         computed alone, too: where that gives something else, as for models with convolutions over tokens, or
         has other outputs than are known here, no text is filled up.
 
@@ -111,6 +120,19 @@ class QuantizedTransformer(torch.nn.Module):
             )
         return outputs
 
+    def settle(self) -> None:
+        """Find out whether texts may be filled up, so that no request waits for it.
+
+        Raises:
+            InputError: the inputs are no texts, or `lengths` are no numbers of tokens.
+        """
+        if self.main_input_name != "input_ids" or not all(type(n) is int and n > 0 for n in self.lengths):
+            msg = f"lengths={self.lengths}: numbers of tokens are for models over texts."
+            raise InputError(msg)
+        args, kwargs = inputs_of(self.quantized.graph, (1, max(self.lengths[0] - 1, 1)))
+        with torch.no_grad():
+            self(*args, **kwargs)
+
     @property
     def device(self) -> torch.device:
         """The CPU."""
@@ -132,7 +154,9 @@ class QuantizedTransformer(torch.nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give the folder that it was loaded from, for other processes; refuse without one."""
-        return self.quantized.__reduce_ex__(2) if self.folder is None else (load_model, (self.folder,))
+        if self.folder is None:
+            return self.quantized.__reduce_ex__(2)
+        return load_model, (self.folder, (), self.lengths)
 
     def _names(self) -> tuple[str, ...]:
         """Return the names of the inputs that the example had."""
@@ -145,7 +169,8 @@ class QuantizedTransformer(torch.nn.Module):
             return 0
         length = inputs["input_ids"].shape[1]
         most = getattr(self.config, "max_position_embeddings", None)
-        more = -length % LENGTHS
+        known = next((each for each in self.lengths if each >= length), length + -length % MULTIPLE)
+        more = known - length
         return more if most is None or length + more <= most else 0
 
     def _filled(self, inputs: dict[str, torch.Tensor], more: int) -> dict[str, torch.Tensor]:
@@ -156,8 +181,12 @@ class QuantizedTransformer(torch.nn.Module):
         }
 
 
-def load_model(folder: str | os.PathLike[str], warm: Sequence[Any] = ()) -> QuantizedTransformer:
-    """Return what `QuantizedTransformer.save_pretrained` wrote; `warm` as for `nc.load`.
+def load_model(
+    folder: str | os.PathLike[str], warm: Sequence[Any] = (), lengths: Sequence[int] = ()
+) -> QuantizedTransformer:
+    """Return what `QuantizedTransformer.save_pretrained` wrote.
+
+    `warm` is as for `nc.load`, `lengths` as in `QuantizedTransformer`.
 
     Its class has the name of the float model's: `pipeline` calls others unsupported, and goes on.
 
@@ -173,8 +202,12 @@ def load_model(folder: str | os.PathLike[str], warm: Sequence[Any] = ()) -> Quan
         raise ArtefactCorruptError(msg) from error
     name = str((config.architectures or [QuantizedTransformer.__name__])[0])
     kind: Any = type(name, (QuantizedTransformer,), {"__doc__": QuantizedTransformer.__doc__})
-    model: QuantizedTransformer = kind(load(Path(folder) / ARTEFACT), config, str(Path(folder).resolve()))
+    model: QuantizedTransformer = kind(
+        load(Path(folder) / ARTEFACT), config, str(Path(folder).resolve()), lengths
+    )
     warm_up(model, warm, model.quantized.graph)
+    if model.lengths:
+        model.settle()
     return model
 
 

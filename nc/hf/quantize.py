@@ -94,12 +94,14 @@ def quantize(
     return load(target)
 
 
-def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> Any:
+def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = (), lengths: Sequence[int] = ()) -> Any:
     """Return the model of a folder that `quantize` wrote.
 
     Args:
         folder: of it.
         warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (8, 64)]`.
+        lengths: texts are filled up to the next one of these numbers of tokens, so that those of any length
+            have sizes that are warm; longer ones, and all without it, to a multiple of 16.
 
     Raises:
         ArtefactError: it is no such folder, or a file is damaged.
@@ -112,8 +114,8 @@ def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> Any:
         )
         raise ArtefactError(msg)
     if (Path(folder) / ENCODER).is_dir():
-        return load_parts(Path(folder), warm)
-    return load_model(folder, warm)
+        return load_parts(Path(folder), warm, lengths)
+    return load_model(folder, warm, lengths)
 
 
 def _opened(folder: Path) -> Any:

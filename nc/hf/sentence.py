@@ -71,12 +71,16 @@ def quantize_sentence_transformer(
     return load_sentence_transformer(target)
 
 
-def load_sentence_transformer(folder: str | os.PathLike[str], *, warm: Sequence[Any] = ()) -> Any:
+def load_sentence_transformer(
+    folder: str | os.PathLike[str], *, warm: Sequence[Any] = (), lengths: Sequence[int] = ()
+) -> Any:
     """Return the model of a folder that `quantize_sentence_transformer` wrote.
 
     Args:
         folder: of it.
         warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (32, 64)]`.
+        lengths: texts are filled up to the next one of these numbers of tokens, so that those of any length
+            have sizes that are warm; longer ones, and all without it, to a multiple of 16.
 
     Raises:
         ArtefactError: it is no such folder, a file is damaged, or a module is not of sentence-transformers.
@@ -92,7 +96,7 @@ def load_sentence_transformer(folder: str | os.PathLike[str], *, warm: Sequence[
     modules: list[Any] = []
     for entry in json_list(place / MODULES):
         kind, where = _kind(entry, place), str(place / entry["path"])
-        modules.append(kind.load(where) if modules else _with_artefact(kind, where, warm))
+        modules.append(kind.load(where) if modules else _with_artefact(kind, where, warm, lengths))
     settings = json_object(place / SETTINGS)
     model = _model_kind(settings, place)
     known = inspect.signature(model.__init__).parameters
@@ -150,11 +154,11 @@ def _save(model: Any, attribute: str, quantized: QuantizedTransformer, target: P
         setattr(first, attribute, encoder)
 
 
-def _with_artefact(kind: Any, folder: str, warm: Sequence[Any]) -> Any:
+def _with_artefact(kind: Any, folder: str, warm: Sequence[Any], lengths: Sequence[int]) -> Any:
     """Return a module of sentence-transformers with the artefact in the place of the weights."""
 
     def load_quantized(self: Any, model_name_or_path: str, *_: Any, **__: Any) -> QuantizedTransformer:
-        return load_model(model_name_or_path, warm)
+        return load_model(model_name_or_path, warm, lengths)
 
     special: Any = type(kind.__name__, (kind,), {"_load_model": load_quantized})
     module = special.load(folder)

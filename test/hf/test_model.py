@@ -1,12 +1,14 @@
 """The surface of transformers models: outputs of all kinds, for texts of any length."""
 
 import importlib
+import pickle
 
 import pytest
 import torch
 
 import nc
 from nc.errors import InputError
+from nc.numerics.metrics import sqnr_db
 
 transformers = pytest.importorskip("transformers")
 nc_hf = importlib.import_module("nc.hf")
@@ -92,6 +94,35 @@ def test_lengths_share_plans(monkeypatch):
         found(**inputs(length))
     # the first text is computed alone, too, and the model has 20 positions
     assert asked == [3, 16, 16, 16, 18]
+
+
+def test_lengths_that_are_given_are_the_only_ones(monkeypatch, tmp_path):
+    """They are settled at load: the first request computes nothing else, and other processes know them too."""
+    surface(small("BertModel")).save_pretrained(tmp_path)
+    found = nc_hf.load(tmp_path, lengths=(12, 6), warm=[(3, 6), (3, 12)])
+    asked, forward = [], type(found.quantized).forward
+
+    def noted(self, **given):
+        asked.append(given["input_ids"].shape[1])
+        return forward(self, **given)
+
+    monkeypatch.setattr(type(found.quantized), "forward", noted)
+    for length in (1, 6, 7, 12, 13, 18):
+        outputs = found(**inputs(length))
+        alone = found.quantized(**inputs(length))
+        kept = inputs(length)["attention_mask"].bool()
+        assert outputs.last_hidden_state.shape == alone["last_hidden_state"].shape
+        assert sqnr_db(alone["last_hidden_state"][kept], outputs.last_hidden_state[kept]) > 60
+    # 13 is filled up to 16; 18 can't be: the model has 20 positions
+    assert asked[::2] == [6, 6, 12, 12, 16, 18]
+    assert pickle.loads(pickle.dumps(found)).lengths == (6, 12)
+
+
+@pytest.mark.parametrize("lengths", [(0,), (-4, 8), (1.5,)])
+def test_lengths_are_numbers_of_tokens(lengths, tmp_path):
+    surface(small("BertModel")).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="numbers of tokens"):
+        nc_hf.load(tmp_path, lengths=lengths)
 
 
 def test_models_that_mix_neighbouring_tokens_get_texts_alone():
