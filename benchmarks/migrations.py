@@ -2,10 +2,13 @@
 
     .venv-native/bin/python benchmarks/migrations.py torch
     .venv-onnx/bin/python benchmarks/migrations.py onnxruntime
+    .venv/bin/python benchmarks/migrations.py neural_compressor
 
 "torch" is torch.ao.quantization.quantize_dynamic; "onnxruntime" is quantize_dynamic of
-onnxruntime.quantization, of a file of torch.onnx.export. Each beside nc's DynamicQuantConfig and
-StaticQuantConfig. Least ms of one text and of 16 texts of 64 tokens, in turns; the mean and the least cosine
+onnxruntime.quantization, of a file of torch.onnx.export; "neural_compressor" is its StaticQuantConfig on IPEX
+(packages neural-compressor-pt 3.10, pydantic, py-cpuinfo, prettytable, wcwidth, schema, deprecated, wrapt,
+psutil and accelerate, in a folder of PYTHONPATH). Each beside nc's DynamicQuantConfig and StaticQuantConfig,
+on the backend native. Least ms of one text and of 16 texts of 64 tokens, in turns; the mean and the least cosine
 of embeddings of 128 paragraphs to fp32.
 """
 
@@ -76,6 +79,20 @@ def by_onnxruntime(model: torch.nn.Module) -> Model:
     return run
 
 
+def by_neural_compressor(
+    model: torch.nn.Module, x: dict[str, torch.Tensor], run: Callable[..., None]
+) -> Model:
+    """Quantize statically on IPEX, which Neural Compressor takes where it is imported."""
+    import intel_extension_for_pytorch  # noqa: F401
+    from neural_compressor.torch.quantization import StaticQuantConfig, convert, prepare
+    from transformers.modeling_outputs import BaseModelOutput
+
+    prepared = prepare(model, quant_config=StaticQuantConfig(), example_inputs=x, inplace=False)
+    run(prepared)
+    found: Any = convert(prepared)
+    return lambda **given: BaseModelOutput(last_hidden_state=found(**given)["last_hidden_state"])
+
+
 def inputs(rows: int) -> dict[str, torch.Tensor]:
     """Return texts of 64 tokens."""
     ids = torch.randint(1000, 20000, (rows, 64), generator=torch.Generator().manual_seed(0))
@@ -87,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("peer", choices=("torch", "onnxruntime"))
+    parser.add_argument("peer", choices=("torch", "onnxruntime", "neural_compressor"))
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -100,8 +117,12 @@ def main() -> None:
         for batch in calibration:
             prepared(**batch)
 
-    peer = by_torch(model) if options.peer == "torch" else by_onnxruntime(model)
-    made: dict[str, Model] = {"fp32": model, options.peer: peer}
+    peers: dict[str, Callable[[], Model]] = {
+        "torch": lambda: by_torch(model),
+        "onnxruntime": lambda: by_onnxruntime(model),
+        "neural_compressor": lambda: by_neural_compressor(model, x, run),
+    }
+    made: dict[str, Model] = {"fp32": model, options.peer: peers[options.peer]()}
     made["nc dynamic"] = nc.quantize(
         model, nc.DynamicQuantConfig(), example_inputs=x, backend="native", measure=False
     )
@@ -121,7 +142,7 @@ def main() -> None:
     for name, (one, many) in least.items():
         cosine = cosines[name]
         near = f"cosine {cosine.mean():.4f}, least {cosine.min():.4f}"
-        print(f"{name:12} {one:7.2f} ms   {many:7.2f} ms for 16   {near}")
+        print(f"{name:17} {one:7.2f} ms   {many:7.2f} ms for 16   {near}")
 
 
 if __name__ == "__main__":
