@@ -8,8 +8,8 @@
 onnxruntime.quantization, of a file of torch.onnx.export; "neural_compressor" is its StaticQuantConfig on IPEX
 (packages neural-compressor-pt 3.10, pydantic, py-cpuinfo, prettytable, wcwidth, schema, deprecated, wrapt,
 psutil and accelerate, in a folder of PYTHONPATH). Each beside nc's DynamicQuantConfig and StaticQuantConfig,
-on the backend native. Least ms of one text and of 16 texts of 64 tokens, in turns; the mean and the least cosine
-of embeddings of 128 paragraphs to fp32.
+on the backend native. Least ms of one text and of 16 texts of 64 tokens, in turns; the mean and the least
+cosine of embeddings of 128 paragraphs to fp32.
 """
 
 from __future__ import annotations
