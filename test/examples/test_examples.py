@@ -173,6 +173,7 @@ DOCUMENTS = [
     pytest.param("docs/how-to/generate-text.md", marks=EXHAUSTIVE),
     "docs/how-to/deploy.md",
     "docs/how-to/containers.md",
+    "docs/how-to/tune.md",
     pytest.param("docs/how-to/export.md", marks=ONNX),
     pytest.param("docs/how-to/exchange-weights.md", marks=EXHAUSTIVE),
     "docs/how-to/compare-engines.md",

@@ -55,6 +55,10 @@ class PreparedAuto(CapturedPreparation):
         plan: of what is taken where nothing can be measured.
         quant_config: how the choice is made.
         models: what is tried, by name; they share one calibration.
+        finals: configurations of `models` with algorithms that lower the error.
+        others: preparations that share it too, and are not tried.
+        first: of `models`, what suits the model where nothing can be measured.
+        make: makes a preparation of the graph.
         own: the user's module, while it exists, and its example arguments.
     """
 
@@ -69,22 +73,25 @@ class PreparedAuto(CapturedPreparation):
         make: Callable[[AnyConfig], PreparedModel],
         kinds: frozenset[str],
         own: OwnModel | None,
+        others: Mapping[str, AnyConfig] | None = None,
     ) -> None:
         super().__init__()
         self.graph, self.quant_config, self.own = graph, config, own
         self.models = _distinct(candidates(kinds), make)
         self._configs = {c.name: c.config for c in candidates(kinds)}
-        self._finals = {
+        self.finals = {
             c.name: c.config for c in candidates(kinds, post=tuple(cls() for cls in POST.values()))
         }
-        self._make = make
+        self.make = make
         self._late = {c.name for c in candidates(kinds) if c.late}
-        self._first = next(iter(self.models.values()))
-        self.plan = self._first.plan
-        watches = [watch for model in self.models.values() for watch in model.watches()]
+        self.first = next(iter(self.models.values()))
+        self.plan = self.first.plan
+        self.others = {name: make(other) for name, other in (others or {}).items()}
+        preparations = [*self.models.values(), *self.others.values()]
+        watches = [watch for model in preparations for watch in model.watches()]
         self.observed = Observed(graph, watches, Bound())
         self._codes = KnownCodes()
-        for model in self.models.values():
+        for model in preparations:
             self._share(model)
         self.held = HeldOut()
         self._judged_by: list[Sequence[torch.Tensor]] = []
@@ -146,7 +153,7 @@ class PreparedAuto(CapturedPreparation):
         found, texts = self._final(asked, chosen, models[chosen.name], made[chosen.name])
         said = "; ".join([*map(str, trials), f"chosen: {chosen.name}, {choice.why}", *texts])
         operators = tuple(d.operator for d in found.graph.plan.quantized)
-        note = Applied(_NAME, operators, f"{self._where()}: {said}")
+        note = Applied(_NAME, operators, f"{self.where()}: {said}")
         graph = dataclasses.replace(found.graph, applied=(note, *found.graph.applied))
         return QuantizedModel(graph, found.engine, found.backend, found.chosen, found.verdict)
 
@@ -159,7 +166,7 @@ class PreparedAuto(CapturedPreparation):
         early = {name: model for name, model in self.models.items() if name not in self._late}
         models = early or dict(self.models)
         if asked.measure and not next(iter(models.values())).capabilities.why_no_bf16:
-            models[_BF16] = self._prepared(StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
+            models[_BF16] = self.prepared(StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
         steps.total = len(models) + 1
         trials, made = self._all_tried(models, quick, steps)
         config, doubt = self.quant_config, "measure=False"
@@ -190,9 +197,9 @@ class PreparedAuto(CapturedPreparation):
                 made[name] = q_model
         return trials, made
 
-    def _prepared(self, config: AnyConfig) -> PreparedModel:
+    def prepared(self, config: AnyConfig) -> PreparedModel:
         """Return a preparation that shares this calibration."""
-        model = self._make(config)
+        model = self.make(config)
         self._share(model)
         return model
 
@@ -210,7 +217,7 @@ class PreparedAuto(CapturedPreparation):
             raise
         except NCError as error:
             return Trial(name=name, sqnr_db=-math.inf, failed=str(error), int8=int8), None
-        return Trial(name=name, sqnr_db=self._sqnr_db(made) if int8 else math.inf, int8=int8), made
+        return Trial(name=name, sqnr_db=self.sqnr_db(made) if int8 else math.inf, int8=int8), made
 
     def _final(
         self, asked: Conversion, trial: Trial, model: PreparedModel, quick: QuantizedModel
@@ -223,11 +230,11 @@ class PreparedAuto(CapturedPreparation):
             model: its preparation.
             quick: the model that was tried.
         """
-        asked = dataclasses.replace(asked, guard="undo", judged=self._few_rows())
+        asked = dataclasses.replace(asked, guard="undo", judged=self.few_rows())
         if not trial.int8:
             return finished(model, model.lowered(asked), asked), []
         said: list[str] = []
-        model, found, best = self._with_algorithms(asked, trial, self._prepared, said)
+        model, found, best = self._with_algorithms(asked, trial, self.prepared, said)
         worst = costly_few(found.graph.noise)
         if worst and best.sqnr_db < ENOUGH_DB:
             found_mend = self._mend(asked, trial, quick, worst, said)
@@ -241,7 +248,7 @@ class PreparedAuto(CapturedPreparation):
         self, asked: Conversion, trial: Trial, mend: _Mend, said: list[str]
     ) -> tuple[PreparedModel, QuantizedModel, Trial]:
         """Return the chosen trial mended, with all algorithms or, where these do not help, without."""
-        model = mend(self._finals[trial.name])
+        model = mend(self.finals[trial.name])
         again, found = self._tried(trial.name, model, asked)
         if found is not None and again.sqnr_db >= trial.sqnr_db:
             said.append(f"its algorithms give {again.sqnr_db:.1f} dB")
@@ -260,7 +267,7 @@ class PreparedAuto(CapturedPreparation):
     ) -> tuple[Trial, _Mend] | None:
         """Return the first way to mend the few operators that add most of the error which pays."""
         names = ", ".join(worst)
-        for way in ways(quick.graph.plan, worst, bf16=not self._first.capabilities.why_no_bf16):
+        for way in ways(quick.graph.plan, worst, bf16=not self.first.capabilities.why_no_bf16):
             mend = self._mend_by(way, worst)
             model = mend(self._configs[trial.name])
             if not way.is_in(model.plan):
@@ -283,7 +290,7 @@ class PreparedAuto(CapturedPreparation):
         reasons = {name: Cause.COSTLY(share=f"{worst[name]:.0%}") for name in way.operators}
 
         def mend(config: AnyConfig) -> PreparedModel:
-            model = self._prepared(way.put_into(config))
+            model = self.prepared(way.put_into(config))
             return model.leaving(reasons) if way.rule is None else model
 
         return mend
@@ -292,12 +299,12 @@ class PreparedAuto(CapturedPreparation):
         """How many times as long a call takes; None where that can't be measured."""
         if not asked.measure or REFERENCE in (before.backend, after.backend):
             return None
-        calls = [self._call(model) for model in (before, after)]
+        calls = [self.call(model) for model in (before, after)]
         with torch.no_grad():
             rounds, _, load = timed_rounds({"before": calls[0], "after": calls[1]}, 2 * _SECONDS)
         return None if load.disturbed() else median(rounds)["after"] / median(rounds)["before"]
 
-    def _few_rows(self) -> list[tuple[torch.Tensor, ...]]:
+    def few_rows(self) -> list[tuple[torch.Tensor, ...]]:
         """Return some of what is held out, to find the noise of each operator."""
         return [tuple(self._judged()[0][0])]
 
@@ -314,14 +321,14 @@ class PreparedAuto(CapturedPreparation):
                     break
         return self._expected
 
-    def _where(self) -> str:
+    def where(self) -> str:
         """Say what the dB are measured on."""
         if not self.held.samples.batches:
             return "judged by calibration data, none was held out"
         rows = sum(len(batch[0]) if batch[0].dim() else 1 for batch in self.held.samples.batches)
         return f"judged by {rows} rows held out"
 
-    def _sqnr_db(self, model: QuantizedModel) -> float:
+    def sqnr_db(self, model: QuantizedModel) -> float:
         """Return the SQNR of the worst output over all that is judged by."""
         signal: dict[int, float] = {}
         noise: dict[int, float] = {}
@@ -337,13 +344,13 @@ class PreparedAuto(CapturedPreparation):
         """Return the trials with their times on the example inputs, and why they say nothing."""
         if any(model.backend == REFERENCE for model in made.values()):
             return list(trials), "the reference is never timed"
-        calls = {name: self._call(model) for name, model in made.items()}
+        calls = {name: self.call(model) for name, model in made.items()}
         with torch.no_grad():
             rounds, _, load = timed_rounds(calls, _SECONDS * len(calls))
         times = median(rounds)
         return [dataclasses.replace(t, ms=times.get(t.name)) for t in trials], load.disturbed()
 
-    def _call(self, model: QuantizedModel) -> Callable[[], object]:
+    def call(self, model: QuantizedModel) -> Callable[[], object]:
         """Return the call of a model as the user makes it."""
         # a model that fills lists or caches is another one in each call of the same arguments
         if self.own is None or self.graph.signature.effects.after is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -139,8 +140,16 @@ def _own(model: torch.nn.Module, asked: Request) -> OwnModel | None:
     return None if isinstance(model, ExportedModel) else OwnModel(model, *as_call(asked.example_inputs))
 
 
-def automatic(model: torch.nn.Module, config: AutoConfig, asked: Request) -> PreparedAuto:
-    """Return the preparation of a model whose configuration is chosen by measurement; `asked` has none."""
+def automatic(
+    model: torch.nn.Module,
+    config: AutoConfig,
+    asked: Request,
+    others: Mapping[str, AnyConfig] | None = None,
+) -> PreparedAuto:
+    """Return the preparation of a model whose configuration is chosen by measurement; `asked` has none.
+
+    `others` are configurations whose preparations share its calibration.
+    """
     choose_backend(asked.backend).start()
     graph = _captured(model, asked, share_weights=asked.inplace)
 
@@ -148,7 +157,7 @@ def automatic(model: torch.nn.Module, config: AutoConfig, asked: Request) -> Pre
         return _of_graph(graph, model, dataclasses.replace(asked, config=candidate, strict=False))
 
     kinds = {kind for kind in map(kind_of_node, graph.module.graph.nodes) if kind is not None}
-    prepared = PreparedAuto(graph, config, make, frozenset(kinds), _own(model, asked))
+    prepared = PreparedAuto(graph, config, make, frozenset(kinds), _own(model, asked), others)
     first = next(iter(prepared.models.values()))
     _refuse_nothing(first.plan, first.quant_config, strict=asked.strict)
     _warn_of_unknown_products(first.plan)

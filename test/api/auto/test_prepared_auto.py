@@ -194,7 +194,7 @@ class TestWhatIsTaken:
         monkeypatch.setattr(captured, "lower", noted)
         worth = -1 if left_out else 1  # of each algorithm, in dB
         monkeypatch.setattr(
-            module_under_test.PreparedAuto, "_sqnr_db", lambda _, q: 60.0 + worth * len(q.graph.applied)
+            module_under_test.PreparedAuto, "sqnr_db", lambda _, q: 60.0 + worth * len(q.graph.applied)
         )
         x = batches(2, 8, 16)
         found = prepared(MLP(), x[0])
@@ -213,7 +213,7 @@ class TestWhatIsTaken:
         with_times(monkeypatch, static=1.0, ranges_per_row=1.2, SmoothQuant=1.0)
         assert "SmoothQuant" not in text_of(nc.convert(found))
         monkeypatch.setattr(
-            module_under_test.PreparedAuto, "_sqnr_db",
+            module_under_test.PreparedAuto, "sqnr_db",
             lambda _, q: 40.0 if q.graph.plan.quantized[0].spec.mode == "dynamic" else 20.0,
         )  # fmt: skip
         with_times(monkeypatch, static=1.0, ranges_per_row=2.0, SmoothQuant=1.5)

@@ -1,0 +1,214 @@
+"""Measured points, and those of them that no other one beats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nc.api.tune.page import page_of
+from nc.api.tune.trials import Result
+from nc.config import AnyConfig
+from nc.config.auto import AutoConfig
+from nc.errors import ConfigError, StateError
+from nc.process.warn import warn
+from nc.text.table import format_table
+
+#: Name of the point that everything is compared with.
+REFERENCE = "fp32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FrontPoint:
+    """A model that was converted and measured.
+
+    Attributes:
+        name: for people.
+        config: gives it again with `nc.quantize`.
+        result: what was measured.
+        drop: how much of the metric is lost against fp32.
+        estimated: error and milliseconds that it was expected to have; None where nothing was expected.
+    """
+
+    name: str
+    config: AnyConfig | AutoConfig
+    result: Result
+    drop: float
+    estimated: tuple[float, float] | None = None
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds of a call."""
+        return self.result.ms
+
+    @property
+    def metric(self) -> float:
+        """Of the user's function; larger is better."""
+        return self.result.metric
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the constants."""
+        return self.result.weight_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "name": self.name,
+            "config": self.config.to_dict(),
+            "drop": self.drop,
+            "estimated": self.estimated,
+            **dataclasses.asdict(self.result),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Front:
+    """What was measured.
+
+    Attributes:
+        measured: all points, in the order in which they were measured; the first is fp32.
+        rank_correlation: of estimated and measured errors (Spearman); None with fewer than three points.
+        notes: what is to be said of the search.
+    """
+
+    measured: tuple[FrontPoint, ...]
+    rank_correlation: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def points(self) -> tuple[FrontPoint, ...]:
+        """Return the points that no other one beats in metric and time, the fastest first."""
+        found: list[FrontPoint] = []
+        for point in sorted(self.measured, key=lambda each: (each.ms, -each.metric)):
+            if not found or point.metric > found[-1].metric:
+                found.append(point)
+        return tuple(found)
+
+    @property
+    def monotone(self) -> bool:
+        """Whether the points that were solved for have metrics in the order of their estimated errors."""
+        solved = sorted(
+            ((p.estimated[0], p.metric) for p in self.measured if p.estimated is not None), reverse=True
+        )
+        return all(one[1] <= other[1] for one, other in zip(solved, solved[1:], strict=False))
+
+    def fastest(self, *, max_drop: float) -> FrontPoint:
+        """Return the fastest point that loses at most so much of the metric; fp32 loses nothing."""
+        _check("max_drop", max_drop)
+        return self._best(lambda p: p.drop <= max_drop, lambda p: p.ms, lambda p: p.drop, f"{max_drop=}")
+
+    def most_accurate(self, *, max_ms: float) -> FrontPoint:
+        """Return the point with the largest metric that takes at most so long.
+
+        Where none does, it is the fastest, with an `NCWarning`.
+        """
+        _check("max_ms", max_ms)
+        return self._best(lambda p: p.ms <= max_ms, lambda p: -p.metric, lambda p: p.ms, f"{max_ms=}")
+
+    def smallest(self, *, max_drop: float) -> FrontPoint:
+        """Return the point with the fewest bytes that loses at most so much of the metric."""
+        _check("max_drop", max_drop)
+        return self._best(
+            lambda p: p.drop <= max_drop,
+            lambda p: (p.weight_bytes, p.ms),
+            lambda p: p.drop,
+            f"{max_drop=}",
+        )
+
+    def _best(
+        self,
+        meets: Callable[[FrontPoint], bool],
+        rank: Callable[[FrontPoint], Any],
+        distance: Callable[[FrontPoint], float],
+        asked: str,
+    ) -> FrontPoint:
+        if not self.measured:
+            msg = "Nothing was measured: the search ended before its first point."
+            raise StateError(msg)
+        found = [point for point in self.measured if meets(point)]
+        if found:
+            return min(found, key=rank)
+        nearest = min(self.measured, key=distance)
+        warn(
+            f"No measured point meets {asked}. The nearest is {nearest.name!r}: metric "
+            f"{nearest.metric:.6g}, {nearest.ms:.3g} ms."
+        )
+        return nearest
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "points": [point.to_dict() for point in self.measured],
+            "front": [point.name for point in self.points],
+            "rank_correlation": self.rank_correlation,
+            "monotone": self.monotone,
+            "notes": list(self.notes),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the front: as a page with a picture (.html), or as plain values (.json).
+
+        Raises:
+            ConfigError: another ending.
+        """
+        target = Path(path)
+        if target.suffix == ".html":
+            text = page_of(self.to_dict())
+        elif target.suffix == ".json":
+            text = json.dumps(self.to_dict(), indent=1) + "\n"
+        else:
+            msg = f"{target}: a front is saved as .html or .json."
+            raise ConfigError(msg)
+        target.write_text(text, encoding="utf-8")
+
+    def __str__(self) -> str:
+        """Return a table, and what the estimates were worth."""
+        on_front = {point.name for point in self.points}
+        head = ("", "point", "metric", "drop", "ms", "× fp32", "MB")
+        rows = [
+            (
+                "*" if p.name in on_front else "",
+                p.name,
+                f"{p.metric:.5g}",
+                f"{p.drop:.3g}",
+                f"{p.ms:.3g}",
+                f"{p.result.fp32_ratio:.2f}",
+                f"{p.weight_bytes / 1e6:.1f}",
+            )
+            for p in sorted(self.measured, key=lambda each: each.ms)
+        ]
+        lines = [format_table([head, *rows]), "* no other point is better in metric and time"]
+        if self.rank_correlation is not None:
+            order = "is" if self.monotone else "is not"
+            lines.append(
+                f"rank correlation of estimated and measured error {self.rank_correlation:.2f}; the front "
+                f"{order} monotone"
+            )
+        return "\n".join([*lines, *self.notes])
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return Spearman's correlation of two rows of numbers; None with fewer than three, or equal ones."""
+    if len(one) < 3:
+        return None
+    a, b = _ranks(one), _ranks(other)
+    mean = (len(one) - 1) / 2
+    above = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    below = (sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)) ** 0.5
+    return above / below if below else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value; equal ones have the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def _check(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+        msg = f"{name}={value!r}: expected a number of at least 0."
+        raise ConfigError(msg)

@@ -1,0 +1,518 @@
+"""`nc.tune`: options for groups of operators, a front of them by estimates, and its points measured."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import math
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nc._version import __version__
+from nc.api.auto.prepared import PreparedAuto
+from nc.api.model_checks import check_model
+from nc.api.preparation.base import Conversion
+from nc.api.preparation.captured import PreparedModel
+from nc.api.preparation.make import Request, automatic
+from nc.api.quantized import QuantizedModel, as_call
+from nc.api.tune.front import REFERENCE, Front, FrontPoint, rank_correlation
+from nc.api.tune.groups import Group, groups_of
+from nc.api.tune.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
+from nc.api.tune.solve import Assignment, front_of, spread
+from nc.api.tune.table import Tried, steps_of, table_of
+from nc.api.tune.trials import Result, Trials
+from nc.backends import cpu
+from nc.backends.profiling.latency import median, timed_rounds
+from nc.backends.profiling.own_model import OwnModel
+from nc.calibration.tensor_file import checksum
+from nc.config import AnyConfig, StaticQuantConfig
+from nc.config.auto import AutoConfig
+from nc.config.neural_compressor import config_from
+from nc.errors import ConfigError, InputError, NCError
+from nc.formats.reasons import Cause
+from nc.process.torch_settings import check_default_device
+
+#: Seconds for the time of a point, for each entry of the mix.
+SECONDS = 1.0
+#: Rounds that are counted at least.
+_ROUNDS = 5
+#: Sizes of calibration batches that are timed, the most frequent first.
+_MOST_SIZES = 4
+_AUTO, _BF16 = "auto", "bf16"
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+Metric = Callable[[Any], float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TuneProgress:
+    """Where a search is.
+
+    Attributes:
+        phase: what is done now.
+        done: points that are measured.
+        total: points that are to be measured, as far as that is known.
+        seconds_left: of the budget.
+        best: the fastest point so far that loses at most 1 % of fp32's metric; None at the start.
+    """
+
+    phase: str
+    done: int
+    total: int
+    seconds_left: float
+    best: FrontPoint | None = None
+
+    def __str__(self) -> str:
+        """Return one line."""
+        best = "" if self.best is None else f"; best so far {self.best.name}, {self.best.ms:.3g} ms"
+        return f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}"
+
+
+def tune(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    run_fn: Callable[[Any], Any],
+    metric: Metric | None = None,
+    candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None = None,
+    *,
+    budget: str | float = "30min",
+    trials: str | os.PathLike[str] | None = None,
+    points: int = 8,
+    mix: Sequence[Any] | None = None,
+    backend: str = "auto",
+    progress: Callable[[TuneProgress], object] | None = None,
+) -> Front:
+    """Find how much accuracy each speed costs: a front of models that were converted and measured.
+
+    Operators that the engine couples are one decision. Each candidate is calibrated at the same time, and
+    converted once; the noise that each group adds to the outputs (no labels are needed) and the time that it
+    takes are estimated. Assignments of candidates to groups that are optimal for these estimates are then
+    measured one by one: with the metric, and in turns with the float model. fp32, bf16 where the CPU has it,
+    each candidate alone and `"auto"` are always among the points.
+
+    Args:
+        model: a trained fp32 model.
+        example_inputs: as for `prepare`.
+        run_fn: calls the prepared model with calibration data.
+        metric: called with a quantized model and with the float one; larger is better. None: the part of the
+            power of the outputs that is right, on calibration data that is held out; 1 for fp32.
+        candidates: configurations by name, or in a list; None: those that `"auto"` tries for such a model.
+        budget: for all, in seconds or as "90s", "30min", "2h". The float model is measured in any case.
+        trials: folder for one file per measured point. A search with the same model, data, metric, machine
+            and versions takes what it finds there.
+        points: of the front between the candidates, beside those that are always measured.
+        mix: inputs, as in calls, whose times are added up; None: the most frequent sizes of `run_fn`.
+        backend: as for `prepare`.
+        progress: called with a `TuneProgress`; `print` shows it.
+
+    Returns:
+        The front. Ctrl-C ends the search, and the front so far is returned.
+
+    Raises:
+        ConfigError: a value that is out of range, or a candidate for weights alone.
+        InputError: the metric gives no finite number, or as `prepare`.
+        NCError: as `prepare`.
+    """
+    check_default_device("tune")
+    check_model(model)
+    seconds = _seconds(budget)
+    if type(points) is not int or points < 1:
+        msg = f"points={points!r}: expected a whole number from 1."
+        raise ConfigError(msg)
+    asked = Request(
+        config=StaticQuantConfig(),
+        inplace=False,
+        example_inputs=example_inputs,
+        backend=backend,
+        dynamic_shapes=None,
+        strict=False,
+        placement="inputs",
+    )
+    prepared = automatic(model, AutoConfig(), asked, _named(candidates))
+    with _sizes_of(prepared) as seen:
+        run_fn(prepared)
+    calls = [as_call(each) for each in mix] if mix is not None else _frequent(seen)
+    search = _Search(
+        model=model,
+        prepared=prepared,
+        metric=metric,
+        mix=calls or [as_call(example_inputs)],
+        trials=Trials(trials),
+        end=time.monotonic() + seconds,
+        progress=progress,
+    )
+    return search.run(points, given=candidates is not None)
+
+
+class _Search:
+    """The state of one call of `tune`."""
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        prepared: PreparedAuto,
+        metric: Metric | None,
+        mix: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        trials: Trials,
+        end: float,
+        progress: Callable[[TuneProgress], object] | None,
+    ) -> None:
+        self._model, self._prepared, self._metric, self._mix = model, prepared, metric, mix
+        self._trials, self._end, self._progress = trials, end, progress
+        self._key = _key(prepared, metric, mix)
+        self._points: list[FrontPoint] = []
+        self._notes: list[str] = []
+        self._total = 0
+        #: fp32's milliseconds for each entry of the mix, from the first point.
+        self._fp32_ms: list[float] = []
+
+    def run(self, points: int, *, given: bool) -> Front:
+        """Return the front; `given` says whether the candidates are the user's."""
+        prepared = self._prepared
+        options = dict(prepared.others if given else prepared.models)
+        if not prepared.first.capabilities.why_no_bf16:
+            options[_BF16] = prepared.prepared(bf16_config())
+        self._total = len(options) + points + 2
+        try:
+            self._reference()
+            tried = {name: found for name, each in options.items() if (found := self._whole(name, each))}
+            self._automatic()
+            if tried:
+                self._front_between(points, {name: options[name] for name in tried}, tried)
+        except KeyboardInterrupt:
+            self._notes.append("The search was ended by Ctrl-C.")
+        return self._front()
+
+    def _front(self) -> Front:
+        solved = [point for point in self._points if point.estimated is not None]
+        correlation = rank_correlation(
+            [-point.estimated[0] for point in solved if point.estimated], [point.metric for point in solved]
+        )
+        return Front(measured=tuple(self._points), rank_correlation=correlation, notes=tuple(self._notes))
+
+    # ---- points ----
+
+    def _reference(self) -> None:
+        """Measure the float model."""
+        self._say("fp32")
+        key = self._key_of(float_config())
+        result = self._trials.find(key)
+        if result is None:
+            times = [self._timed(entry, None)[0] for entry in self._mix]
+            size = sum(b.numel() * b.element_size() for b in self._prepared.graph.module.buffers())
+            result = Result(
+                metric=self._judged(self._model, math.inf),
+                sqnr_db=None,
+                fp32_ratio=1.0,
+                ms=sum(times),
+                spread=(1.0, 1.0),
+                weight_bytes=size,
+            )
+            self._trials.keep(key, result)
+        self._points.append(FrontPoint(name=REFERENCE, config=float_config(), result=result, drop=0.0))
+
+    def _whole(self, name: str, option: PreparedModel) -> Tried | None:
+        """Measure an option for the whole model; None where it can't be converted, or there is no time."""
+        q_model = self._measured(name, option.quant_config, lambda: option, judged=True)
+        if q_model is None:
+            return None
+        point = self._points[-1]
+        steps = steps_of(q_model, self._prepared.graph.example)
+        return Tried(q_model, steps, point.ms, 10 ** (-(point.result.sqnr_db or 300.0) / 10))
+
+    def _automatic(self) -> None:
+        """Measure what `"auto"` chooses."""
+        config = AutoConfig()
+
+        def make(asked: Conversion) -> QuantizedModel:
+            return self._prepared.convert(dataclasses.replace(asked, measure=True, verify="raise", judged=()))
+
+        self._measured(_AUTO, config, None, make)
+
+    def _front_between(
+        self, points: int, options: Mapping[str, PreparedModel], tried: Mapping[str, Tried]
+    ) -> None:
+        """Solve for the front of mixed configurations, and measure it; then what lies in its largest gaps."""
+        graph = self._prepared.graph
+        operators = {
+            decision.operator
+            for option in tried.values()
+            for decision in option.model.graph.plan.decisions
+            if decision.spec.quantized or decision.spec.bf16
+        }
+        fused = [step.operators for option in tried.values() for step in option.steps]
+        groups = groups_of(graph.module, operators, fused)
+        table = table_of(graph.module, graph.example, groups, tried, self._points[0].ms)
+        front = front_of(table)
+        finals = self._prepared.finals  # with algorithms that cost time now and none in a call
+        values = {
+            name: PlannedCandidate(finals.get(name, option.quant_config), option.plan, option.capabilities)
+            for name, option in options.items()
+        }
+        first = spread(front, max(2, points - points // 3))
+        for assignment in first:
+            self._mixed(assignment, groups, values)
+        left = list(front)
+        for _ in range(points - len(first)):
+            between = _in_largest_gap(self._points, left)
+            if between is None:
+                return
+            self._mixed(between, groups, values)
+
+    def _mixed(
+        self, assignment: Assignment, groups: Sequence[Group], values: Mapping[str, PlannedCandidate]
+    ) -> None:
+        """Measure an assignment."""
+        chosen = {
+            operator: option
+            for group, option in zip(groups, assignment.options, strict=True)
+            for operator in group.operators
+        }
+        counts = collections.Counter(assignment.options)
+        if set(counts) == {FP32}:
+            return
+        name = ", ".join(f"{count} {option}" for option, count in counts.most_common())
+        config = mixed(self._prepared.graph, chosen, values)
+        estimated = (assignment.error, assignment.ms)
+        self._measured(name, config, lambda: self._prepared.prepared(config), estimated=estimated)
+
+    def _measured(
+        self,
+        name: str,
+        config: AnyConfig | AutoConfig,
+        prepare: Callable[[], PreparedModel] | None,
+        make: Callable[[Conversion], QuantizedModel] | None = None,
+        *,
+        estimated: tuple[float, float] | None = None,
+        judged: bool = False,
+    ) -> QuantizedModel | None:
+        """Convert and measure a point; None where that fails or is known, or there is no time.
+
+        Args:
+            name: for people.
+            config: of the point.
+            prepare: makes its preparation.
+            make: converts it, instead.
+            estimated: see `FrontPoint`.
+            judged: the model is wanted with the noise of each operator, even if its result is known.
+        """
+        if any(name == point.name or config == point.config for point in self._points):
+            return None
+        if time.monotonic() > self._end:
+            note = "The budget ended before all points were measured."
+            self._notes += [] if note in self._notes else [note]
+            return None
+        self._say(name)
+        key = self._key_of(config)
+        result = self._trials.find(key)
+        q_model = None
+        if result is None or judged:
+            asked = Conversion(
+                measure=False, verify="off", judged=self._prepared.few_rows() if judged else ()
+            )
+            try:
+                q_model = make(asked) if make is not None else prepare().lowered(asked)  # type: ignore[misc]
+            except NCError as error:
+                self._notes.append(f"{name} could not be converted: {error}")
+                return None
+            unseen = [d.operator for d in q_model.graph.plan.decisions if d.stays_for(Cause.NEVER_RAN)]
+            if unseen and estimated is not None:
+                self._notes.append(f"{name} is left out: {', '.join(unseen)} were not calibrated for it.")
+                return None
+        if result is None:
+            assert q_model is not None
+            result = self._result(q_model)
+            self._trials.keep(key, result)
+        drop = self._points[0].metric - result.metric
+        self._points.append(
+            FrontPoint(name=name, config=config, result=result, drop=drop, estimated=estimated)
+        )
+        return q_model
+
+    def _result(self, q_model: QuantizedModel) -> Result:
+        """Return what a model gives."""
+        sqnr_db = self._prepared.sqnr_db(q_model)
+        timed = [self._timed(entry, q_model) for entry in self._mix]
+        fp32, ms = sum(each[0] for each in timed), sum(each[1] for each in timed)
+        doubts = [each[3] for each in timed if each[3]]
+        return Result(
+            metric=self._judged(q_model, sqnr_db),
+            sqnr_db=sqnr_db if math.isfinite(sqnr_db) else None,
+            fp32_ratio=fp32 / ms,
+            ms=ms * (self._points[0].ms / fp32),
+            spread=timed[0][2],
+            weight_bytes=q_model.engine.report().weight_bytes,
+            note="; ".join(doubts),
+        )
+
+    def _judged(self, model: Any, sqnr_db: float) -> float:
+        """Return the metric of a model."""
+        if self._metric is None:
+            return float(1 - 10 ** (-sqnr_db / 10))
+        with torch.no_grad():
+            value = self._metric(model)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            msg = f"metric gave {value!r} for {type(model).__name__}: expected a finite number."
+            raise InputError(msg)
+        return number
+
+    def _timed(
+        self, entry: tuple[tuple[Any, ...], dict[str, Any]], q_model: QuantizedModel | None
+    ) -> tuple[float, float, tuple[float, float], str]:
+        """Return fp32's milliseconds, the model's, quartiles of the ratio, and what disturbed them."""
+        own = OwnModel(self._model, *entry)
+        args, kwargs = own.copies()
+        with torch.no_grad(), own.called() as (call, why):
+            if call is None:
+                msg = f"The float model can't be timed: {why}."
+                raise InputError(msg)
+            calls: dict[str, Callable[[], object]] = {REFERENCE: call}
+            if q_model is not None:
+                calls["quantized"] = lambda: q_model(*args, **kwargs)
+                for _ in range(3):  # plans for these sizes
+                    calls["quantized"]()
+            rounds, _, load = timed_rounds(calls, SECONDS, least=_ROUNDS)
+        times = median(rounds)
+        ratios = sorted(each[REFERENCE] / each.get("quantized", each[REFERENCE]) for each in rounds)
+        quartiles = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        return times[REFERENCE], times.get("quantized", times[REFERENCE]), quartiles, load.disturbed()
+
+    def _key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
+        return {**self._key, "config": config.to_dict()}
+
+    def _say(self, phase: str) -> None:
+        if self._progress is None:
+            return
+        front = self._points
+        near = [p for p in front if p.drop <= 0.01 * abs(front[0].metric)]
+        self._progress(
+            TuneProgress(
+                phase=phase,
+                done=len(front),
+                total=self._total,
+                seconds_left=max(0.0, self._end - time.monotonic()),
+                best=min(near, key=lambda p: p.ms) if near else None,
+            )
+        )
+
+
+def _in_largest_gap(points: Sequence[FrontPoint], left: list[Assignment]) -> Assignment | None:
+    """Take the assignment nearest to the middle of the largest gap in time between measured points.
+
+    Gaps count between points that were solved for; assignments that were measured are taken out.
+    """
+    known = sorted({point.estimated for point in points if point.estimated is not None}, key=lambda e: e[1])
+    left[:] = [each for each in left if (each.error, each.ms) not in known]
+    gaps = [(high[1] - low[1], low[1], high[1]) for low, high in zip(known, known[1:], strict=False)]
+    for _, low, high in sorted(gaps, reverse=True):
+        inside = [each for each in left if low < each.ms < high]
+        if inside:
+            return min(inside, key=lambda each: abs(each.ms - (low + high) / 2))
+    return None
+
+
+def _seconds(budget: str | float) -> float:
+    """Return a budget in seconds.
+
+    Raises:
+        ConfigError: it is no positive time.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(s|min|h)\s*", budget) if isinstance(budget, str) else None
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else float(budget)
+    except (TypeError, ValueError):
+        value = math.nan
+    if isinstance(budget, bool) or not value > 0:
+        msg = f'budget={budget!r}: expected seconds, or a time as "90s", "30min" or "2h".'
+        raise ConfigError(msg)
+    return value
+
+
+def _named(candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None) -> dict[str, AnyConfig]:
+    """Return candidates by name."""
+    if candidates is None:
+        return {}
+    items = candidates.items() if isinstance(candidates, Mapping) else enumerate(candidates, 1)
+    found = {str(name): config_from(config) for name, config in items}
+    taken = sorted({REFERENCE, _AUTO, _BF16} & set(found))
+    if not found or taken:
+        msg = (
+            f"candidates: {', '.join(taken)} is always measured." if taken else "candidates: none was given."
+        )
+        raise ConfigError(msg)
+    return found
+
+
+@contextlib.contextmanager
+def _sizes_of(prepared: torch.nn.Module) -> Iterator[dict[str, list[Any]]]:
+    """Yield what fills with the sizes of calls: as text, with how often they came, and the first inputs."""
+    seen: dict[str, list[Any]] = {}
+
+    def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        text = str([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        seen.setdefault(text, [0, (args, kwargs)])[0] += 1
+
+    handle = prepared.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _frequent(seen: Mapping[str, list[Any]]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the inputs of the most frequent sizes."""
+    return [call for _, call in sorted(seen.values(), key=lambda each: -each[0])[:_MOST_SIZES]]
+
+
+def _key(prepared: PreparedAuto, metric: Metric | None, mix: Sequence[Any]) -> dict[str, Any]:
+    """Return what determines a result, beside the configuration."""
+    module = prepared.graph.module
+    tensors = dict(module.named_buffers()) | dict(module.named_parameters())
+    inputs = {
+        str(i): leaf
+        for i, leaf in enumerate(torch.utils._pytree.tree_leaves(list(mix)))
+        if isinstance(leaf, torch.Tensor)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "statistics"
+        prepared.statistics.save(file)
+        calibration = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {
+        "model": checksum(str(module.graph), tensors),
+        "calibration": calibration,
+        "metric": _described(metric),
+        "mix": checksum("", inputs),
+        "cpu": platform.processor() or platform.machine(),
+        "isa": list(cpu.detected()),
+        "flags": hashlib.sha256(" ".join(sorted(cpu.flags())).encode()).hexdigest(),
+        "threads": torch.get_num_threads(),
+        "versions": {"nc": __version__, "torch": torch.__version__},
+    }
+
+
+def _described(metric: Metric | None) -> str:
+    """Return the name of a metric and a hash of its source, as far as there is one."""
+    if metric is None:
+        return "power of the outputs that is right"
+    name = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', type(metric).__qualname__)}"
+    try:
+        source = inspect.getsource(metric)
+    except (OSError, TypeError):
+        source = ""
+    return f"{name} {hashlib.sha256(source.encode()).hexdigest()}"

@@ -1,0 +1,107 @@
+"""What was measured, one JSON file for each trial, named by the hash of all that determines it.
+
+Files are written by rename, so a folder can be shared by several processes and machines, and a search that
+was ended goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nc.errors import ArtefactError
+from nc.process.warn import warn
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a trial gave.
+
+    Attributes:
+        metric: what the user's function says of the model, larger is better; without one, the part of the
+            power of the outputs that is right on data that was held out.
+        sqnr_db: of the outputs on that data, in dB; None where it is infinite.
+        fp32_ratio: how many times as fast as the user's model it is.
+        ms: milliseconds of a call.
+        spread: quartiles of the rounds' ratios.
+        weight_bytes: of the constants.
+        note: what is to be said of it; "" for nothing.
+    """
+
+    metric: float
+    sqnr_db: float | None
+    fp32_ratio: float
+    ms: float
+    spread: tuple[float, float]
+    weight_bytes: int
+    note: str = ""
+
+
+class Trials:
+    """A folder of trials; without one nothing is kept.
+
+    Raises:
+        ArtefactError: the folder can't be made or written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                msg = f"trials={str(self.folder)!r} is no folder that can be written: {error}"
+                raise ArtefactError(msg) from error
+
+    def find(self, key: Mapping[str, Any]) -> Result | None:
+        """Return the result of a trial; None where there is none, or its file is damaged."""
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            result = document["result"]
+            if {**document["key"], "schema": SCHEMA} != json.loads(_text(key)):
+                msg = "it is of another trial"
+                raise ValueError(msg)
+            return Result(**{**result, "spread": tuple(result["spread"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warn(f"The trial {path} is damaged, and is measured again: {error}")
+            return None
+
+    def keep(self, key: Mapping[str, Any], result: Result) -> None:
+        """Write a trial.
+
+        Raises:
+            ArtefactError: it can't be written.
+        """
+        path = self._path(key)
+        if path is None:
+            return
+        document = {"schema": SCHEMA, "key": dict(key), "result": dataclasses.asdict(result)}
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=path.parent, prefix=".trial-", delete=False
+            ) as file:
+                json.dump(document, file, indent=1, sort_keys=True, allow_nan=False)
+            Path(file.name).replace(path)
+        except OSError as error:
+            msg = f"The trial {path} could not be written: {error}"
+            raise ArtefactError(msg) from error
+
+    def _path(self, key: Mapping[str, Any]) -> Path | None:
+        if self.folder is None:
+            return None
+        return self.folder / f"{hashlib.sha256(_text(key).encode()).hexdigest()[:32]}.json"
+
+
+def _text(key: Mapping[str, Any]) -> str:
+    return json.dumps({**key, "schema": SCHEMA}, sort_keys=True)
