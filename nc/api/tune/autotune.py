@@ -1,0 +1,167 @@
+"""Neural Compressor's `autotune`: configurations for the whole model, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nc.api.workflow import quantize
+from nc.config import (
+    AnyConfig,
+    AWQConfig,
+    DynamicQuantConfig,
+    GPTQConfig,
+    HQQConfig,
+    RTNConfig,
+    SmoothQuantConfig,
+    StaticQuantConfig,
+    config_from,
+)
+from nc.errors import ConfigError, InputError, NCError
+from nc.process.warn import warn
+
+#: A part of fp32's metric that may be lost.
+_LOSS = 0.01
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TuningConfig:
+    """What `autotune` tries, and when it stops.
+
+    Attributes:
+        config_set: a configuration, or several in the order in which they are tried; dictionaries as for
+            `prepare` work too.
+        sampler: called with the list; gives the positions in the order in which they are tried. None: in
+            order.
+        tolerable_loss: the part of fp32's metric that may be lost; it may be negative.
+        max_trials: configurations that are tried at most.
+
+    Raises:
+        ConfigError: nothing to try, or a value that is out of range.
+    """
+
+    config_set: Any = None
+    sampler: Callable[[Sequence[AnyConfig]], Iterable[int]] | None = None
+    tolerable_loss: float = _LOSS
+    max_trials: int = 100
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        loss = self.tolerable_loss
+        if not isinstance(loss, (int, float)) or isinstance(loss, bool) or not math.isfinite(loss):
+            msg = f"TuningConfig: tolerable_loss={loss!r}: expected a number, as 0.01 for 1 %."
+            raise ConfigError(msg)
+        if type(self.max_trials) is not int or self.max_trials < 1:
+            msg = f"TuningConfig: max_trials={self.max_trials!r}: expected a whole number from 1."
+            raise ConfigError(msg)
+        self.configs()
+
+    def configs(self) -> list[AnyConfig]:
+        """Return the configurations in the order in which they are tried, each once.
+
+        Raises:
+            ConfigError: there is none, or something else is among them.
+        """
+        given = self.config_set if isinstance(self.config_set, (list, tuple)) else [self.config_set]
+        found = [config_from(each) for each in given if each is not None]
+        if not found:
+            msg = "TuningConfig: config_set has no configuration; get_all_config_set() gives some."
+            raise ConfigError(msg)
+        order = range(len(found)) if self.sampler is None else self.sampler(found)
+        distinct: list[AnyConfig] = []
+        for index in order:
+            if found[index] not in distinct:
+                distinct.append(found[index])
+        return distinct[: self.max_trials]
+
+
+def get_all_config_set() -> list[AnyConfig]:
+    """Return static, SmoothQuant, dynamic and weight-only configurations, for `TuningConfig`."""
+    static = [
+        StaticQuantConfig(act_sym=symmetric, act_algo=algorithm)
+        for symmetric, algorithm in itertools.product((False, True), ("kl", "minmax"))
+    ]
+    smooth = [SmoothQuantConfig(alpha=alpha / 10) for alpha in range(1, 10)]
+    weights = [
+        kind(bits=4, use_sym=symmetric, group_size=32)
+        for kind in (RTNConfig, GPTQConfig, AWQConfig)
+        for symmetric in (True, False)
+    ]
+    return [*static, *smooth, DynamicQuantConfig(), *weights, HQQConfig(bits=4, group_size=32)]
+
+
+def autotune(
+    model: torch.nn.Module,
+    tune_config: TuningConfig,
+    eval_fn: Callable[..., float],
+    eval_args: Any = None,
+    run_fn: Callable[..., Any] | None = None,
+    run_args: Any = None,
+    example_inputs: Any = None,
+) -> Any:
+    """Quantize by one configuration after the other, until one loses no more than is tolerated.
+
+    For decisions by operator, with times, see `nc.tune`.
+
+    Args:
+        model: a trained fp32 model; it stays as it is.
+        tune_config: what is tried, and when to stop.
+        eval_fn: called with a model, and `eval_args`; larger is better.
+        eval_args: a tuple of further arguments.
+        run_fn: as for `quantize`.
+        run_args: likewise.
+        example_inputs: likewise.
+
+    Returns:
+        The first model whose metric is at least `fp32 - tolerable_loss * |fp32|`; where none is, the one with
+        the best metric, with an `NCWarning`. Configurations that fail are passed over, with a warning.
+
+    Raises:
+        InputError: `eval_fn` gives no finite number.
+        NCError: the last error, where every configuration fails.
+    """
+    if not isinstance(tune_config, TuningConfig):
+        msg = f"tune_config: expected a TuningConfig, but got {type(tune_config).__name__}."
+        raise ConfigError(msg)
+    fp32 = _score(model, eval_fn, eval_args)
+    least = fp32 - tune_config.tolerable_loss * abs(fp32)
+    best: tuple[float, Any, AnyConfig] | None = None
+    failed: NCError | None = None
+    for config in tune_config.configs():
+        try:
+            q_model = quantize(model, config, run_fn, run_args, example_inputs=example_inputs)
+        except NCError as error:
+            warn(f"autotune passes {config!r} over: {error}")
+            failed = error
+            continue
+        score = _score(q_model, eval_fn, eval_args)
+        if score >= least:
+            return q_model
+        if best is None or score > best[0]:
+            best = score, q_model, config
+    if best is None:
+        assert failed is not None
+        raise failed
+    score, q_model, config = best
+    warn(f"No configuration keeps {least:.6g} of fp32's {fp32:.6g}. The best is {config!r} with {score:.6g}.")
+    return q_model
+
+
+def _score(model: torch.nn.Module, eval_fn: Callable[..., float], eval_args: Any) -> float:
+    """Return the metric of a model."""
+    args = () if eval_args is None else eval_args if isinstance(eval_args, (tuple, list)) else (eval_args,)
+    with torch.no_grad():
+        value = eval_fn(model, *args)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        msg = f"eval_fn gave {value!r} for {type(model).__name__}: expected a finite number."
+        raise InputError(msg)
+    return number
