@@ -1223,7 +1223,7 @@ MUTATIONS = (
     Mutation(
         "tune-metric",
         "a trial of another metric is another trial",
-        "api/tune/search.py",
+        "api/tune/identity.py",
         '"metric": _described(metric),',
         '"metric": "",',
         ("tune",),

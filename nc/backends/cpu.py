@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def flags() -> frozenset[str]:
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     return frozenset(
         next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), ())
+    )
+
+
+def model_name() -> str:
+    """Return the CPU's name as the kernel gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
     )
 
 

@@ -625,7 +625,7 @@ def _machine() -> list[tuple[str, str]]:
     fit_threads()  # as `load` does
     engines = [package for name in backend_names() for package in get_backend(name).packages]
     rows = [
-        ("CPU", cpu_model()),
+        ("CPU", cpu.model_name()),
         ("features", (", ".join(cpu.features()) or "none that int8 kernels use") + cpu.why_narrow()),
         ("cores", str(found)),
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
@@ -640,13 +640,3 @@ def _machine() -> list[tuple[str, str]]:
             version = "not installed"
         rows.append((package, version))
     return rows
-
-
-def cpu_model() -> str:
-    """Return the CPU's name as the kernel gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import hashlib
-import inspect
 import math
 import os
-import platform
 import re
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nc._version import __version__
 from nc.api.auto.prepared import PreparedAuto
 from nc.api.model_checks import check_model
 from nc.api.preparation.base import Conversion
@@ -28,14 +21,13 @@ from nc.api.preparation.make import Request, automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.front import REFERENCE, Front, FrontPoint, rank_correlation
 from nc.api.tune.groups import Group, groups_of
+from nc.api.tune.identity import Call, Calls, Metric, key_of
 from nc.api.tune.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
 from nc.api.tune.solve import Assignment, front_of, spread
 from nc.api.tune.table import Tried, steps_of, table_of
 from nc.api.tune.trials import Result, Trials
-from nc.backends import cpu
 from nc.backends.profiling.latency import median, timed_rounds
 from nc.backends.profiling.own_model import OwnModel
-from nc.calibration.tensor_file import checksum
 from nc.config import AnyConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
@@ -47,11 +39,8 @@ from nc.process.torch_settings import check_default_device
 SECONDS = 1.0
 #: Rounds that are counted at least.
 _ROUNDS = 5
-#: Sizes of calibration batches that are timed, the most frequent first.
-_MOST_SIZES = 4
 _AUTO, _BF16 = "auto", "bf16"
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-Metric = Callable[[Any], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,13 +128,18 @@ def tune(
         placement="inputs",
     )
     prepared = automatic(model, AutoConfig(), asked, _named(candidates))
-    with _sizes_of(prepared) as seen:
+    seen = Calls()
+    hook = prepared.register_forward_pre_hook(seen.note, with_kwargs=True)
+    try:
         run_fn(prepared)
-    calls = [as_call(each) for each in mix] if mix is not None else _frequent(seen)
+    finally:
+        hook.remove()
+    calls = [as_call(each) for each in mix] if mix is not None else seen.frequent()
     search = _Search(
         model=model,
         prepared=prepared,
         metric=metric,
+        calibration=seen.hash,
         mix=calls or [as_call(example_inputs)],
         trials=Trials(trials),
         end=time.monotonic() + seconds,
@@ -163,14 +157,15 @@ class _Search:
         model: torch.nn.Module,
         prepared: PreparedAuto,
         metric: Metric | None,
-        mix: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        calibration: str,
+        mix: Sequence[Call],
         trials: Trials,
         end: float,
         progress: Callable[[TuneProgress], object] | None,
     ) -> None:
         self._model, self._prepared, self._metric, self._mix = model, prepared, metric, mix
         self._trials, self._end, self._progress = trials, end, progress
-        self._key = _key(prepared, metric, mix)
+        self._key = key_of(prepared, metric, calibration, mix)
         self._points: list[FrontPoint] = []
         self._notes: list[str] = []
         self._total = 0
@@ -372,7 +367,7 @@ class _Search:
         return number
 
     def _timed(
-        self, entry: tuple[tuple[Any, ...], dict[str, Any]], q_model: QuantizedModel | None
+        self, entry: Call, q_model: QuantizedModel | None
     ) -> tuple[float, float, tuple[float, float], str]:
         """Return fp32's milliseconds, the model's, quartiles of the ratio, and what disturbed them."""
         own = OwnModel(self._model, *entry)
@@ -456,63 +451,3 @@ def _named(candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None) -> 
         )
         raise ConfigError(msg)
     return found
-
-
-@contextlib.contextmanager
-def _sizes_of(prepared: torch.nn.Module) -> Iterator[dict[str, list[Any]]]:
-    """Yield what fills with the sizes of calls: as text, with how often they came, and the first inputs."""
-    seen: dict[str, list[Any]] = {}
-
-    def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        text = str([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        seen.setdefault(text, [0, (args, kwargs)])[0] += 1
-
-    handle = prepared.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-def _frequent(seen: Mapping[str, list[Any]]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the inputs of the most frequent sizes."""
-    return [call for _, call in sorted(seen.values(), key=lambda each: -each[0])[:_MOST_SIZES]]
-
-
-def _key(prepared: PreparedAuto, metric: Metric | None, mix: Sequence[Any]) -> dict[str, Any]:
-    """Return what determines a result, beside the configuration."""
-    module = prepared.graph.module
-    tensors = dict(module.named_buffers()) | dict(module.named_parameters())
-    inputs = {
-        str(i): leaf
-        for i, leaf in enumerate(torch.utils._pytree.tree_leaves(list(mix)))
-        if isinstance(leaf, torch.Tensor)
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "statistics"
-        prepared.statistics.save(file)
-        calibration = hashlib.sha256(file.read_bytes()).hexdigest()
-    return {
-        "model": checksum(str(module.graph), tensors),
-        "calibration": calibration,
-        "metric": _described(metric),
-        "mix": checksum("", inputs),
-        "cpu": platform.processor() or platform.machine(),
-        "isa": list(cpu.detected()),
-        "flags": hashlib.sha256(" ".join(sorted(cpu.flags())).encode()).hexdigest(),
-        "threads": torch.get_num_threads(),
-        "versions": {"nc": __version__, "torch": torch.__version__},
-    }
-
-
-def _described(metric: Metric | None) -> str:
-    """Return the name of a metric and a hash of its source, as far as there is one."""
-    if metric is None:
-        return "power of the outputs that is right"
-    name = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', type(metric).__qualname__)}"
-    try:
-        source = inspect.getsource(metric)
-    except (OSError, TypeError):
-        source = ""
-    return f"{name} {hashlib.sha256(source.encode()).hexdigest()}"

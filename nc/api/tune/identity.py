@@ -1,0 +1,97 @@
+"""What determines the result of a trial: the model, the data, the metric, the machine and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nc._version import __version__
+from nc.api.auto.prepared import PreparedAuto
+from nc.backends import cpu
+from nc.calibration.tensor_file import checksum
+
+Metric = Callable[[Any], float]
+#: Arguments of a call, by position and by keyword.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+#: Sizes of calibration batches that are timed, the most frequent first.
+_MOST_SIZES = 4
+
+
+class Calls:
+    """What a model was called with: a hash of all inputs, and how often each set of sizes came.
+
+    Attributes:
+        sizes: as text → how often they came, and the first inputs.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, tuple[int, Call]] = {}
+        self._hash = hashlib.sha256()
+
+    @property
+    def hash(self) -> str:
+        """In hex."""
+        return self._hash.hexdigest()
+
+    def note(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take a call down; a forward pre-hook."""
+        tensors = tensors_of((args, kwargs))
+        self._hash.update(checksum("", tensors).encode())
+        text = str([tuple(t.shape) for t in tensors.values()])
+        count, first = self.sizes.get(text, (0, (args, kwargs)))
+        self.sizes[text] = count + 1, first
+
+    def frequent(self) -> list[Call]:
+        """Return the inputs of the most frequent sizes."""
+        found = sorted(self.sizes.values(), key=lambda each: -each[0])
+        return [call for _, call in found[:_MOST_SIZES]]
+
+
+def tensors_of(values: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors in a structure, by position."""
+    leaves = pytree.tree_leaves(values)
+    return {f"{i:06}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+
+def key_of(
+    prepared: PreparedAuto, metric: Metric | None, calibration: str, mix: Sequence[Call]
+) -> dict[str, Any]:
+    """Return what determines a result, beside the configuration.
+
+    Args:
+        prepared: the model.
+        metric: see `tune`.
+        calibration: hash of the calibration data.
+        mix: the calls that are timed.
+    """
+    module = prepared.graph.module
+    return {
+        "model": checksum(
+            str(module.graph), {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        ),
+        "calibration": calibration,
+        "metric": _described(metric),
+        "mix": checksum("", tensors_of(list(mix))),
+        "backend": prepared.first.asked,
+        "isa": list(cpu.detected()),
+        "cpu": hashlib.sha256(" ".join([cpu.model_name(), *sorted(cpu.flags())]).encode()).hexdigest(),
+        "threads": torch.get_num_threads(),
+        "versions": {"nc": __version__, "torch": torch.__version__},
+    }
+
+
+def _described(metric: Metric | None) -> str:
+    """Return the name of a metric and a hash of its source, as far as there is one."""
+    if metric is None:
+        return "power of the outputs that is right"
+    name = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', type(metric).__qualname__)}"
+    try:
+        source = inspect.getsource(metric)
+    except (OSError, TypeError):
+        source = ""
+    return f"{name} {hashlib.sha256(source.encode()).hexdigest()}"
