@@ -1197,6 +1197,22 @@ MUTATIONS = (
         ("choice", "prepared_auto"),
     ),
     Mutation(
+        "check-noise",
+        "an artefact fails only where the whole interval does",
+        "cli/gate.py",
+        "self.drop_interval[0] > max_drop",
+        "self.drop_interval[1] > max_drop",
+        ("check",),
+    ),
+    Mutation(
+        "check-exit",
+        "an artefact that does not pass ends the command with 1",
+        "cli/check.py",
+        "    if reasons:\n        sys.exit(1)",
+        "    if reasons:\n        sys.exit(0)",
+        ("check",),
+    ),
+    Mutation(
         "tune-hull",
         "a front has the cheapest moves first",
         "api/tune/solve.py",

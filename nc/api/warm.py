@@ -62,6 +62,11 @@ def inputs_of(graph: QDQGraph, shape: tuple[int, ...]) -> tuple[tuple[Any, ...],
     return _arguments(graph, _of_all(graph, {"": shape}))
 
 
+def example_call(graph: QDQGraph) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call with the example inputs."""
+    return _arguments(graph, {path: tuple(tensor.shape) for path, tensor in _examples(graph).items()})
+
+
 def _shapes(entry: Any) -> dict[str, tuple[int, ...]] | None:
     """Return shapes by name of the input, "" for the first; None where an entry is inputs."""
     named = entry if isinstance(entry, Mapping) else {"": entry}

@@ -199,23 +199,37 @@ def read_config(path: Path) -> AnyConfig | AutoConfig:
 
 def make_model(factory: str) -> torch.nn.Module:
     """Return the model that "pkg.module:factory" returns, in eval mode."""
-    module_name, colon, attribute = factory.partition(":")
-    if not (module_name and colon and attribute):
-        msg = f"Expected PKG.MODULE:FACTORY, e.g. my_models:make_encoder, but got {factory!r}."
-        raise RequestError(msg)
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    function = named_function(factory, "PKG.MODULE:FACTORY, e.g. my_models:make_encoder")
     try:
-        function: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
         model = function()
     except Exception as error:  # the user's code can raise anything
+        module_name, _, attribute = factory.partition(":")
         msg = f"{factory}: {_what_failed(error, module_name, attribute)}; --debug shows the traceback."
         raise RequestError(msg) from error
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected {factory} to return a torch.nn.Module, but got {type(model).__name__}."
         raise RequestError(msg)
     return model.eval()  # nobody else holds it, so there is no training flag to keep
+
+
+def named_function(name: str, form: str = "PKG.MODULE:FUNCTION, e.g. my_metrics:accuracy") -> Any:
+    """Return what "pkg.module:function" names; the module may be in the current directory.
+
+    Raises:
+        RequestError: there is no such thing, or its module fails.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        msg = f"Expected {form}, but got {name!r}."
+        raise RequestError(msg)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    except Exception as error:  # the user's code can raise anything
+        msg = f"{name}: {_what_failed(error, module_name, attribute)}; --debug shows the traceback."
+        raise RequestError(msg) from error
 
 
 def _what_failed(error: Exception, module_name: str, attribute: str) -> str:

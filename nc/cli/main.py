@@ -1,119 +1,36 @@
-"""`python -m nc quantize | inspect | bench | doctor`, also as `nc-quant`.
+"""`python -m nc quantize | inspect | bench | check | doctor`, also as `nc-quant`.
 
 Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed,
-and one line says why. Exit code 1 means that `doctor` found a problem. If nobody reads stdout any more (`|
+and one line says why. Exit code 1 means that `doctor` found a problem, or that
+`check` lets an artefact not pass. If nobody reads stdout any more (`|
 head`), a command ends as others do that a closed pipe stops.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import json
 import os
 import platform
-import signal
 import sys
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from nc._version import __version__
-from nc.errors import NCError, NCWarning
+from nc.cli.check import check
+from nc.cli.shell import FILE, FOLDER, BackendOption, command, console_of, progress_bar
 from nc.process import env, installation
 from nc.process.cores import cores, fit_threads
 from nc.process.warn import warn
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_PIPE_WIDTH = 160
-#: What a shell says of a command that a closed pipe stopped: 128 and the number of the signal.
-_CLOSED_PIPE = 128 + signal.SIGPIPE
 #: Distributions whose versions `doctor` shows, beside torch and those of the engines.
 _PACKAGES = ("transformers", "torchvision", "safetensors", "numpy")
-
-
-def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--debug`, and print errors and warnings of nc as lines on stderr."""
-
-    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-    @functools.wraps(function)
-    def run(*args: Any, debug: bool, **kwargs: Any) -> None:
-        try:
-            with _our_warnings():
-                function(*args, **kwargs)
-                sys.stdout.flush()
-        except BrokenPipeError:
-            _leave_stdout()
-            sys.exit(_CLOSED_PIPE)
-        except (NCError, OSError) as error:
-            if debug:
-                traceback.print_exc()
-            click.echo(f"nc: error: {error}", err=True)
-            sys.exit(2)
-
-    return run
-
-
-def _leave_stdout() -> None:
-    """Let nothing more be written to a closed pipe: Python would complain of it at exit."""
-    with contextlib.suppress(OSError):  # no real file, in tests
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextlib.contextmanager
-def _our_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", NCWarning)
-        usual = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
-            if issubclass(category, NCWarning):
-                click.echo(f"nc: warning: {message}", err=True)
-            else:
-                usual(message, category, *where, **options)
-
-        warnings.showwarning = show
-        yield
-
-
-def _console(stderr: bool = False) -> Console:
-    # Operator names and commands hold brackets and colons; rich would take them for markup and emoji.
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not env.COLUMNS.is_set:
-        console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would cut operator names
-    return console
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = _console(stderr=True)
-    return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
-class _BackendOption(click.Option):
-    """`--backend`: its help names the backends that are known when it is shown."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the option and its help."""
-        from nc.backends import backend_names
-
-        *names, last = ("auto", *backend_names())
-        self.help = f"{', '.join(names)} or {last}."
-        return super().get_help_record(ctx)
 
 
 @contextlib.contextmanager
@@ -134,31 +51,34 @@ def main() -> None:
     """Post-training int8 quantization of PyTorch models for Intel CPUs."""
 
 
+main.add_command(check)
+
+
 @main.command()
 @click.argument("factory", metavar="PKG.MODULE:FACTORY|DIR")
 @click.option(
     "--calib",
-    type=_FILE,
+    type=FILE,
     help=(
         "Calibration data: .npz, one array per argument of forward; for a DIR a text file. A configuration "
         "that needs no data needs none."
     ),
 )
 @click.option(
-    "--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace."
+    "--out", type=FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace."
 )
 @click.option(
     "--config",
-    type=_FILE,
+    type=FILE,
     help="A JSON file from to_json_file (default: what suits the model and the CPU is tried).",
 )
-@click.option("--backend", cls=_BackendOption, default="auto", show_default=True)
+@click.option("--backend", cls=BackendOption, default="auto", show_default=True)
 @click.option(
     "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch."
 )
 @click.option(
     "--example",
-    type=_FILE,
+    type=FILE,
     help=(
         "One batch to capture the model with, .npz like --calib (default: the first sample of --calib). It "
         "is saved too."
@@ -211,7 +131,7 @@ def main() -> None:
     show_default=True,
     help="Measure the speed relative to fp32, for about a second.",
 )
-@_command
+@command
 def quantize(
     factory: str,
     calib: Path | None,
@@ -274,7 +194,7 @@ def quantize(
     choose_backend(backend)
     model = inputs.make_model(factory)
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         with _step(progress, "prepare"), inputs.whence(example or calib, examples):
             prepared = nc.prepare(
                 model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend
@@ -319,36 +239,36 @@ def _calibrate(prepared: Any, arrays: Any, batch_size: int, progress: Progress) 
 
 
 @main.command()
-@click.argument("folder", metavar="DIR", type=_FOLDER)
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_command
+@command
 def inspect(folder: Path, as_json: bool) -> None:
     """Show the contents of the artefact in DIR. Needs no engine and runs nothing."""
     from nc.cli.inspect import show
 
-    console = _console()
+    console = console_of()
     show(folder, console, limited=console.is_terminal or env.COLUMNS.is_set, as_json=as_json)
 
 
 @main.command()
-@click.argument("folder", metavar="DIR", type=_FOLDER)
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model."
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use (default: torch's own choice).")
-@click.option("--backend", cls=_BackendOption, default="auto", show_default=True)
+@click.option("--backend", cls=BackendOption, default="auto", show_default=True)
 @click.option("--cores", type=click.IntRange(min=1), help="Share so many cores among processes (see below).")
 @click.option("--instances", help="Numbers of processes, as 1,2 (default: 1, 2, 4, … up to the cores).")
 @click.option(
     "--lengths",
-    type=_FILE,
+    type=FILE,
     help="Requests, one a line: a length (128) or all sizes (8x128) of the first input.",
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="For each way."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_command
+@command
 def bench(
     folder: Path,
     rounds: int,
@@ -388,7 +308,7 @@ def bench(
     if threads is not None:
         _warn_of_too_many(threads)
         torch.set_num_threads(threads)
-    with _progress() as progress:
+    with progress_bar() as progress:
         with _step(progress, "load"):
             q_model = load(folder, backend=backend)
             if not isinstance(q_model, QuantizedModel):
@@ -435,7 +355,7 @@ def _bench_ways(
     from nc.cli import split
     from nc.cli.inputs import RequestError
 
-    with _progress() as progress, _step(progress, "load"):
+    with progress_bar() as progress, _step(progress, "load"):
         q_model = load(folder, backend=backend)
     if not isinstance(q_model, QuantizedModel):
         msg = f"{folder} holds a {type(q_model).__name__} with low-bit weights and no example inputs to time."
@@ -448,7 +368,7 @@ def _bench_ways(
     graph = q_model.graph
     shapes = split.shapes_in(lengths, graph) if lengths else [tuple(graph.example[0].shape)]
     counts = _counts(instances, len(own))
-    with _progress() as progress:
+    with progress_bar() as progress:
         measured = split.ways(folder, q_model.backend, own, counts, shapes, seconds)
         found = list(progress.track(measured, description="time"))
     best = max((way for way in found if way.engine != split.OPENVINO), key=lambda way: way.per_second)
@@ -460,7 +380,7 @@ def _bench_ways(
     table = Table("way", "requests/s", "p50, ms", "p95, ms", box=None, pad_edge=False)
     for way in found:
         table.add_row(str(way), f"{way.per_second:.1f}", f"{way.p50_ms:.2f}", f"{way.p95_ms:.2f}")
-    _console().print(table)
+    console_of().print(table)
     if found[-1].engine != split.OPENVINO:
         click.echo("OpenVINO is not installed, so it is not compared.")
     click.echo(f"Most requests per second: {best}. Start such servers with:\n{start}")
@@ -500,9 +420,9 @@ def _timings(
 
 
 @main.command()
-@click.argument("folder", metavar="[DIR]", type=_FOLDER, required=False)
+@click.argument("folder", metavar="[DIR]", type=FOLDER, required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_command
+@command
 def doctor(folder: Path | None, as_json: bool) -> None:
     """Show which backends can run on this machine, and what to install for the others.
 
@@ -555,7 +475,7 @@ def _health() -> dict[str, Any]:
 def _tell_health(facts: dict[str, Any]) -> None:
     from nc.cli.doctor import tell, tell_c_code
 
-    console = _console()
+    console = console_of()
     machine = Table("machine", "", box=None, pad_edge=False)
     for row in facts["machine"].items():
         machine.add_row(*row)

@@ -22,7 +22,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SIZES = 4
 
 
-class Calls:
+class SeenCalls:
     """What a model was called with: a hash of all inputs, and how often each set of sizes came.
 
     Attributes:

@@ -21,7 +21,7 @@ from nc.api.preparation.make import Request, automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.front import REFERENCE, Front, FrontPoint, rank_correlation
 from nc.api.tune.groups import Group, groups_of
-from nc.api.tune.identity import Call, Calls, Metric, key_of
+from nc.api.tune.identity import Call, Metric, SeenCalls, key_of
 from nc.api.tune.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
 from nc.api.tune.solve import Assignment, front_of, spread
 from nc.api.tune.table import Tried, steps_of, table_of
@@ -128,7 +128,7 @@ def tune(
         placement="inputs",
     )
     prepared = automatic(model, AutoConfig(), asked, _named(candidates))
-    seen = Calls()
+    seen = SeenCalls()
     hook = prepared.register_forward_pre_hook(seen.note, with_kwargs=True)
     try:
         run_fn(prepared)

@@ -1,0 +1,127 @@
+"""`python -m nc check`: the gate of a deployment pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nc.cli.shell import FOLDER, command
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.option("--fp32", metavar="PKG.MODULE:FACTORY", help="Returns the float model that DIR was made from.")
+@click.option(
+    "--metric",
+    metavar="PKG.MODULE:FUNCTION",
+    help="Called with a model; gives a number, or one for each sample. Larger is better.",
+)
+@click.option("--baseline", type=FOLDER, help="The artefact that is in production.")
+@click.option(
+    "--max-drop", type=float, default=0.01, show_default=True, help="Of the metric, in its own units."
+)
+@click.option("--min-speedup", type=click.FloatRange(min=0), help="Against fp32.")
+@click.option("--min-baseline-speedup", type=click.FloatRange(min=0), help="Against the baseline, as 0.95.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="For each comparison."
+)
+@click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page.")
+@command
+def check(
+    folder: Path,
+    fp32: str | None,
+    metric: str | None,
+    baseline: Path | None,
+    max_drop: float,
+    min_speedup: float | None,
+    min_baseline_speedup: float | None,
+    seconds: float,
+    page: Path | None,
+) -> None:
+    """Decide whether the artefact in DIR may be published; exit code 0 if it may, 1 if not.
+
+    Quality and speed are measured on this machine against the float model (--fp32), against the artefact in
+    production (--baseline), or both, the models in turns. A limit is missed only if the whole 95 % interval
+    of what was measured misses it: noise fails no build. With scores for each sample the interval of the drop
+    is that of the paired differences.
+
+    The result is one line of JSON.
+    """
+    from nc.api.artefact import load
+    from nc.api.quantized import QuantizedModel
+    from nc.api.warm import example_call
+    from nc.cli import gate, inputs
+
+    if fp32 is None and baseline is None:
+        msg = "Give --fp32, --baseline, or both: there is nothing to compare with."
+        raise inputs.RequestError(msg)
+    if min_speedup is not None and fp32 is None:
+        msg = "--min-speedup is against the float model: give --fp32."
+        raise inputs.RequestError(msg)
+    if min_baseline_speedup is not None and baseline is None:
+        msg = "--min-baseline-speedup needs --baseline."
+        raise inputs.RequestError(msg)
+    function = None if metric is None else inputs.named_function(metric)
+    q_model = load(folder)
+    if not isinstance(q_model, QuantizedModel):
+        msg = f"{folder} holds a {type(q_model).__name__} with low-bit weights and no example inputs to time."
+        raise inputs.RequestError(msg)
+    others: dict[str, tuple[Any, float | None]] = {}
+    if fp32 is not None:
+        others["fp32"] = inputs.make_model(fp32), min_speedup
+    if baseline is not None:
+        others["baseline"] = load(baseline), min_baseline_speedup
+    args, kwargs = example_call(q_model.graph)
+    ours = None if function is None else gate.scores(function, q_model)
+    compared = []
+    for what, (model, _) in others.items():
+        theirs = None if function is None else gate.scores(function, model)
+        compared.append(
+            gate.against(
+                what,
+                ours,
+                theirs,
+                lambda: q_model(*args, **kwargs),
+                lambda model=model: model(*args, **kwargs),  # type: ignore[misc]
+                seconds,
+            )
+        )
+    reasons = [why for each in compared for why in each.why_not(max_drop, others[each.what][1])]
+    result = {
+        "passed": not reasons,
+        "reasons": reasons,
+        "sqnr_vs_fp32_db": q_model.graph.sqnr_vs_fp32_db,
+        **{each.what: dataclasses.asdict(each) for each in compared},
+    }
+    if page is not None:
+        with inputs.writing(page):
+            page.write_text(page_of(result, str(q_model.report())), encoding="utf-8")
+    click.echo(json.dumps(result))
+    if reasons:
+        sys.exit(1)
+
+
+def page_of(result: Mapping[str, Any], report: str) -> str:
+    """Return a page with what was measured, and the report of the artefact."""
+    rows = "".join(
+        f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(json.dumps(value))}</td></tr>"
+        for key, value in result.items()
+    )
+    title = "May be published" if result["passed"] else "Must not be published"
+    style = (
+        ":root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; "
+        "margin: 2rem auto; padding: 0 1rem } th { text-align: left; vertical-align: top; "
+        "padding-right: 1rem } pre { overflow-x: auto; font-size: 12px }"
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+        f"<meta name=viewport content='width=device-width'><style>{style}</style><main><h1>{title}</h1>"
+        f"<table>{rows}</table><h2>Report</h2><pre>{html.escape(report)}</pre></main></html>\n"
+    )
