@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nc.api.workflow import quantize
+from nc.capture.export_guards import eval_mode
 from nc.config import (
     AnyConfig,
     AWQConfig,
@@ -128,7 +129,8 @@ def autotune(
     if not isinstance(tune_config, TuningConfig):
         msg = f"tune_config: expected a TuningConfig, but got {type(tune_config).__name__}."
         raise ConfigError(msg)
-    fp32 = _score(model, eval_fn, eval_args)
+    with eval_mode(model):
+        fp32 = _score(model, eval_fn, eval_args)
     least = fp32 - tune_config.tolerable_loss * abs(fp32)
     best: tuple[float, Any, AnyConfig] | None = None
     failed: NCError | None = None

@@ -28,7 +28,8 @@ from nc.api.tune.table import Tried, steps_of, table_of
 from nc.api.tune.trials import Result, Trials
 from nc.backends.profiling.latency import median, timed_rounds
 from nc.backends.profiling.own_model import OwnModel
-from nc.config import AnyConfig, StaticQuantConfig
+from nc.capture.export_guards import eval_mode
+from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
 from nc.errors import ConfigError, InputError, NCError
@@ -112,6 +113,7 @@ def tune(
         InputError: the metric gives no finite number, or as `prepare`.
         NCError: as `prepare`.
     """
+    start = time.monotonic()
     check_default_device("tune")
     check_model(model)
     seconds = _seconds(budget)
@@ -142,7 +144,7 @@ def tune(
         calibration=seen.hash,
         mix=calls or [as_call(example_inputs)],
         trials=Trials(trials),
-        end=time.monotonic() + seconds,
+        end=start + seconds,
         progress=progress,
     )
     return search.run(points, given=candidates is not None)
@@ -169,8 +171,6 @@ class _Search:
         self._points: list[FrontPoint] = []
         self._notes: list[str] = []
         self._total = 0
-        #: fp32's milliseconds for each entry of the mix, from the first point.
-        self._fp32_ms: list[float] = []
 
     def run(self, points: int, *, given: bool) -> Front:
         """Return the front; `given` says whether the candidates are the user's."""
@@ -206,8 +206,10 @@ class _Search:
         if result is None:
             times = [self._timed(entry, None)[0] for entry in self._mix]
             size = sum(b.numel() * b.element_size() for b in self._prepared.graph.module.buffers())
+            with eval_mode(self._model):
+                metric = self._judged(self._model, math.inf)
             result = Result(
-                metric=self._judged(self._model, math.inf),
+                metric=metric,
                 sqnr_db=None,
                 fp32_ratio=1.0,
                 ms=sum(times),
@@ -249,7 +251,7 @@ class _Search:
         fused = [step.operators for option in tried.values() for step in option.steps]
         groups = groups_of(graph.module, operators, fused)
         table = table_of(graph.module, graph.example, groups, tried, self._points[0].ms)
-        front = front_of(table)
+        front = [each for each in front_of(table) if set(each.options) != {FP32}]
         finals = self._prepared.finals  # with algorithms that cost time now and none in a call
         values = {
             name: PlannedCandidate(finals.get(name, option.quant_config), option.plan, option.capabilities)
@@ -275,9 +277,9 @@ class _Search:
             for operator in group.operators
         }
         counts = collections.Counter(assignment.options)
-        if set(counts) == {FP32}:
-            return
         name = ", ".join(f"{count} {option}" for option, count in counts.most_common())
+        same = sum(point.name.split(" (#")[0] == name for point in self._points)
+        name += f" (#{same + 1})" if same else ""  # other groups have these options
         config = mixed(self._prepared.graph, chosen, values)
         estimated = (assignment.error, assignment.ms)
         self._measured(name, config, lambda: self._prepared.prepared(config), estimated=estimated)
@@ -302,7 +304,7 @@ class _Search:
             estimated: see `FrontPoint`.
             judged: the model is wanted with the noise of each operator, even if its result is known.
         """
-        if any(name == point.name or config == point.config for point in self._points):
+        if any(config == point.config for point in self._points):
             return None
         if time.monotonic() > self._end:
             note = "The budget ended before all points were measured."
@@ -444,6 +446,10 @@ def _named(candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None) -> 
         return {}
     items = candidates.items() if isinstance(candidates, Mapping) else enumerate(candidates, 1)
     found = {str(name): config_from(config) for name, config in items}
+    weights = [name for name, config in found.items() if has_weight_only(config)]
+    if weights:
+        msg = f"candidates: {', '.join(weights)} quantizes weights alone, which is no choice here."
+        raise ConfigError(msg)
     taken = sorted({REFERENCE, _AUTO, _BF16} & set(found))
     if not found or taken:
         msg = (

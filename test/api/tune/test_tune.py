@@ -106,6 +106,22 @@ def test_a_metric_is_asked_and_drops_are_counted_from_fp32(model):
     assert front.fastest(max_drop=0.05).name == "fp32"
 
 
+def test_a_model_in_training_mode_is_judged_as_in_eval_mode_and_stays_in_it(model):
+    modes = []
+    with pytest.warns(NCWarning, match="training mode"):
+        tuned(model.train(), metric=lambda given: float(modes.append(given.training) or 1), points=1)
+    assert not any(modes)
+    assert model.training
+    model.eval()
+
+
+def test_assignments_with_the_same_counts_are_points_of_their_own(front):
+    names = [point.name for point in front.measured]
+    configs = [json.dumps(point.config.to_dict(), sort_keys=True) for point in front.measured]
+    assert len(set(names)) == len(names)
+    assert len(set(configs)) == len(configs)
+
+
 def test_trials_are_taken_again_and_one_of_another_metric_is_not(model, tmp_path):
     first = tuned(model, trials=tmp_path / "trials")
     files = {path.name: path.read_bytes() for path in (tmp_path / "trials").iterdir()}
@@ -203,6 +219,7 @@ def test_convolutions_and_default_candidates():
         ({"candidates": {}}, "none was given"),
         ({"candidates": {"fp32": nc.StaticQuantConfig()}}, "fp32 is always measured"),
         ({"candidates": [5]}, "5"),
+        ({"candidates": {"low": nc.WeightOnlyConfig("int4")}}, "low quantizes weights alone"),
     ],
 )
 def test_bad_arguments(model, options, says):
