@@ -23,8 +23,9 @@ from nc import errors
 from nc.algorithms import POST, PRE
 from nc.algorithms.solvers import SOLVERS
 from nc.algorithms.transforms import TRANSFORMS
+from nc.api.op_report import OpReport
 from nc.api.quantized import QuantizedModel
-from nc.api.report import OpReport, Report
+from nc.api.report import Report
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit.kernel import ANY_ROWS, LowBitKernel
 from nc.backends.native.low_bit_rows import LEAST_ROWS

@@ -18,6 +18,7 @@ DEFERRED = {
     "nc.__main__": ("nc.cli.main",),  # after it is known that the package is ours
     "nc.cli.main": ("nc",),  # `--help` must not wait for torch
     "nc.cli.check": ("nc",),
+    "nc.cli.report": ("nc",),
     "nc.cli.shell": ("nc.backends",),
 }
 

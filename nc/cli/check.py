@@ -56,6 +56,7 @@ def check(
     """
     from nc.api.artefact import load
     from nc.api.quantized import QuantizedModel
+    from nc.api.report_page import page_of as report_page
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
 
@@ -102,26 +103,22 @@ def check(
     }
     if page is not None:
         with inputs.writing(page):
-            page.write_text(page_of(result, str(q_model.report())), encoding="utf-8")
+            page.write_text(page_of(result, report_page(q_model.report())), encoding="utf-8")
     click.echo(json.dumps(result))
     if reasons:
         sys.exit(1)
 
 
 def page_of(result: Mapping[str, Any], report: str) -> str:
-    """Return a page with what was measured, and the report of the artefact."""
+    """Return the page of an artefact's report, with what was measured on top.
+
+    Args:
+        result: what is printed.
+        report: the page of the report.
+    """
     rows = "".join(
         f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(json.dumps(value))}</td></tr>"
         for key, value in result.items()
     )
     title = "May be published" if result["passed"] else "Must not be published"
-    style = (
-        ":root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; "
-        "margin: 2rem auto; padding: 0 1rem } th { text-align: left; vertical-align: top; "
-        "padding-right: 1rem } pre { overflow-x: auto; font-size: 12px }"
-    )
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
-        f"<meta name=viewport content='width=device-width'><style>{style}</style><main><h1>{title}</h1>"
-        f"<table>{rows}</table><h2>Report</h2><pre>{html.escape(report)}</pre></main></html>\n"
-    )
+    return report.replace("<main>", f"<main><h1>{title}</h1><table>{rows}</table>", 1)

@@ -1,4 +1,4 @@
-"""`python -m nc quantize | inspect | bench | check | doctor`, also as `nc-quant`.
+"""`python -m nc quantize | inspect | report | bench | check | doctor`, also as `nc-quant`.
 
 Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed,
 and one line says why. Exit code 1 means that `doctor` found a problem, or that
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from nc._version import __version__
 from nc.cli.check import check
+from nc.cli.report import report
 from nc.cli.shell import FILE, FOLDER, BackendOption, command, console_of, progress_bar
 from nc.process import env, installation
 from nc.process.cores import cores, fit_threads
@@ -52,6 +53,7 @@ def main() -> None:
 
 
 main.add_command(check)
+main.add_command(report)
 
 
 @main.command()

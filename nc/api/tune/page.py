@@ -26,7 +26,7 @@ def page_of(front: Mapping[str, Any]) -> str:
     Args:
         front: from `Front.to_dict`.
     """
-    points, names = front["points"], set(front["front"])
+    points, names = sorted(front["points"], key=lambda point: point["ms"]), set(front["front"])
     correlation = front["rank_correlation"]
     said = (
         []
@@ -44,21 +44,20 @@ def page_of(front: Mapping[str, Any]) -> str:
 
 
 def _picture(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
-    """Return time to the right, metric upwards."""
+    """Return time to the right, metric upwards; numbers are those of the table."""
     x = _scale([p["ms"] for p in points], _EDGE, _WIDTH - _EDGE)
     y = _scale([p["metric"] for p in points], _HEIGHT - _EDGE, _EDGE)
     front = sorted((p["ms"], p["metric"]) for p in points if p["name"] in names)
     line = " ".join(f"{x(ms):.1f},{y(metric):.1f}" for ms, metric in front)
     marks = []
-    for p in points:
+    for number, p in enumerate(points, 1):
         name, colour = html.escape(p["name"]), "front" if p["name"] in names else "other"
         title = f"{name}: {p['metric']:.5g}, {p['ms']:.3g} ms"
         marks.append(
             f"<circle cx={x(p['ms']):.1f} cy={y(p['metric']):.1f} r=5 fill='var(--{colour})'>"
             f"<title>{title}</title></circle>"
         )
-        if p["name"] in names:
-            marks.append(f"<text x={x(p['ms']) + 8:.1f} y={y(p['metric']) - 6:.1f}>{name}</text>")
+        marks.append(f"<text x={x(p['ms']) - 4:.1f} y={y(p['metric']) - 9:.1f}>{number}</text>")
     low, high = min(p["metric"] for p in points), max(p["metric"] for p in points)
     fast, slow = min(p["ms"] for p in points), max(p["ms"] for p in points)
     axes = (
@@ -80,8 +79,9 @@ def _scale(values: Sequence[float], start: float, end: float) -> Any:
 
 def _table(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
     rows = []
-    for p in sorted(points, key=lambda each: each["ms"]):
+    for number, p in enumerate(points, 1):
         cells = (
+            str(number),
             p["name"],
             f"{p['metric']:.5g}",
             f"{p['drop']:.3g}",
@@ -91,7 +91,7 @@ def _table(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
             "yes" if p["name"] in names else "",
         )
         rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    titles = ("point", "metric", "drop", "ms", "× fp32", "MB", "on the front")
+    titles = ("", "point", "metric", "drop", "ms", "× fp32", "MB", "on the front")
     head = "".join(f"<th scope=col>{title}</th>" for title in titles)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 

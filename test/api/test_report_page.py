@@ -1,0 +1,133 @@
+"""The page of a report: all that the report has, nothing from elsewhere, names escaped, small."""
+
+import html.parser
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import nc
+from nc.cli.main import main
+from nc.errors import ConfigError
+
+
+class Page(html.parser.HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self.links, self.cells, self.open = [], [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        given = dict(attrs)
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        if tag == "rect":
+            self.cells.append((given["class"], float(given["x"]), float(given["width"])))
+        if tag not in ("meta", "rect", "br") or tag == "rect":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag or tag in ("html", "head", "body")
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+NAME = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def q_model():
+    torch.manual_seed(0)
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleDict({NAME: nn.Linear(32, 64), "two": nn.Linear(64, 32)})
+            self.norm = nn.LayerNorm(32)
+
+        def forward(self, x):
+            return self.norm(self.blocks["two"](self.blocks[NAME](x).relu()))
+
+    x = torch.randn(8, 32)
+    config = nc.StaticQuantConfig().exclude("blocks.two")
+    return nc.quantize(Branches().eval(), config, lambda m: m(x), example_inputs=x, measure=False)
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_the_page_says_what_the_report_says(q_model, tmp_path, profiled):
+    if profiled and q_model.engine.profile is None:
+        pytest.skip("this engine has no profile")
+    report = q_model.report(profile_inputs=torch.randn(8, 32) if profiled else None)
+    report.save(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.links == []
+    assert "img" not in page.tags
+    assert "@import" not in text
+    assert "url(" not in text
+    words = "".join(page.words)
+    for op in report.ops:
+        assert op.operator in words
+        assert op.reason in words
+    assert ("Where the time goes" in words) == profiled
+    assert torch.__version__ in words
+    assert len(page.cells) == len(report.ops)
+    kinds = [cell[0] for cell in page.cells]
+    assert kinds == [op.ran if op.ran in ("int8", "bf16", "fp32") else "other" for op in report.ops]
+    ends = [(x, x + width) for _, x, width in page.cells]
+    assert ends[0][0] == 0
+    assert ends[-1][1] == pytest.approx(1000, abs=0.1)
+    assert all(
+        one[1] == pytest.approx(other[0], abs=0.01) for one, other in zip(ends, ends[1:], strict=False)
+    )
+    weights = [(op.share or 0.0) if profiled else (op.multiply_adds or 0) for op in report.ops]
+    widest = max(range(len(weights)), key=weights.__getitem__)
+    assert max(page.cells, key=lambda cell: cell[2]) == page.cells[widest]
+
+
+def test_plain_values_and_other_endings(q_model, tmp_path):
+    q_model.report().save(tmp_path / "report.json")
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert [op["operator"] for op in document["ops"]] == [op.operator for op in q_model.report().ops]
+    with pytest.raises(ConfigError, match=r"\.html or \.json"):
+        q_model.report().save(tmp_path / "report.pdf")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_model_of_a_thousand_operators_stays_small(tmp_path):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(150) for layer in (nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16))]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(4, 16)
+    q = nc.quantize(
+        model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, measure=False, backend="reference"
+    )
+    q.report().save(tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 300_000
+
+
+def test_the_command(q_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nc.save(q_model, tmp_path / "m")
+
+    def run(*words):
+        return CliRunner().invoke(main, ["report", *map(str, words)])
+
+    done = run("m", "--html", "out.html")
+    assert done.exit_code == 0, done.output
+    assert "Where the time goes" in (tmp_path / "out.html").read_text(encoding="utf-8")
+    done = run("m", "--no-profile")
+    assert (done.exit_code, "blocks.two" in done.output) == (0, True)
+    for words, says in (
+        (("m", "--html", "out.txt"), "ends in .html"),
+        (("nowhere",), "nowhere"),
+        (("m", "--html", "no/such/folder/out.html"), "cannot be written"),
+    ):
+        done = run(*words)
+        assert (done.exit_code, says in done.stderr) == (2, True), done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out.html"]
