@@ -226,7 +226,8 @@ class _Search:
             return None
         point = self._points[-1]
         steps = steps_of(q_model, self._prepared.graph.example)
-        return Tried(q_model, steps, point.ms, 10 ** (-(point.result.sqnr_db or 300.0) / 10))
+        sqnr_db = point.result.sqnr_db
+        return Tried(q_model, steps, point.ms, 0.0 if sqnr_db is None else 10 ** (-sqnr_db / 10))
 
     def _automatic(self) -> None:
         """Measure what `"auto"` chooses."""
