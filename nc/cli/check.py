@@ -14,6 +14,8 @@ import click
 
 from nc.cli.shell import FOLDER, command
 
+_MAX_DROP = 0.01
+
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=FOLDER)
@@ -24,9 +26,7 @@ from nc.cli.shell import FOLDER, command
     help="Called with a model; gives a number, or one for each sample. Larger is better.",
 )
 @click.option("--baseline", type=FOLDER, help="The artefact that is in production.")
-@click.option(
-    "--max-drop", type=float, default=0.01, show_default=True, help="Of the metric, in its own units."
-)
+@click.option("--max-drop", type=float, help="Of the metric, in its own units (default: 0.01).")
 @click.option("--min-speedup", type=click.FloatRange(min=0), help="Against fp32.")
 @click.option("--min-baseline-speedup", type=click.FloatRange(min=0), help="Against the baseline, as 0.95.")
 @click.option(
@@ -39,7 +39,7 @@ def check(
     fp32: str | None,
     metric: str | None,
     baseline: Path | None,
-    max_drop: float,
+    max_drop: float | None,
     min_speedup: float | None,
     min_baseline_speedup: float | None,
     seconds: float,
@@ -60,15 +60,18 @@ def check(
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
 
-    if fp32 is None and baseline is None:
-        msg = "Give --fp32, --baseline, or both: there is nothing to compare with."
-        raise inputs.RequestError(msg)
-    if min_speedup is not None and fp32 is None:
-        msg = "--min-speedup is against the float model: give --fp32."
-        raise inputs.RequestError(msg)
-    if min_baseline_speedup is not None and baseline is None:
-        msg = "--min-baseline-speedup needs --baseline."
-        raise inputs.RequestError(msg)
+    for wrong, msg in (
+        (fp32 is None and baseline is None, "Give --fp32, --baseline, or both: what is it compared with?"),
+        (min_speedup is not None and fp32 is None, "--min-speedup is against the float model: give --fp32."),
+        (min_baseline_speedup is not None and baseline is None, "--min-baseline-speedup needs --baseline."),
+        (metric is None and max_drop is not None, "--max-drop is of a metric: give --metric."),
+        (
+            metric is None and min_speedup is None and min_baseline_speedup is None,
+            "Nothing is asked of the artefact: give --metric, --min-speedup or --min-baseline-speedup.",
+        ),
+    ):
+        if wrong:
+            raise inputs.RequestError(msg)
     function = None if metric is None else inputs.named_function(metric)
     q_model = load(folder)
     if not isinstance(q_model, QuantizedModel):
@@ -94,7 +97,8 @@ def check(
                 seconds,
             )
         )
-    reasons = [why for each in compared for why in each.why_not(max_drop, others[each.what][1])]
+    most = _MAX_DROP if max_drop is None else max_drop
+    reasons = [why for each in compared for why in each.why_not(most, others[each.what][1])]
     result = {
         "passed": not reasons,
         "reasons": reasons,

@@ -36,6 +36,10 @@ def nothing():
     return None
 
 
+def other():
+    return torch.nn.Linear(3, 3)
+
+
 def per_sample(model):
     x, scale = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)), torch.ones(1)
     expected = make()(x, scale)
@@ -137,14 +141,17 @@ def test_one_number_is_compared_as_it_is(place, monkeypatch):
     ("words", "says"),
     [
         (("good",), "Give --fp32, --baseline, or both"),
+        (("good", *FP32), "Nothing is asked of the artefact"),
+        (("good", *FP32, "--max-drop", 0.1, "--min-speedup", 1), "--max-drop is of a metric"),
+        (("good", "--fp32", "gate_models:other", "--min-speedup", 1), "fp32 fails on the example inputs"),
         (("good", "--baseline", "good", "--min-speedup", 2), "give --fp32"),
         (("good", *FP32, "--min-baseline-speedup", 1), "needs --baseline"),
-        (("nowhere", *FP32), "nowhere"),
+        (("nowhere", *FP32, *METRIC), "nowhere"),
         (("good", *FP32, "--metric", "gate_models:absent"), "absent"),
         (("good", *FP32, "--metric", "gate_models"), "Expected PKG.MODULE:FUNCTION"),
         (("good", *FP32, "--metric", "gate_models:bad"), "expected a finite number"),
         (("good", *FP32, "--metric", "gate_models:failing"), "no data here"),
-        (("good", "--fp32", "gate_models:nothing"), "to return a torch.nn.Module"),
+        (("good", "--fp32", "gate_models:nothing", *METRIC), "to return a torch.nn.Module"),
     ],
 )
 def test_bad_calls_are_one_line_and_exit_code_2(place, monkeypatch, words, says):
@@ -166,6 +173,25 @@ def test_intervals_of_paired_scores_hold_the_truth():
         assert high - low < 0.2  # not paired it would be .7
         held += low <= 0.1 <= high
     assert 270 <= held <= 297
+
+
+def test_quantiles_of_student_by_its_table():
+    known = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 1000: 1.962}
+    for freedom, value in known.items():
+        assert gate.student(freedom) == pytest.approx(value, rel=2e-3)
+
+
+def test_few_samples_have_wide_intervals():
+    held = 0
+    for seed in range(400):
+        chance = random.Random(seed)
+        ours = [chance.gauss(0, 1) for _ in range(4)]
+        _, (low, high) = gate.drop_of(ours, [0.0] * 4)
+        held += low <= 0 <= high
+    assert 365 <= held <= 392  # 1.96 standard errors would hold it in 330
+
+
+def test_scores_are_paired():
     with pytest.raises(RequestError, match="gave 2 scores for one model and 3"):
         gate.drop_of([1, 2], [1, 2, 3])
 
