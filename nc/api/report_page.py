@@ -7,10 +7,9 @@ of it can be read. Names of operators are escaped.
 from __future__ import annotations
 
 import collections
-import html
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from nc.backends import cpu
 from nc.backends.profiling.profile import Profile
 from nc.graph.plan import Applied
 from nc.graph.qdq import Finding
+from nc.text.html_page import bullets, document, escaped, table
 from nc.text.table import folded
 
 _WIDTH, _HEIGHT = 1000.0, 64
@@ -30,21 +30,10 @@ _LEAST = 0.4
 _MOST_KERNELS = 12
 _COLOURS = {"int8": "int8", "bf16": "bf16", "fp32": "fp32"}
 _STYLE = """
-:root { color-scheme: light dark; --text: #1f1f1f; --back: #fff; --line: #bbb; --int8: #1565c0;
-  --bf16: #2e7d32; --fp32: #c75300; --other: #6a4fb3; --bad: #b3261e }
-@media (prefers-color-scheme: dark) { :root { --text: #eee; --back: #161616; --line: #555; --int8: #8ab4f8;
-  --bf16: #81c995; --fp32: #fcad70; --other: #c6b3ff; --bad: #ff8a80 } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 70rem;
-  margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100%; font-size: 13px } td, th { text-align: left;
-  padding: .15rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top }
-th { white-space: nowrap } th.block { white-space: normal }
-td:first-child, td:nth-child(n + 5) { overflow-wrap: anywhere }
-pre { white-space: pre-wrap } svg { width: 100%; height: 64px; display: block }
-svg rect { stroke: var(--back); stroke-width: .3; cursor: pointer }
+svg.strip { height: 64px } svg rect { stroke: var(--back); stroke-width: .3; cursor: pointer }
 .int8 { color: var(--int8); fill: var(--int8) } .bf16 { color: var(--bf16); fill: var(--bf16) }
 .fp32 { color: var(--fp32); fill: var(--fp32) } .other { color: var(--other); fill: var(--other) }
-.legend span { margin-right: 1rem } .block { font-weight: 600 } @media print { body { max-width: none } }
+.legend span { margin-right: 1rem }
 """
 #: A click on a cell shows it and its neighbours; another one shows all.
 _ZOOM = """
@@ -82,12 +71,20 @@ class Shown(Protocol):
     def to_dict(self) -> dict[str, Any]: ...  # noqa: D102
 
 
-def page_of(report: Shown) -> str:
-    """Return the page of a report."""
+def page_of(report: Shown, title: str = "", above: str = "") -> str:
+    """Return the page of a report.
+
+    Args:
+        report: it.
+        title: of the page; "" takes the verdict.
+        above: content on top, whose texts are escaped.
+    """
     verdict, _, rest = report.summary().partition("\n")
     parts = [
-        f"<h1>{_escaped(verdict)}</h1>",
-        f"<pre>{_escaped(rest)}</pre>",
+        f"<h1>{escaped(title)}</h1>{above}<h2>{escaped(verdict)}</h2>"
+        if title
+        else f"<h1>{escaped(verdict)}</h1>",
+        f"<pre>{escaped(rest)}</pre>",
         "<h2>The model, operator by operator</h2>",
         _strip(report.ops),
         _next_steps(report),
@@ -96,17 +93,9 @@ def page_of(report: Shown) -> str:
         _table(report),
         _findings(report),
         "<h2>Where this was made</h2>",
-        _facts(_machine()),
+        table(("", ""), _machine().items()),
     ]
-    return (
-        "<!doctype html><html lang=en><head><meta charset=utf-8><title>Report of a quantized model</title>"
-        f"<meta name=viewport content='width=device-width, initial-scale=1'><style>{_STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main><script>{_ZOOM}</script></body></html>\n"
-    )
-
-
-def _escaped(text: object) -> str:
-    return html.escape(str(text))
+    return document(title or "Report of a quantized model", "".join(parts), style=_STYLE, script=_ZOOM)
 
 
 def _class_of(op: OpReport) -> str:
@@ -128,7 +117,7 @@ def _strip(ops: Sequence[OpReport]) -> str:
     scale, x, cells = _WIDTH / max(sum(widths), 1e-9), 0.0, []
     for op, weight, width in zip(ops, weights, widths, strict=True):
         why = f" ({op.reason})" if op.reason else ""
-        title = _escaped(f"{op.operator}: {op.kind}, {op.ran}{why}, {weight / total:.1%}")
+        title = escaped(f"{op.operator}: {op.kind}, {op.ran}{why}, {weight / total:.1%}")
         cells.append(
             f"<rect class={_class_of(op)} x={x * scale:.3f} y=0 width={width * scale:.3f} height={_HEIGHT}>"
             f"<title>{title}</title></rect>"
@@ -156,7 +145,7 @@ def _next_steps(report: Shown) -> str:
         return ""
     rows = [(why, str(len(names)), ", ".join(names[:8]) + (", …" if len(names) > 8 else "")) for why, names in
             reasons.items()]  # fmt: skip
-    return "<h2>Asked to run int8, and does not</h2>" + _rows(("why", "operators", "which"), rows)
+    return "<h2>Asked to run int8, and does not</h2>" + table(("why", "operators", "which"), rows)
 
 
 def _times(report: Shown) -> str:
@@ -169,7 +158,7 @@ def _times(report: Shown) -> str:
     total = sum(by_kernel.values()) or 1.0
     largest = sorted(by_kernel.items(), key=lambda each: -each[1])[:_MOST_KERNELS]
     rows = [(name, f"{ms:.3f}", f"{ms / total:.1%}") for name, ms in largest]
-    return "<h2>Where the time goes</h2>" + _rows(("kernel", "ms", "share"), rows)
+    return "<h2>Where the time goes</h2>" + table(("kernel", "ms", "share"), rows)
 
 
 def _table(report: Shown) -> str:
@@ -184,15 +173,13 @@ def _table(report: Shown) -> str:
         row if len(row) == 1 else (*row[:-1], f"{float(row[-1]):.1%}" if float(row[-1]) else "")
         for row in body
     ]
-    return _rows(head, shown)
+    return table(head, shown)
 
 
 def _findings(report: Shown) -> str:
     lines = [f"{finding.operator}: {finding.text}" for finding in report.health]
     lines += [*map(str, report.algorithms), *report.changes, *report.rewrites]
-    if not lines:
-        return ""
-    return "<h2>Findings</h2><ul>" + "".join(f"<li>{_escaped(line)}</li>" for line in lines) + "</ul>"
+    return f"<h2>Findings</h2>{bullets(lines)}" if lines else ""
 
 
 def _machine() -> dict[str, str]:
@@ -202,22 +189,6 @@ def _machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "versions": f"nc {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     }
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    return _rows(("", ""), list(facts.items()))
-
-
-def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; a row of one cell is a heading of those below it."""
-    titles = "".join(f"<th scope=col>{_escaped(title)}</th>" for title in head)
-    body = "".join(
-        f"<tr><th class=block colspan={len(head)} scope=rowgroup>{_escaped(row[0])}</th></tr>"
-        if len(row) == 1
-        else "<tr>" + "".join(f"<td>{_escaped(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def numbers_of(report: Shown) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nc.cli.shell import FOLDER, command
+from nc.text.html_page import table
 
 _MAX_DROP = 0.01
 
@@ -56,7 +55,7 @@ def check(
     """
     from nc.api.artefact import load
     from nc.api.quantized import QuantizedModel
-    from nc.api.report_page import page_of as report_page
+    from nc.api.report_page import page_of
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
 
@@ -107,22 +106,9 @@ def check(
     }
     if page is not None:
         with inputs.writing(page):
-            page.write_text(page_of(result, report_page(q_model.report())), encoding="utf-8")
+            title = "Must not be published" if reasons else "May be published"
+            measured = table(("", ""), [(name, json.dumps(value)) for name, value in result.items()])
+            page.write_text(page_of(q_model.report(), title, measured), encoding="utf-8")
     click.echo(json.dumps(result))
     if reasons:
         sys.exit(1)
-
-
-def page_of(result: Mapping[str, Any], report: str) -> str:
-    """Return the page of an artefact's report, with what was measured on top.
-
-    Args:
-        result: what is printed.
-        report: the page of the report.
-    """
-    rows = "".join(
-        f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(json.dumps(value))}</td></tr>"
-        for key, value in result.items()
-    )
-    title = "May be published" if result["passed"] else "Must not be published"
-    return report.replace("<main>", f"<main><h1>{title}</h1><table>{rows}</table>", 1)

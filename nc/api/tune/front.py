@@ -126,9 +126,7 @@ class Front:
         distance: Callable[[FrontPoint], float],
         asked: str,
     ) -> FrontPoint:
-        if not self.measured:
-            msg = "Nothing was measured: the search ended before its first point."
-            raise StateError(msg)
+        self._check_measured()
         found = [point for point in self.measured if meets(point)]
         if found:
             return min(found, key=rank)
@@ -138,6 +136,11 @@ class Front:
             f"{nearest.metric:.6g}, {nearest.ms:.3g} ms."
         )
         return nearest
+
+    def _check_measured(self) -> None:
+        if not self.measured:
+            msg = "Nothing was measured: the search ended before its first point."
+            raise StateError(msg)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -154,7 +157,9 @@ class Front:
 
         Raises:
             ConfigError: another ending.
+            StateError: nothing was measured.
         """
+        self._check_measured()
         target = Path(path)
         if target.suffix == ".html":
             text = page_of(self.to_dict())
@@ -188,7 +193,10 @@ class Front:
                 f"rank correlation of estimated and measured error {self.rank_correlation:.2f}; the front "
                 f"{order} monotone"
             )
-        return "\n".join([*lines, *self.notes])
+        doubts = [
+            f"the time of {p.name} is uncertain: {p.result.note}" for p in self.measured if p.result.note
+        ]
+        return "\n".join([*lines, *doubts, *self.notes])
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:

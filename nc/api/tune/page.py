@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nc.text.html_page import bullets, document, escaped, table
+
 _WIDTH, _HEIGHT, _EDGE = 720, 360, 56
-_STYLE = """
-:root { color-scheme: light dark; --line: #888; --front: #1565c0; --other: #777; --text: #222; --back: #fff }
-@media (prefers-color-scheme: dark) {
-  :root { --front: #8ab4f8; --other: #aaa; --text: #eee; --back: #161616 } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .2rem .6rem }
-td, th { border-bottom: 1px solid var(--line) } pre { overflow-x: auto; font-size: 12px }
-svg { width: 100%; height: auto } svg text { fill: var(--text); font-size: 12px }
-"""
 
 
 def page_of(front: Mapping[str, Any]) -> str:
@@ -29,17 +20,16 @@ def page_of(front: Mapping[str, Any]) -> str:
     points, names = sorted(front["points"], key=lambda point: point["ms"]), set(front["front"])
     correlation = front["rank_correlation"]
     said = (
-        []
-        if correlation is None
-        else [f"Rank correlation of estimated and measured error: {correlation:.2f}."]
+        [f"Rank correlation of estimated and measured error: {correlation:.2f}."]
+        if correlation is not None
+        else []
     )
     said.append(f"The measured front is {'' if front['monotone'] else 'not '}monotone in the estimate.")
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in (*said, *front["notes"]))
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Accuracy and latency</title>"
-        f"<meta name=viewport content='width=device-width'><style>{_STYLE}</style>"
-        f"<main><h1>Accuracy and latency</h1>{_picture(points, names)}{_table(points, names)}"
-        f"<ul>{notes}</ul><h2>Configurations</h2>{_configurations(points)}</main></html>\n"
+    title = "Accuracy and latency"
+    return document(
+        title,
+        f"<h1>{title}</h1>{_picture(points, names)}{_table(points, names)}{bullets((*said, *front['notes']))}"
+        f"<h2>Configurations</h2>{_configurations(points)}",
     )
 
 
@@ -51,8 +41,8 @@ def _picture(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
     line = " ".join(f"{x(ms):.1f},{y(metric):.1f}" for ms, metric in front)
     marks = []
     for number, p in enumerate(points, 1):
-        name, colour = html.escape(p["name"]), "front" if p["name"] in names else "other"
-        title = f"{name}: {p['metric']:.5g}, {p['ms']:.3g} ms"
+        colour = "int8" if p["name"] in names else "line"
+        title = f"{escaped(p['name'])}: {p['metric']:.5g}, {p['ms']:.3g} ms"
         marks.append(
             f"<circle cx={x(p['ms']):.1f} cy={y(p['metric']):.1f} r=5 fill='var(--{colour})'>"
             f"<title>{title}</title></circle>"
@@ -67,7 +57,7 @@ def _picture(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
     )
     return (
         f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='metric over milliseconds'>"
-        f"<polyline points='{line}' fill=none stroke='var(--front)'/>{''.join(marks)}{axes}</svg>"
+        f"<polyline points='{line}' fill=none stroke='var(--int8)'/>{''.join(marks)}{axes}</svg>"
     )
 
 
@@ -78,10 +68,9 @@ def _scale(values: Sequence[float], start: float, end: float) -> Any:
 
 
 def _table(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
-    rows = []
-    for number, p in enumerate(points, 1):
-        cells = (
-            str(number),
+    rows = [
+        (
+            number,
             p["name"],
             f"{p['metric']:.5g}",
             f"{p['drop']:.3g}",
@@ -89,16 +78,16 @@ def _table(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
             f"{p['fp32_ratio']:.2f}",
             f"{p['weight_bytes'] / 1e6:.1f}",
             "yes" if p["name"] in names else "",
+            p["note"],
         )
-        rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    titles = ("", "point", "metric", "drop", "ms", "× fp32", "MB", "on the front")
-    head = "".join(f"<th scope=col>{title}</th>" for title in titles)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        for number, p in enumerate(points, 1)
+    ]
+    return table(("", "point", "metric", "drop", "ms", "× fp32", "MB", "on the front", "doubt"), rows)
 
 
 def _configurations(points: Sequence[Mapping[str, Any]]) -> str:
     return "".join(
-        f"<details><summary>{html.escape(p['name'])}</summary>"
-        f"<pre>{html.escape(json.dumps(p['config'], indent=1))}</pre></details>"
+        f"<details><summary>{escaped(p['name'])}</summary>"
+        f"<pre>{escaped(json.dumps(p['config'], indent=1))}</pre></details>"
         for p in points
     )

@@ -1,5 +1,6 @@
 """Questions to a front, and what it is written as."""
 
+import dataclasses
 import html.parser
 import itertools
 import json
@@ -62,6 +63,8 @@ def test_bad_questions():
             call()
     with pytest.raises(StateError, match="Nothing was measured"):
         Front(measured=()).fastest(max_drop=1)
+    with pytest.raises(StateError, match="Nothing was measured"):
+        Front(measured=()).save("front.html")
 
 
 def test_whether_it_is_monotone():
@@ -126,4 +129,7 @@ def test_the_table_has_all_points_and_marks_the_front():
     ]
     assert marked == ["fast", "good", "fp32"]
     assert "rank correlation of estimated and measured error 0.75" in text
+    result = dataclasses.replace(POINTS[1].result, note="the machine was busy")
+    busy = Front(measured=(dataclasses.replace(POINTS[1], result=result),))
+    assert "the time of fast is uncertain: the machine was busy" in str(busy)
     assert all(a.name in text for a, _ in itertools.pairwise(POINTS))
