@@ -59,18 +59,9 @@ def check(
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
 
-    for wrong, msg in (
-        (fp32 is None and baseline is None, "Give --fp32, --baseline, or both: what is it compared with?"),
-        (min_speedup is not None and fp32 is None, "--min-speedup is against the float model: give --fp32."),
-        (min_baseline_speedup is not None and baseline is None, "--min-baseline-speedup needs --baseline."),
-        (metric is None and max_drop is not None, "--max-drop is of a metric: give --metric."),
-        (
-            metric is None and min_speedup is None and min_baseline_speedup is None,
-            "Nothing is asked of the artefact: give --metric, --min-speedup or --min-baseline-speedup.",
-        ),
-    ):
-        if wrong:
-            raise inputs.RequestError(msg)
+    why = _why_senseless(fp32, metric, baseline, max_drop, min_speedup, min_baseline_speedup)
+    if why:
+        raise inputs.RequestError(why)
     function = None if metric is None else inputs.named_function(metric)
     q_model = load(folder)
     if not isinstance(q_model, QuantizedModel):
@@ -112,3 +103,25 @@ def check(
     click.echo(json.dumps(result))
     if reasons:
         sys.exit(1)
+
+
+def _why_senseless(
+    fp32: str | None,
+    metric: str | None,
+    baseline: Path | None,
+    max_drop: float | None,
+    min_speedup: float | None,
+    min_baseline_speedup: float | None,
+) -> str:
+    """Return why options do not go together; "" if they do."""
+    limits = (metric, min_speedup, min_baseline_speedup)
+    texts = {
+        "Give --fp32, --baseline, or both: what is it compared with?": fp32 is None and baseline is None,
+        "--min-speedup is against the float model: give --fp32.": min_speedup is not None and fp32 is None,
+        "--min-baseline-speedup needs --baseline.": min_baseline_speedup is not None and baseline is None,
+        "--max-drop is of a metric: give --metric.": max_drop is not None and metric is None,
+        "Nothing is asked of the artefact: give --metric, --min-speedup or --min-baseline-speedup.": all(
+            limit is None for limit in limits
+        ),
+    }
+    return next((text for text, wrong in texts.items() if wrong), "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nc.api.tune.measure import score
 from nc.api.workflow import quantize
 from nc.capture.export_guards import eval_mode
 from nc.config import (
@@ -23,7 +24,7 @@ from nc.config import (
     StaticQuantConfig,
     config_from,
 )
-from nc.errors import ConfigError, InputError, NCError
+from nc.errors import ConfigError, NCError
 from nc.process.warn import warn
 
 #: A part of fp32's metric that may be lost.
@@ -129,8 +130,9 @@ def autotune(
     if not isinstance(tune_config, TuningConfig):
         msg = f"tune_config: expected a TuningConfig, but got {type(tune_config).__name__}."
         raise ConfigError(msg)
+    args = () if eval_args is None else eval_args if isinstance(eval_args, (tuple, list)) else (eval_args,)
     with eval_mode(model):
-        fp32 = _score(model, eval_fn, eval_args)
+        fp32 = score(eval_fn, model, *args)
     least = fp32 - tune_config.tolerable_loss * abs(fp32)
     best: tuple[float, Any, AnyConfig] | None = None
     failed: NCError | None = None
@@ -141,29 +143,14 @@ def autotune(
             warn(f"autotune passes {config!r} over: {error}")
             failed = error
             continue
-        score = _score(q_model, eval_fn, eval_args)
-        if score >= least:
+        value = score(eval_fn, q_model, *args)
+        if value >= least:
             return q_model
-        if best is None or score > best[0]:
-            best = score, q_model, config
+        if best is None or value > best[0]:
+            best = value, q_model, config
     if best is None:
         assert failed is not None
         raise failed
-    score, q_model, config = best
-    warn(f"No configuration keeps {least:.6g} of fp32's {fp32:.6g}. The best is {config!r} with {score:.6g}.")
+    value, q_model, config = best
+    warn(f"No configuration keeps {least:.6g} of fp32's {fp32:.6g}. The best is {config!r} with {value:.6g}.")
     return q_model
-
-
-def _score(model: torch.nn.Module, eval_fn: Callable[..., float], eval_args: Any) -> float:
-    """Return the metric of a model."""
-    args = () if eval_args is None else eval_args if isinstance(eval_args, (tuple, list)) else (eval_args,)
-    with torch.no_grad():
-        value = eval_fn(model, *args)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        msg = f"eval_fn gave {value!r} for {type(model).__name__}: expected a finite number."
-        raise InputError(msg)
-    return number

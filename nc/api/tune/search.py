@@ -22,24 +22,18 @@ from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.front import REFERENCE, Front, FrontPoint, rank_correlation
 from nc.api.tune.groups import Group, groups_of
 from nc.api.tune.identity import Call, Metric, SeenCalls, key_of
+from nc.api.tune.measure import of_float, of_quantized
 from nc.api.tune.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
-from nc.api.tune.solve import Assignment, front_of, spread
+from nc.api.tune.solve import Assignment, front_of, in_largest_gap, spread
 from nc.api.tune.table import Tried, steps_of, table_of
-from nc.api.tune.trials import Result, Trials
-from nc.backends.profiling.latency import median, timed_rounds
-from nc.backends.profiling.own_model import OwnModel
-from nc.capture.export_guards import eval_mode
+from nc.api.tune.trials import Trials
 from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
-from nc.errors import ConfigError, InputError, NCError
+from nc.errors import BackendError, ConfigError, NCError
 from nc.formats.reasons import Cause
 from nc.process.torch_settings import check_default_device
 
-#: Seconds for the time of a point, for each entry of the mix.
-SECONDS = 1.0
-#: Rounds that are counted at least.
-_ROUNDS = 5
 _AUTO, _BF16 = "auto", "bf16"
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -204,18 +198,8 @@ class _Search:
         key = self._key_of(float_config())
         result = self._trials.find(key)
         if result is None:
-            times = [self._timed(entry, None)[0] for entry in self._mix]
             size = sum(b.numel() * b.element_size() for b in self._prepared.graph.module.buffers())
-            with eval_mode(self._model):
-                metric = self._judged(self._model, math.inf)
-            result = Result(
-                metric=metric,
-                sqnr_db=None,
-                fp32_ratio=1.0,
-                ms=sum(times),
-                spread=(1.0, 1.0),
-                weight_bytes=size,
-            )
+            result = of_float(self._model, self._metric, self._mix, size)
             self._trials.keep(key, result)
         self._points.append(FrontPoint(name=REFERENCE, config=float_config(), result=result, drop=0.0))
 
@@ -261,11 +245,12 @@ class _Search:
         first = spread(front, max(2, points - points // 3))
         for assignment in first:
             self._mixed(assignment, groups, values)
-        left = list(front)
+        tried_ones = list(first)
         for _ in range(points - len(first)):
-            between = _in_largest_gap(self._points, left)
+            between = in_largest_gap(front, tried_ones)
             if between is None:
                 return
+            tried_ones.append(between)
             self._mixed(between, groups, values)
 
     def _mixed(
@@ -305,7 +290,9 @@ class _Search:
             estimated: see `FrontPoint`.
             judged: the model is wanted with the noise of each operator, even if its result is known.
         """
-        if any(config == point.config for point in self._points):
+        same = next((point.name for point in self._points if point.config == config), None)
+        if same is not None:
+            self._notes += [f"{name} is the same configuration as {same}."] if judged else []
             return None
         if time.monotonic() > self._end:
             note = "The budget ended before all points were measured."
@@ -316,21 +303,18 @@ class _Search:
         result = self._trials.find(key)
         q_model = None
         if result is None or judged:
-            asked = Conversion(
-                measure=False, verify="off", judged=self._prepared.few_rows() if judged else ()
-            )
-            try:
-                q_model = make(asked) if make is not None else prepare().lowered(asked)  # type: ignore[misc]
-            except NCError as error:
-                self._notes.append(f"{name} could not be converted: {error}")
-                return None
-            unseen = [d.operator for d in q_model.graph.plan.decisions if d.stays_for(Cause.NEVER_RAN)]
-            if unseen and estimated is not None:
-                self._notes.append(f"{name} is left out: {', '.join(unseen)} were not calibrated for it.")
+            q_model = self._converted(name, prepare, make, judged=judged, mixed=estimated is not None)
+            if q_model is None:
                 return None
         if result is None:
             assert q_model is not None
-            result = self._result(q_model)
+            try:
+                result = of_quantized(
+                    q_model, self._prepared, self._model, self._metric, self._mix, self._points[0].ms
+                )
+            except BackendError as error:
+                self._notes.append(f"{name} is left out: {error}")
+                return None
             self._trials.keep(key, result)
         drop = self._points[0].metric - result.metric
         self._points.append(
@@ -338,57 +322,28 @@ class _Search:
         )
         return q_model
 
-    def _result(self, q_model: QuantizedModel) -> Result:
-        """Return what a model gives."""
-        sqnr_db = self._prepared.sqnr_db(q_model)
-        timed = [self._timed(entry, q_model) for entry in self._mix]
-        fp32, ms = sum(each[0] for each in timed), sum(each[1] for each in timed)
-        doubts = [each[3] for each in timed if each[3]]
-        return Result(
-            metric=self._judged(q_model, sqnr_db),
-            sqnr_db=sqnr_db if math.isfinite(sqnr_db) else None,
-            fp32_ratio=fp32 / ms,
-            ms=ms * (self._points[0].ms / fp32),
-            spread=timed[0][2],
-            weight_bytes=q_model.engine.report().weight_bytes,
-            note="; ".join(doubts),
-        )
-
-    def _judged(self, model: Any, sqnr_db: float) -> float:
-        """Return the metric of a model."""
-        if self._metric is None:
-            return float(1 - 10 ** (-sqnr_db / 10))
-        with torch.no_grad():
-            value = self._metric(model)
+    def _converted(
+        self,
+        name: str,
+        prepare: Callable[[], PreparedModel] | None,
+        make: Callable[[Conversion], QuantizedModel] | None,
+        *,
+        judged: bool,
+        mixed: bool,
+    ) -> QuantizedModel | None:
+        """Return a point's model; None, with a note, where there is none. Arguments as for `_measured`."""
+        # what is wrong shows in the metric; the user's own conversion is verified
+        asked = Conversion(measure=False, verify="off", judged=self._prepared.few_rows() if judged else ())
         try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            msg = f"metric gave {value!r} for {type(model).__name__}: expected a finite number."
-            raise InputError(msg)
-        return number
-
-    def _timed(
-        self, entry: Call, q_model: QuantizedModel | None
-    ) -> tuple[float, float, tuple[float, float], str]:
-        """Return fp32's milliseconds, the model's, quartiles of the ratio, and what disturbed them."""
-        own = OwnModel(self._model, *entry)
-        args, kwargs = own.copies()
-        with torch.no_grad(), own.called() as (call, why):
-            if call is None:
-                msg = f"The float model can't be timed: {why}."
-                raise InputError(msg)
-            calls: dict[str, Callable[[], object]] = {REFERENCE: call}
-            if q_model is not None:
-                calls["quantized"] = lambda: q_model(*args, **kwargs)
-                for _ in range(3):  # plans for these sizes
-                    calls["quantized"]()
-            rounds, _, load = timed_rounds(calls, SECONDS, least=_ROUNDS)
-        times = median(rounds)
-        ratios = sorted(each[REFERENCE] / each.get("quantized", each[REFERENCE]) for each in rounds)
-        quartiles = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        return times[REFERENCE], times.get("quantized", times[REFERENCE]), quartiles, load.disturbed()
+            q_model = make(asked) if make is not None else prepare().lowered(asked)  # type: ignore[misc]
+        except NCError as error:
+            self._notes.append(f"{name} could not be converted: {error}")
+            return None
+        unseen = [d.operator for d in q_model.graph.plan.decisions if d.stays_for(Cause.NEVER_RAN)]
+        if unseen and mixed:
+            self._notes.append(f"{name} is left out: {', '.join(unseen)} were not calibrated for it.")
+            return None
+        return q_model
 
     def _key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
         return {**self._key, "config": config.to_dict()}
@@ -407,21 +362,6 @@ class _Search:
                 best=min(near, key=lambda p: p.ms) if near else None,
             )
         )
-
-
-def _in_largest_gap(points: Sequence[FrontPoint], left: list[Assignment]) -> Assignment | None:
-    """Take the assignment nearest to the middle of the largest gap in time between measured points.
-
-    Gaps count between points that were solved for; assignments that were measured are taken out.
-    """
-    known = sorted({point.estimated for point in points if point.estimated is not None}, key=lambda e: e[1])
-    left[:] = [each for each in left if (each.error, each.ms) not in known]
-    gaps = [(high[1] - low[1], low[1], high[1]) for low, high in zip(known, known[1:], strict=False)]
-    for _, low, high in sorted(gaps, reverse=True):
-        inside = [each for each in left if low < each.ms < high]
-        if inside:
-            return min(inside, key=lambda each: abs(each.ms - (low + high) / 2))
-    return None
 
 
 def _seconds(budget: str | float) -> float:

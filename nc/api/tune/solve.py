@@ -9,6 +9,7 @@ optimal for the time that they take, and nothing but a sort is needed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 
@@ -68,6 +69,20 @@ def spread(front: Sequence[Assignment], count: int) -> tuple[Assignment, ...]:
     wanted = [first + (last - first) * i / max(1, count - 1) for i in range(count)]
     nearest = [min(front, key=lambda each: abs(each.ms - ms)) for ms in wanted]
     return tuple(dict.fromkeys([front[0], *nearest[1:-1], front[-1]]))
+
+
+def in_largest_gap(front: Sequence[Assignment], taken: Sequence[Assignment]) -> Assignment | None:
+    """Return an assignment in the middle of the largest gap in time between those that are taken.
+
+    None where nothing lies between them.
+    """
+    ordered = sorted(taken, key=lambda each: each.ms)
+    pairs = sorted(itertools.pairwise(ordered), key=lambda pair: pair[0].ms - pair[1].ms)
+    for low, high in pairs:
+        inside = [each for each in front if low.ms < each.ms < high.ms and each not in taken]
+        if inside:
+            return min(inside, key=lambda each: abs(each.ms - (low.ms + high.ms) / 2))
+    return None
 
 
 def _hull(options: Mapping[str, Cost]) -> list[str]:

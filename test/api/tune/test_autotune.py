@@ -117,5 +117,5 @@ def test_bad_settings(options, says):
 def test_bad_calls(model):
     with pytest.raises(ConfigError, match="expected a TuningConfig, but got dict"):
         autotune(model, {}, lambda m: 1)
-    with pytest.raises(InputError, match="eval_fn gave None"):
+    with pytest.raises(InputError, match="gave None for Sequential: expected a finite number"):
         autotune(model, TuningConfig(config_set=DYNAMIC), lambda m: None)

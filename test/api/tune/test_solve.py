@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nc.api.tune.solve import Cost, front_of, spread
+from nc.api.tune.solve import Assignment, Cost, front_of, in_largest_gap, spread
 
 
 def tables(count=40):
@@ -55,3 +55,15 @@ def test_a_part_of_a_front_has_both_ends_and_even_steps():
     assert (part[0], part[-1]) == (front[0], front[-1])
     assert [round(each.ms) for each in part] == [40, 35, 30, 25, 20]
     assert spread(front[:3], 5) == front[:3]
+
+
+def test_the_middle_of_the_largest_gap_comes_next():
+    front = [Assignment((str(ms),), 1 / ms, float(ms)) for ms in (20, 16, 14, 9, 4, 2, 1)]
+    taken = [front[0], front[-1]]
+    found = []
+    while (each := in_largest_gap(front, taken)) is not None:
+        taken.append(each)
+        found.append(each.ms)
+    assert found[:3] == [9, 14, 4]
+    assert sorted(found) == [2, 4, 9, 14, 16]
+    assert in_largest_gap(front, front[:1]) is None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import nc
+from nc.api.tune import measure as measuring
 from nc.api.tune import search as searching
 from nc.errors import ConfigError, InputError, NCWarning
 from nc.numerics.metrics import sqnr_db
@@ -39,7 +40,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(searching, "SECONDS", 0.02)
+    monkeypatch.setattr(measuring, "SECONDS", 0.02)
 
 
 def calibrate(prepared):
@@ -55,7 +56,7 @@ def tuned(model, **options):
 @pytest.fixture(scope="module")
 def front(model):
     patch = pytest.MonkeyPatch()
-    patch.setattr(searching, "SECONDS", 0.02)
+    patch.setattr(measuring, "SECONDS", 0.02)
     yield tuned(model)
     patch.undo()
 
@@ -174,18 +175,18 @@ def test_progress_has_all_that_is_needed(model):
 
 def test_a_mix_of_sizes_comes_from_the_data(model):
     sizes = []
-    original = searching._Search._timed
+    original = measuring._timed
 
-    def noted(self, entry, q_model):
+    def noted(own, entry, q_model):
         sizes.append(tuple(entry[0][0].shape))
-        return original(self, entry, q_model)
+        return original(own, entry, q_model)
 
     def uneven(prepared):
         for rows in (4, 8, 4, 16):
             prepared(torch.randn(rows, 32))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching._Search, "_timed", noted)
+        patch.setattr(measuring, "_timed", noted)
         nc.tune(model, DATA[0], uneven, candidates=CANDIDATES, points=1, budget=1e-6)
         assert sizes[0] == (4, 32)
         assert set(sizes) == {(4, 32), (8, 32), (16, 32)}
@@ -247,7 +248,7 @@ def test_the_users_model_and_folder_stay_as_they_are(model, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "SECONDS", 0.01)
+        patch.setattr(measuring, "SECONDS", 0.01)
         tuned(model, points=1)
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -267,6 +268,27 @@ def test_a_candidate_that_can_not_be_converted_is_said(model, monkeypatch):
     front = tuned(model, points=1)
     assert "rows could not be converted: no such kernel" in front.notes
     assert "rows" not in {point.name for point in front.measured}
+
+
+def test_a_model_whose_outputs_are_no_numbers_is_left_out(model, monkeypatch):
+    original = searching.PreparedAuto.sqnr_db
+    static = lambda q: all(d.spec.mode == "static" for d in q.graph.plan.quantized)  # noqa: E731
+
+    def of_some(self, q):
+        return math.nan if static(q) else original(self, q)
+
+    monkeypatch.setattr(searching.PreparedAuto, "sqnr_db", of_some)
+    front = tuned(model, points=1)
+    assert "static is left out: its outputs on calibration data hold NaN or infinite values" in front.notes
+    assert "static" not in {point.name for point in front.measured}
+    assert "rows" in {point.name for point in front.measured}
+
+
+def test_candidates_that_are_the_same_are_said(model):
+    front = tuned(
+        model, points=1, candidates={"one": nc.DynamicQuantConfig(), "two": nc.DynamicQuantConfig()}
+    )
+    assert "two is the same configuration as one." in front.notes
 
 
 def test_no_point_meets_a_time(front):

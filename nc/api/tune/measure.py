@@ -1,0 +1,136 @@
+"""What a model gives: the user's metric, its distance to fp32, its time in turns with the float model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nc.api.auto.prepared import PreparedAuto
+from nc.api.quantized import QuantizedModel
+from nc.api.tune.identity import Call, Metric
+from nc.api.tune.trials import Result
+from nc.backends.profiling.latency import median, timed_rounds
+from nc.backends.profiling.own_model import OwnModel
+from nc.capture.export_guards import eval_mode
+from nc.errors import BackendError, InputError
+
+#: Seconds for the time of a model, for each entry of the mix.
+SECONDS = 1.0
+#: Rounds that are counted at least, and calls that make plans for new sizes.
+_ROUNDS, _WARM_UP = 5, 3
+_FP32, _QUANTIZED = "fp32", "quantized"
+
+
+def score(function: Callable[..., Any], model: Any, *args: Any) -> float:
+    """Return what the user's metric says of a model.
+
+    Raises:
+        InputError: it is no finite number.
+    """
+    with torch.no_grad():
+        value = function(model, *args)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        name = getattr(function, "__name__", type(function).__name__)
+        msg = f"The metric {name} gave {value!r} for {type(model).__name__}: expected a finite number."
+        raise InputError(msg)
+    return number
+
+
+def of_float(model: torch.nn.Module, metric: Metric | None, mix: Sequence[Call], weight_bytes: int) -> Result:
+    """Return what the float model gives; its metric is 1 where there is no function.
+
+    Raises:
+        InputError: the metric gives no finite number, or the model fails on inputs of the mix.
+    """
+    with eval_mode(model):
+        value = 1.0 if metric is None else score(metric, model)
+    times = [_timed(model, entry, None) for entry in mix]
+    return Result(
+        metric=value,
+        sqnr_db=None,
+        fp32_ratio=1.0,
+        ms=sum(each[0] for each in times),
+        spread=(1.0, 1.0),
+        weight_bytes=weight_bytes,
+        note=_doubts(times),
+    )
+
+
+def of_quantized(
+    q_model: QuantizedModel,
+    prepared: PreparedAuto,
+    model: torch.nn.Module,
+    metric: Metric | None,
+    mix: Sequence[Call],
+    fp32_ms: float,
+) -> Result:
+    """Return what a quantized model gives.
+
+    Args:
+        q_model: it.
+        prepared: knows the data that it is judged by.
+        model: the float model, with which it takes turns.
+        metric: see `nc.tune`.
+        mix: calls that are timed.
+        fp32_ms: of the float model when it was measured first; times are given in that measure, since a
+            machine is not equally fast all the time.
+
+    Raises:
+        InputError: the metric gives no finite number.
+        BackendError: its outputs are no numbers.
+    """
+    sqnr_db = prepared.sqnr_db(q_model)
+    if math.isnan(sqnr_db) or sqnr_db == -math.inf:
+        msg = "its outputs on calibration data hold NaN or infinite values"
+        raise BackendError(msg)
+    value = float(1 - 10 ** (-sqnr_db / 10)) if metric is None else score(metric, q_model)
+    times = [_timed(model, entry, q_model) for entry in mix]
+    fp32, own = sum(each[0] for each in times), sum(each[1] for each in times)
+    return Result(
+        metric=value,
+        sqnr_db=sqnr_db if math.isfinite(sqnr_db) else None,
+        fp32_ratio=fp32 / own,
+        ms=own * (fp32_ms / fp32),
+        spread=times[0][2],
+        weight_bytes=q_model.engine.report().weight_bytes,
+        note=_doubts(times),
+    )
+
+
+_Timed = tuple[float, float, tuple[float, float], str]
+
+
+def _timed(model: torch.nn.Module, entry: Call, q_model: QuantizedModel | None) -> _Timed:
+    """Return fp32's milliseconds, the model's, quartiles of the ratio, and what disturbed them.
+
+    Raises:
+        InputError: the float model fails on these inputs.
+    """
+    own = OwnModel(model, *entry)
+    args, kwargs = own.copies()
+    with torch.no_grad(), own.called() as (call, why):
+        if call is None:
+            msg = f"The float model can't be timed: {why}."
+            raise InputError(msg)
+        calls: dict[str, Callable[[], object]] = {_FP32: call}
+        if q_model is not None:
+            calls[_QUANTIZED] = lambda: q_model(*args, **kwargs)
+            for _ in range(_WARM_UP):
+                calls[_QUANTIZED]()
+        rounds, _, load = timed_rounds(calls, SECONDS, least=_ROUNDS)
+    times = median(rounds)
+    ratios = sorted(each[_FP32] / each.get(_QUANTIZED, each[_FP32]) for each in rounds)
+    quartiles = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    return times[_FP32], times.get(_QUANTIZED, times[_FP32]), quartiles, load.disturbed()
+
+
+def _doubts(times: Sequence[_Timed]) -> str:
+    """Return what disturbed the times, each text once."""
+    return "; ".join(dict.fromkeys(doubt for *_, doubt in times if doubt))
