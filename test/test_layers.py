@@ -17,7 +17,9 @@ DEFERRED = {
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
     "nc.__main__": ("nc.cli.main",),  # after it is known that the package is ours
     "nc.cli.main": ("nc",),  # `--help` must not wait for torch
+    "nc.cli.bench": ("nc",),
     "nc.cli.check": ("nc",),
+    "nc.cli.machine": ("nc",),
     "nc.cli.report": ("nc",),
     "nc.cli.shell": ("nc.backends",),
 }

@@ -54,7 +54,6 @@ def check(
     The result is one line of JSON.
     """
     from nc.api.artefact import load
-    from nc.api.quantized import QuantizedModel
     from nc.api.report_page import page_of
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
@@ -63,10 +62,7 @@ def check(
     if why:
         raise inputs.RequestError(why)
     function = None if metric is None else inputs.named_function(metric)
-    q_model = load(folder)
-    if not isinstance(q_model, QuantizedModel):
-        msg = f"{folder} holds a {type(q_model).__name__} with low-bit weights and no example inputs to time."
-        raise inputs.RequestError(msg)
+    q_model = inputs.captured(load(folder), folder)
     others: dict[str, tuple[Any, float | None]] = {}
     if fp32 is not None:
         others["fp32"] = inputs.make_model(fp32), min_speedup

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from nc.api.preparation.base import Preparation
+from nc.api.quantized import QuantizedModel
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import InputError, NCError
@@ -195,6 +196,21 @@ def read_config(path: Path) -> AnyConfig | AutoConfig:
     except (NCError, TypeError, UnicodeDecodeError) as error:
         msg = f"{path}: {error}"
         raise RequestError(msg) from error
+
+
+def captured(model: object, folder: Path) -> QuantizedModel:
+    """Return what was loaded from a folder; it has to be a captured model, which has example inputs.
+
+    Raises:
+        RequestError: it has low-bit weights alone.
+    """
+    if isinstance(model, QuantizedModel):
+        return model
+    msg = (
+        f"{folder} holds a {type(model).__name__} with low-bit weights and no example inputs to time. In "
+        "Python: nc.report(nc.load(…), profile_inputs=…)."
+    )
+    raise RequestError(msg)
 
 
 def make_model(factory: str) -> torch.nn.Module:

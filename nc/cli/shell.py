@@ -102,3 +102,15 @@ class BackendOption(click.Option):
         *names, last = ("auto", *backend_names())
         self.help = f"{', '.join(names)} or {last}."
         return super().get_help_record(ctx)
+
+
+@contextlib.contextmanager
+def step_of(progress: Progress, text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a step, which is done at the end of the block; yields what tells how far it is."""
+    step = progress.add_task(text, total=1)
+
+    def say(done: int, total: int, name: str) -> None:
+        progress.update(step, completed=done, total=total, description=f"{text}: {name}")
+
+    yield say
+    progress.update(step, completed=1, total=1, description=text)
