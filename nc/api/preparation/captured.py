@@ -122,6 +122,16 @@ class PreparedModel(CapturedPreparation):
             *all_needs(self._algorithms, self.graph.module, self.plan).statistics,
         ]
 
+    def unseen(self) -> tuple[str, ...]:
+        """Return operators of which something is needed that is not collected: calibration was another's."""
+        return tuple(
+            dict.fromkeys(
+                watch.operator
+                for watch in self.watches()
+                if (watch.node.name, watch.statistic.name) not in self.observers
+            )
+        )
+
     def room(self) -> Bound | None:
         """Return how many samples are to be kept; None: none."""
         return all_needs(self._algorithms, self.graph.module, self.plan).samples

@@ -34,8 +34,8 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Return the groups of some operators, in execution order.
 
-    Coupled are linears that read one tensor, the two products of an attention, a sum with the convolutions
-    that it adds, and what an engine computes in one step.
+    Coupled are calls of one module, linears that read one tensor, the two products of an attention, a sum
+    with the convolutions that it adds, and what an engine computes in one step.
 
     Args:
         module: the captured graph, whose nodes say in `meta` which operator they are.
@@ -57,7 +57,9 @@ def groups_of(
 def _coupled(nodes: Mapping[fx.Node, str]) -> Iterator[tuple[str, str]]:
     """Yield pairs of operators."""
     readers: dict[fx.Node, str] = {}
+    calls: dict[str, str] = {}
     for node, name in nodes.items():
+        yield calls.setdefault(name.partition("@")[0], name), name
         kind, source = kind_of_node(node), first_input(node)
         if kind == "linear" and source is not None:
             yield readers.setdefault(source, name), name

@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
-from nc.config import AnyConfig, QuantConfig, StaticQuantConfig
+from nc.config import AnyConfig, QuantConfig, SmoothQuantConfig, StaticQuantConfig
 from nc.formats import Capabilities
+from nc.formats.rule_key import ParsedKey, parse_keys
 from nc.graph.plan import Plan
-from nc.planning.matching import matches_of, merged
+from nc.planning.matching import match_level, matches_of, merged
 
 #: Name of the option that leaves operators alone.
 FP32 = "fp32"
@@ -58,15 +59,24 @@ def mixed(graph: Graph, chosen: Mapping[str, str], options: Mapping[str, Planned
     outer = max(options, key=lambda name: counts[name])
     config = copy.deepcopy(options[outer].config)
     operators = {each.name: each for each in graph.operators}
+    ruled = [name for name, option in chosen.items() if option != outer]
+    keys = parse_keys(ruled) if ruled else ()
+    # a name may be a type's or a pattern too ("matmul", "a.b"): what it meets of the others gets its own rule
+    ruled += [name for name in chosen if name not in ruled and _is_met(operators[name], keys, graph)]
     by_rule: dict[str, tuple[QuantConfig, list[str]]] = {}
-    for name, option in chosen.items():
-        if option == outer:
-            continue
+    for name in ruled:
+        option = chosen[name]
         rule = float_config() if option == FP32 else _rule(graph, operators[name], options[option])
         by_rule.setdefault(repr(rule), (rule, []))[1].append(name)
     for rule, names in by_rule.values():
         config.set_local(list(names), rule)
     return config
+
+
+def _is_met(operator: Operator, keys: Sequence[ParsedKey], graph: Graph) -> bool:
+    """Whether one of the keys of rules matches an operator."""
+    modules = frozenset(graph.submodules)
+    return any(match_level(key, operator, modules) is not None for key in keys)
 
 
 def _rule(graph: Graph, operator: Operator, option: PlannedCandidate) -> QuantConfig:
@@ -80,4 +90,7 @@ def _rule(graph: Graph, operator: Operator, option: PlannedCandidate) -> QuantCo
     matches = matches_of(operator, option.config, row, frozenset(graph.submodules))
     values, _ = merged(matches)
     kind = type(matches[0].config)
-    return kind(**{name: values[name] for name, field in kind.FIELDS.items() if not field.outer})
+    if kind is SmoothQuantConfig and decision.spec.smooth is None:
+        kind = StaticQuantConfig  # a rule by name would smooth what the candidate leaves as it is
+    fields = (name for name, field in kind.FIELDS.items() if name in values and not field.outer)
+    return kind(**{name: values[name] for name in fields})

@@ -31,7 +31,6 @@ from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
 from nc.errors import BackendError, ConfigError, NCError
-from nc.formats.reasons import Cause
 from nc.process.torch_settings import check_default_device
 
 _AUTO, _BF16 = "auto", "bf16"
@@ -303,7 +302,7 @@ class _Search:
         result = self._trials.find(key)
         q_model = None
         if result is None or judged:
-            q_model = self._converted(name, prepare, make, judged=judged, mixed=estimated is not None)
+            q_model = self._converted(name, prepare, make, judged=judged)
             if q_model is None:
                 return None
         if result is None:
@@ -329,21 +328,23 @@ class _Search:
         make: Callable[[Conversion], QuantizedModel] | None,
         *,
         judged: bool,
-        mixed: bool,
     ) -> QuantizedModel | None:
         """Return a point's model; None, with a note, where there is none. Arguments as for `_measured`."""
         # what is wrong shows in the metric; the user's own conversion is verified
         asked = Conversion(measure=False, verify="off", judged=self._prepared.few_rows() if judged else ())
         try:
-            q_model = make(asked) if make is not None else prepare().lowered(asked)  # type: ignore[misc]
+            if make is not None:
+                return make(asked)
+            assert prepare is not None
+            prepared = prepare()
+            unseen = prepared.unseen()
+            if unseen:
+                self._notes.append(f"{name} is left out: {', '.join(unseen)} were not calibrated for it.")
+                return None
+            return prepared.lowered(asked)
         except NCError as error:
             self._notes.append(f"{name} could not be converted: {error}")
             return None
-        unseen = [d.operator for d in q_model.graph.plan.decisions if d.stays_for(Cause.NEVER_RAN)]
-        if unseen and mixed:
-            self._notes.append(f"{name} is left out: {', '.join(unseen)} were not calibrated for it.")
-            return None
-        return q_model
 
     def _key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
         return {**self._key, "config": config.to_dict()}

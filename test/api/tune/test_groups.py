@@ -54,6 +54,18 @@ def test_what_an_engine_computes_in_one_step():
     assert found(linears, torch.randn(2, 8), fused) == [("0", "2"), ("4",)]
 
 
+def test_calls_of_one_module():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(self.fc(x).relu())
+
+    assert found(Twice(), torch.randn(2, 8)) == [("fc", "fc@1")]
+
+
 def test_equal_blocks_have_the_same_pattern():
     model = nn.Sequential(Attention(), Attention()).eval()
     x = torch.randn(2, 5, 16)

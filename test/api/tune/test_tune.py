@@ -284,6 +284,26 @@ def test_a_model_whose_outputs_are_no_numbers_is_left_out(model, monkeypatch):
     assert "rows" in {point.name for point in front.measured}
 
 
+def test_what_was_not_calibrated_is_left_out_and_said(model, monkeypatch):
+    original = searching.PreparedModel.unseen
+    mixed = lambda self: bool(self.quant_config.to_dict().get("local"))  # noqa: E731
+    monkeypatch.setattr(
+        searching.PreparedModel, "unseen", lambda self: ("0.up",) if mixed(self) else original(self)
+    )
+    front = tuned(model)
+    assert all(point.estimated is None or not point.config.to_dict()["local"] for point in front.measured)
+    assert any(note.endswith("is left out: 0.up were not calibrated for it.") for note in front.notes)
+
+
+def test_a_preparation_knows_what_it_has_not_seen(model):
+    one, other = (
+        nc.prepare(model, nc.StaticQuantConfig(act_algo=a), example_inputs=DATA[0]) for a in ("minmax", "kl")
+    )
+    assert one.unseen() == ()
+    one.observed = other.observed
+    assert "0.up" in one.unseen()
+
+
 def test_candidates_that_are_the_same_are_said(model):
     front = tuned(
         model, points=1, candidates={"one": nc.DynamicQuantConfig(), "two": nc.DynamicQuantConfig()}
