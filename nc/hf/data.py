@@ -34,7 +34,7 @@ def batches_of(
         processor: its tokenizer, image processor, feature extractor, or what joins these; None: there is
             none.
         data: texts, pairs of texts, pictures, sounds, rows with one of these, or batches of tensors by name;
-            labels of batches are left out.
+            labels of batches are left out: what is calibrated gives outputs alone.
         why_none: why there is no processor.
 
     Raises:
@@ -46,7 +46,7 @@ def batches_of(
         raise InputError(msg)
     main = str(getattr(model, "main_input_name", ""))
     surface = inspect.signature(QuantizedTransformer.forward).parameters
-    names = set(inspect.signature(model.forward).parameters) & set(surface)
+    names = (set(inspect.signature(model.forward).parameters) & set(surface)) - _LABELS
     if all(_is_batch(item, main) for item in items):
         return [_batch(item, main, names) for item in items]
     reads = _READS.get(main)
