@@ -125,7 +125,7 @@ class Report:
 
     def summary(self) -> str:
         """Return the verdict and the figures, without the table of operators."""
-        return f"{self._verdict()}\n{self._figures()}"
+        return f"{self._verdict()}\n{self.figures()}"
 
     def _verdict(self) -> str:
         """Return what decides whether the model is of use, and what to do about that."""
@@ -141,7 +141,8 @@ class Report:
         """Return how far from fp32 it is where that is hopeless, and the speed, without advice."""
         return "\n".join([*accuracy_lines(self.sqnr_vs_fp32_db, self.health), *self._speed()])
 
-    def _figures(self) -> str:
+    def figures(self) -> str:
+        """Return the figures: what runs in which precision, sizes, errors, and what algorithms did."""
         lines = [
             f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"
         ]
@@ -232,7 +233,7 @@ class Report:
             self.headline(),
             listed("not int8, and why:", reason_lines(self.ops)),
             listed("what to do next:", next_steps(self)),
-            self._figures(),
+            self.figures(),
         ]
         parts = ["\n".join(flowing(text, _COLUMNS)) for text in texts if text]
         return "\n\n".join([*parts, self.table(_COLUMNS, fold=True)])

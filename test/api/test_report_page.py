@@ -1,5 +1,6 @@
 """The page of a report: all that the report has, nothing from elsewhere, names escaped, small."""
 
+import dataclasses
 import html.parser
 import json
 
@@ -9,6 +10,8 @@ from click.testing import CliRunner
 from torch import nn
 
 import nc
+from nc.api.page_strip import cells_of
+from nc.backends.profiling.profile import EngineCall, Profile
 from nc.cli.main import main
 from nc.errors import ConfigError
 
@@ -77,8 +80,7 @@ def test_the_page_says_what_the_report_says(q_model, tmp_path, profiled):
         assert op.reason in words
     assert ("Where the time goes" in words) == profiled
     assert torch.__version__ in words
-    assert len(page.cells) == len(report.ops)
-    kinds = [cell[0] for cell in page.cells]
+    kinds = [cell[0] for cell in page.cells if cell[0] != "conversion"]
     assert kinds == [op.ran if op.ran in ("int8", "bf16", "fp32") else "other" for op in report.ops]
     ends = [(x, x + width) for _, x, width in page.cells]
     assert ends[0][0] == 0
@@ -88,7 +90,24 @@ def test_the_page_says_what_the_report_says(q_model, tmp_path, profiled):
     )
     weights = [(op.share or 0.0) if profiled else (op.multiply_adds or 0) for op in report.ops]
     widest = max(range(len(weights)), key=weights.__getitem__)
-    assert max(page.cells, key=lambda cell: cell[2]) == page.cells[widest]
+    own = [cell for cell in page.cells if cell[0] != "conversion"]
+    assert max(own, key=lambda cell: cell[2]) == own[widest]
+
+
+def test_conversions_and_low_bit_weights_have_cells(q_model):
+    ops = [dataclasses.replace(op, share=0.25) for op in q_model.report().ops[:2]]
+    ops.append(dataclasses.replace(ops[0], operator="low", ran="int4 weight"))
+    names = [op.operator for op in ops]
+    steps = [
+        EngineCall(name="x", operators=(names[0],), ms=1.0),
+        EngineCall(name="aten::to", converts=True, serves=names[1], ms=2.0),
+        EngineCall(name="aten::to", converts=True, ms=0.5),
+        EngineCall(name="x", operators=(names[1],), ms=0.5),
+    ]
+    cells, meaning = cells_of(ops, Profile(steps=tuple(steps), call_ms=4.0, calls=1, threads=1))
+    assert [cell.form for cell in cells] == [ops[0].ran, "conversion", ops[1].ran, "low-bit", "conversion"]
+    assert [cell.weight for cell in cells] == [0.25, 0.5, 0.25, 0.25, 0.125]
+    assert meaning == "share of the time"
 
 
 def test_plain_values_and_other_endings(q_model, tmp_path):
