@@ -20,6 +20,7 @@ from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import COSTLY
 from nc.errors import ConfigError
 from nc.formats.reasons import Cause
+from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied, Decision
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
@@ -60,6 +61,8 @@ class Report:
             operators read in it.
         multiply_add_shares: the same of the multiply-adds on the example inputs.
         unknown_multiply_adds: operators whose multiply-adds are not known, and so in no share.
+        evidence: configuration, errors along the depth, the worst ranges and channels, see
+            `nc.graph.evidence`; None for artefacts that do not have it.
     """
 
     backend: str
@@ -84,6 +87,7 @@ class Report:
     weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unknown_multiply_adds: tuple[str, ...] = ()
+    evidence: Evidence | None = None
 
     @property
     def asked_int8(self) -> int:
@@ -325,6 +329,7 @@ def build(
         weight_shares=fractions(shares.weights),
         multiply_add_shares=fractions(shares.multiply_adds),
         unknown_multiply_adds=shares.unknown,
+        evidence=graph.evidence,
     )
 
 

@@ -16,10 +16,13 @@ import torch
 from nc._version import __version__
 from nc.api.advice import next_steps, reasons
 from nc.api.op_report import OpReport
+from nc.api.page_pictures import STYLE as PICTURES
+from nc.api.page_pictures import configuration, pictures
 from nc.api.page_strip import SCRIPT, STYLE, strip
 from nc.backends import cpu
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
+from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied
 from nc.graph.qdq import Finding
 from nc.text.html_page import SORTING, bullets, document, escaped, table
@@ -46,6 +49,8 @@ class Shown(Protocol):
     def rewrites(self) -> Sequence[str]: ...  # noqa: D102
 
     @property
+    def evidence(self) -> Evidence | None: ...  # noqa: D102
+    @property
     def verdict(self) -> Verdict | None: ...  # noqa: D102
     @property
     def sqnr_vs_fp32_db(self) -> float: ...  # noqa: D102
@@ -55,13 +60,14 @@ class Shown(Protocol):
     def to_dict(self) -> dict[str, Any]: ...  # noqa: D102
 
 
-def page_of(report: Shown, title: str = "", above: str = "") -> str:
+def page_of(report: Shown, title: str = "", above: str = "", below: str = "") -> str:
     """Return the page of a report.
 
     Args:
         report: it.
         title: of the page; "" takes the verdict.
         above: content on top, whose texts are escaped.
+        below: content behind the findings, likewise.
     """
     verdict, *more = report.headline().splitlines()
     parts = [
@@ -73,16 +79,19 @@ def page_of(report: Shown, title: str = "", above: str = "") -> str:
         strip(report.ops, report.profile),
         _next_steps(report),
         _times(report),
+        pictures(report.evidence),
         _not_int8(report),
         "<h2>All operators</h2>",
         _table(report),
         _findings(report),
+        below,
         f"<h2>Figures</h2><pre>{escaped(report.figures())}</pre>",
         "<h2>Where this was made</h2>",
         table(("what", "value"), _machine().items()),
+        configuration(report.evidence),
     ]
     name = title or "Report of a quantized model"
-    return document(name, "".join(parts), style=STYLE, script=SCRIPT + SORTING)
+    return document(name, "".join(parts), style=STYLE + PICTURES, script=SCRIPT + SORTING)
 
 
 def _not_int8(report: Shown) -> str:

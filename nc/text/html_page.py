@@ -37,7 +37,7 @@ document.querySelectorAll("table").forEach(function (table) {
     row.head = row.cells.length === 1;
     row.short = text;
     row.full = open.map(function (each) { return each.name; }).concat(name).join(".");
-    if (row.head) open.push({deep: deep, name: name.replace(/ \(\d+ times\)$/, "")});
+    if (row.head) open.push({deep: deep, name: name.replace(/ [(][0-9]+ times[)]$/, "")});
   });
   function key(row, at) { return at ? row.cells[at].textContent : row.full; }
   function compare(one, other) {
