@@ -59,10 +59,10 @@ def comparison(one: Compared, other: Compared, names: tuple[str, str]) -> str:
     return f"<h2>Two artefacts compared</h2>{table(('what', *names), rows)}{found}"
 
 
-def differences(one: Sequence[OpReport], other: Sequence[OpReport]) -> list[tuple[str, str, str, str]]:
+def differences(one: Sequence[OpReport], other: Sequence[OpReport]) -> list[tuple[str, ...]]:
     """Return what differs: the operator, what of it, and both values; operators are known by their names."""
     left, right = ({op.operator: op for op in ops} for ops in (one, other))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in dict.fromkeys((*left, *right)):
         if name not in left or name not in right:
             rows.append((name, "exists", *("yes" if name in ops else "no" for ops in (left, right))))

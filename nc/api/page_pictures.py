@@ -16,7 +16,8 @@ STYLE = """
 .grid figure { margin: 0; break-inside: avoid } figcaption { font-size: 13px; overflow-wrap: anywhere }
 polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke }
 .local { stroke: var(--int8) } .cumulative { stroke: var(--fp32); stroke-dasharray: 6 3 }
-.grid svg { height: 90px; border-bottom: 1px solid var(--line) } line { vector-effect: non-scaling-stroke; stroke-width: 2 }
+.grid svg { height: 90px; border-bottom: 1px solid var(--line) }
+line { vector-effect: non-scaling-stroke; stroke-width: 2 }
 .chosen { stroke: var(--fp32) } .bar { fill: var(--int8) } .before { stroke: var(--fp32) }
 .after { stroke: var(--int8) }
 """

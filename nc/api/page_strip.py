@@ -33,7 +33,8 @@ document.querySelectorAll("svg.strip").forEach(function (strip) {
   strip.addEventListener("click", function (event) {
     var cell = event.target.closest("rect");
     if (!cell || all < 1000) { show(0, 1000); return; }
-    var x = +cell.getAttribute("x"), width = +cell.getAttribute("width"), near = Math.max(20 * width, 10);
+    var x = +cell.getAttribute("x"), width = +cell.getAttribute("width");
+    var near = Math.max(Math.min(20 * width, 500), 1.2 * width, 10);
     show(x + width / 2 - near / 2, near);
   });
   var bar = document.createElement("p");
