@@ -21,6 +21,8 @@
 # make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
 # make test-fallback | setup-fallback                      the short suite without the oneDNN inside torch: with none, and with a packaged one (.venv-fallback)
 # make test-serve | setup-serve                            examples/serve/ with real clients over loopback, in .venv-serve
+# make test-browser | setup-browser                        pages of reports in a headless Chromium (apt-get install chromium chromium-driver), in
+#                                                          .venv-browser; axe-core from npm
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make setup-lowbit-nncf                                   another tool for benchmarks/lowbit.py: nncf, torchao, inc, autoround, llmcompressor
 # make clean
@@ -68,7 +70,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -132,6 +134,20 @@ test-onnx: setup-onnx
 # Real servers and clients over loopback.
 test-serve: setup-serve
 	.venv-serve/bin/python -m pytest -q -rs -n 0 test/serve
+
+# Pages in a real browser; the tests are skipped where there is none. Of axe-core, which looks for faults of accessibility, nothing runs
+# but in the browser.
+AXE := axe-core@4.14.1
+test-browser: setup-browser
+	@axe=.venv-browser/share/axe-core
+	if [[ ! -e $$axe/axe.min.js ]]; then
+	    packed=$$(mktemp -d)
+	    trap 'rm -rf "$$packed"' EXIT
+	    file=$$(npm pack --silent --ignore-scripts --pack-destination "$$packed" $(AXE))
+	    mkdir -p $$axe
+	    tar -xzf "$$packed/$$file" --strip-components=1 -C $$axe package/axe.min.js
+	fi
+	NC_AXE=$$axe/axe.min.js .venv-browser/bin/python -m pytest -q -rs -n 0 test/browser
 
 # What a torch without symbols leaves: its own operators, or the library of a Python package.
 test-fallback: setup-fallback
@@ -199,7 +215,7 @@ newer: setup-native
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-browser .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -254,7 +270,7 @@ setup-lowbit-%: setup-native
 	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
 
 # What export_onnx needs, 150 MB, a oneDNN library, auditwheel, and servers with their clients, over the packages of .venv-native.
-setup-onnx setup-fallback setup-wheel setup-serve: setup-%: setup-native
+setup-onnx setup-fallback setup-wheel setup-serve setup-browser: setup-%: setup-native
 	@stamp=$$(cat .venv-native/.complete requirements/$*.txt Makefile | sha256sum)
 	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
 	rm -rf .venv-$*

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nc.api.advice import accuracy_lines, next_steps, reason_lines, ways_out
 from nc.api.op_report import OpReport
 from nc.api.report_page import numbers_of, page_of
 from nc.backends.base import EngineReport, OpRun
 from nc.backends.profiling import scaling
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
-from nc.calibration.costly import COSTLY, HOPELESS_DB
+from nc.calibration.costly import COSTLY
 from nc.errors import ConfigError
-from nc.formats import Mode
 from nc.formats.reasons import Cause
+from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied, Decision
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.shares import fractions, shares_of
-from nc.text.table import WIDTH, flowing, folded, format_table
+from nc.text.table import flowing, folded, format_table, listed
+
+#: Columns of the text.
+_COLUMNS = 80
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,8 @@ class Report:
             operators read in it.
         multiply_add_shares: the same of the multiply-adds on the example inputs.
         unknown_multiply_adds: operators whose multiply-adds are not known, and so in no share.
+        evidence: configuration, errors along the depth, the worst ranges and channels, see
+            `nc.graph.evidence`; None for artefacts that do not have it.
     """
 
     backend: str
@@ -82,6 +87,7 @@ class Report:
     weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unknown_multiply_adds: tuple[str, ...] = ()
+    evidence: Evidence | None = None
 
     @property
     def asked_int8(self) -> int:
@@ -123,18 +129,24 @@ class Report:
 
     def summary(self) -> str:
         """Return the verdict and the figures, without the table of operators."""
-        return f"{self._verdict()}\n{self._figures()}"
+        return f"{self._verdict()}\n{self.figures()}"
 
     def _verdict(self) -> str:
-        """Return what decides whether the model is of use: accuracy, where it is hopeless, and speed."""
-        speed = "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
-        return (
-            f"{hopeless_text(self.sqnr_vs_fp32_db, self.health, [op.mode for op in self.ops])}\n{speed}"
-            if self.sqnr_vs_fp32_db < HOPELESS_DB
-            else speed
-        )
+        """Return what decides whether the model is of use, and what to do about that."""
+        modes = [op.mode for op in self.ops]
+        way = ways_out(self.sqnr_vs_fp32_db, self.health, modes)
+        advice = [] if self.verdict is None else self.verdict.advice()
+        return "\n".join([*accuracy_lines(self.sqnr_vs_fp32_db, self.health), *way, *self._speed(), *advice])
 
-    def _figures(self) -> str:
+    def _speed(self) -> list[str]:
+        return ["speed against fp32: not measured"] if self.verdict is None else self.verdict.facts()
+
+    def headline(self) -> str:
+        """Return how far from fp32 it is where that is hopeless, and the speed, without advice."""
+        return "\n".join([*accuracy_lines(self.sqnr_vs_fp32_db, self.health), *self._speed()])
+
+    def figures(self) -> str:
+        """Return the figures: what runs in which precision, sizes, errors, and what algorithms did."""
         lines = [
             f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"
         ]
@@ -217,12 +229,18 @@ class Report:
         return format_table(lines, width)
 
     def __str__(self) -> str:
-        """Return the verdict, the operators as a table, then the other figures.
+        """Return the verdict, what is not int8 and why, what to do next, the figures, and the operators.
 
-        Equal blocks stand once in the table.
+        Equal blocks stand once in the table. Lines have at most 80 columns, but for words that are longer.
         """
-        verdict, figures = ("\n".join(flowing(text, WIDTH)) for text in (self._verdict(), self._figures()))
-        return f"{verdict}\n\n{self.table(WIDTH, fold=True)}\n\n{figures}"
+        texts = [
+            self.headline(),
+            listed("not int8, and why:", reason_lines(self.ops)),
+            listed("what to do next:", next_steps(self)),
+            self.figures(),
+        ]
+        parts = ["\n".join(flowing(text, _COLUMNS)) for text in texts if text]
+        return "\n\n".join([*parts, self.table(_COLUMNS, fold=True)])
 
 
 #: What is shown of an operator that the engine does not name.
@@ -311,41 +329,8 @@ def build(
         weight_shares=fractions(shares.weights),
         multiply_add_shares=fractions(shares.multiply_adds),
         unknown_multiply_adds=shares.unknown,
+        evidence=graph.evidence,
     )
-
-
-#: How operators are quantized → what else may be tried.
-_WAYS_OUT: Mapping[Mode, tuple[str, ...]] = {
-    "static": (
-        "nc.SmoothQuantConfig()",
-        'nc.DynamicQuantConfig(act_granularity="per_token")',
-        "calibration data like real inputs",
-    ),
-    "dynamic": ('nc.DynamicQuantConfig(w_dtype="bf16", act_dtype="bf16") on CPUs that have bf16',),
-}
-
-
-def hopeless_text(decibels: float, health: Iterable[Finding], modes: Iterable[Mode]) -> str:
-    """Return what to say of a model that is far from fp32 on the example inputs.
-
-    Args:
-        decibels: the quantized graph against fp32.
-        health: with findings about the operators that cost most, if these were measured.
-        modes: how operators are quantized.
-    """
-    costly = [finding for finding in health if finding.kind == COSTLY]
-    lines = [f"HOPELESS accuracy: {decibels:.1f} dB against fp32 on the example inputs"]
-    if costly:
-        lines.append(f"most of it: {', '.join(f'{f.operator} ({f.value:.0%}, {f.text})' for f in costly)}")
-        lines.append(
-            f"config.exclude({', '.join(json.dumps(f.operator, ensure_ascii=False) for f in costly)}) leaves "
-            "them in fp32"
-        )
-    known = set(modes)
-    ways = [way for mode, ways in _WAYS_OUT.items() if mode in known for way in ways]
-    if ways:
-        lines.append(f"other ways out: {', '.join(ways)}")
-    return "\n".join(lines)
 
 
 def refused_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:

@@ -1,12 +1,11 @@
 """A report as one page: a strip of the model, where the time goes, a table with reasons, findings.
 
-The page needs nothing else: no request, plain SVG, and a few lines of script for the zoom, without which all
-of it can be read. Names of operators are escaped.
+The page needs nothing else: no request, plain SVG, and a few lines of script for zooming and sorting,
+without which all of it can be read. Names of operators are escaped.
 """
 
 from __future__ import annotations
 
-import collections
 import json
 import platform
 from collections.abc import Sequence
@@ -15,38 +14,22 @@ from typing import Any, Protocol
 import torch
 
 from nc._version import __version__
+from nc.api.advice import next_steps, reasons
 from nc.api.op_report import OpReport
+from nc.api.page_pictures import STYLE as PICTURES
+from nc.api.page_pictures import configuration, pictures
+from nc.api.page_strip import SCRIPT, STYLE, strip
 from nc.backends import cpu
 from nc.backends.profiling.profile import Profile
+from nc.backends.profiling.verdict import Verdict
+from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied
 from nc.graph.qdq import Finding
-from nc.text.html_page import bullets, document, escaped, table
+from nc.text.html_page import SORTING, bullets, document, escaped, table
 from nc.text.table import folded
 
-_WIDTH, _HEIGHT = 1000.0, 64
-#: The narrowest cell of the strip.
-_LEAST = 0.4
 #: Steps and kernels that the table of times has at most.
 _MOST_KERNELS = 12
-_COLOURS = {"int8": "int8", "bf16": "bf16", "fp32": "fp32"}
-_STYLE = """
-svg.strip { height: 64px } svg rect { stroke: var(--back); stroke-width: .3; cursor: pointer }
-.int8 { color: var(--int8); fill: var(--int8) } .bf16 { color: var(--bf16); fill: var(--bf16) }
-.fp32 { color: var(--fp32); fill: var(--fp32) } .other { color: var(--other); fill: var(--other) }
-.legend span { margin-right: 1rem }
-"""
-#: A click on a cell shows it and its neighbours; another one shows all.
-_ZOOM = """
-document.querySelectorAll("svg.strip").forEach(function (strip) {
-  var whole = strip.getAttribute("viewBox");
-  strip.addEventListener("click", function (event) {
-    var cell = event.target.closest("rect"), zoomed = strip.getAttribute("viewBox") !== whole;
-    if (!cell || zoomed) { strip.setAttribute("viewBox", whole); return; }
-    var x = +cell.getAttribute("x"), width = +cell.getAttribute("width"), all = Math.max(20 * width, 10);
-    strip.setAttribute("viewBox", Math.max(0, x + width / 2 - all / 2) + " 0 " + all + " 64");
-  });
-});
-"""
 
 
 class Shown(Protocol):
@@ -54,8 +37,6 @@ class Shown(Protocol):
 
     @property
     def ops(self) -> Sequence[OpReport]: ...  # noqa: D102
-    @property
-    def not_int8(self) -> Sequence[OpReport]: ...  # noqa: D102
     @property
     def profile(self) -> Profile | None: ...  # noqa: D102
     @property
@@ -67,85 +48,68 @@ class Shown(Protocol):
     @property
     def rewrites(self) -> Sequence[str]: ...  # noqa: D102
 
-    def summary(self) -> str: ...  # noqa: D102
+    @property
+    def evidence(self) -> Evidence | None: ...  # noqa: D102
+    @property
+    def verdict(self) -> Verdict | None: ...  # noqa: D102
+    @property
+    def sqnr_vs_fp32_db(self) -> float: ...  # noqa: D102
+
+    def headline(self) -> str: ...  # noqa: D102
+    def figures(self) -> str: ...  # noqa: D102
     def to_dict(self) -> dict[str, Any]: ...  # noqa: D102
 
 
-def page_of(report: Shown, title: str = "", above: str = "") -> str:
+def page_of(report: Shown, title: str = "", above: str = "", below: str = "") -> str:
     """Return the page of a report.
 
     Args:
         report: it.
         title: of the page; "" takes the verdict.
         above: content on top, whose texts are escaped.
+        below: content behind the findings, likewise.
     """
-    verdict, _, rest = report.summary().partition("\n")
+    verdict, *more = report.headline().splitlines()
     parts = [
         f"<h1>{escaped(title)}</h1>{above}<h2>{escaped(verdict)}</h2>"
         if title
         else f"<h1>{escaped(verdict)}</h1>",
-        f"<pre>{escaped(rest)}</pre>",
+        "".join(f"<p>{escaped(line)}</p>" for line in more),
         "<h2>The model, operator by operator</h2>",
-        _strip(report.ops),
+        strip(report.ops, report.profile),
         _next_steps(report),
         _times(report),
+        pictures(report.evidence),
+        _not_int8(report),
         "<h2>All operators</h2>",
         _table(report),
         _findings(report),
+        below,
+        f"<h2>Figures</h2><pre>{escaped(report.figures())}</pre>",
         "<h2>Where this was made</h2>",
-        table(("", ""), _machine().items()),
+        table(("what", "value"), _machine().items()),
+        configuration(report.evidence),
     ]
-    return document(title or "Report of a quantized model", "".join(parts), style=_STYLE, script=_ZOOM)
+    name = title or "Report of a quantized model"
+    return document(name, "".join(parts), style=STYLE + PICTURES, script=SCRIPT + SORTING)
 
 
-def _class_of(op: OpReport) -> str:
-    return _COLOURS.get(op.ran, "other")
-
-
-def _weights_of(ops: Sequence[OpReport]) -> tuple[list[float], str]:
-    """Return how wide the cell of each operator is, and what the width means."""
-    if any(op.share for op in ops):
-        return [op.share or 0.0 for op in ops], "share of the time"
-    return [float(op.multiply_adds or 0) for op in ops], "multiply-adds on the example inputs"
-
-
-def _strip(ops: Sequence[OpReport]) -> str:
-    """Return one cell for each operator in execution order."""
-    weights, meaning = _weights_of(ops)
-    total = sum(weights) or 1.0
-    widths = [max(_LEAST, _WIDTH * weight / total) for weight in weights]
-    scale, x, cells = _WIDTH / max(sum(widths), 1e-9), 0.0, []
-    for op, weight, width in zip(ops, weights, widths, strict=True):
-        why = f" ({op.reason})" if op.reason else ""
-        title = escaped(f"{op.operator}: {op.kind}, {op.ran}{why}, {weight / total:.1%}")
-        cells.append(
-            f"<rect class={_class_of(op)} x={x * scale:.3f} y=0 width={width * scale:.3f} height={_HEIGHT}>"
-            f"<title>{title}</title></rect>"
-        )
-        x += width
-    counts = collections.Counter(map(_class_of, ops))
-    legend = "".join(
-        f"<span><b class={name} aria-hidden=true>■</b> {name}: {count}</span>"
-        for name, count in counts.items()
-    )
-    label = f"{len(ops)} operators in execution order, width: {meaning}"
-    return (
-        f"<svg class=strip viewBox='0 0 {_WIDTH:g} {_HEIGHT}' preserveAspectRatio=none role=img "
-        f"aria-label='{label}'>{''.join(cells)}</svg>"
-        f"<p class=legend>{legend}<span>width: {meaning}; a click zooms</span></p>"
-    )
+def _not_int8(report: Shown) -> str:
+    """Return what is not int8 and why; what was asked for comes first."""
+    found = reasons(report.ops)
+    if not found:
+        return ""
+    rows = [
+        (why, str(len(names)), ", ".join(names[:8]) + (", …" if len(names) > 8 else ""))
+        for why, names in found.items()
+    ]
+    return "<h2>Not int8, and why</h2>" + table(("why", "operators", "which"), rows)
 
 
 def _next_steps(report: Shown) -> str:
-    """Return what is not int8 though it was asked for, with the reasons."""
-    reasons: dict[str, list[str]] = {}
-    for op in report.not_int8:
-        reasons.setdefault(op.reason or "the engine does not say", []).append(op.operator)
-    if not reasons:
-        return ""
-    rows = [(why, str(len(names)), ", ".join(names[:8]) + (", …" if len(names) > 8 else "")) for why, names in
-            reasons.items()]  # fmt: skip
-    return "<h2>Asked to run int8, and does not</h2>" + table(("why", "operators", "which"), rows)
+    """Return what to do next."""
+    steps = bullets(next_steps(report))
+    return f"<h2>What to do next</h2>{steps}" if steps else ""
 
 
 def _times(report: Shown) -> str:

@@ -2,51 +2,95 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from nc.cli.shell import FOLDER, command
 
+if TYPE_CHECKING:
+    from nc.api.quantized import QuantizedModel
+    from nc.api.report import Report
+
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=FOLDER)
+@click.argument("other", metavar="[OTHER_DIR]", type=FOLDER, required=False)
 @click.option(
     "--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page instead of text."
+)
+@click.option(
+    "--model-explorer",
+    "explorer",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write node data for Google's Model Explorer (.json), for the fp32 model's torch.export program.",
 )
 @click.option(
     "--profile/--no-profile", default=True, show_default=True, help="Time each kernel on the example inputs."
 )
 @command
-def report(folder: Path, page: Path | None, profile: bool) -> None:
+def report(folder: Path, other: Path | None, page: Path | None, explorer: Path | None, profile: bool) -> None:
     """Show what runs for each operator of the artefact in DIR, where the time goes, and why.
 
-    The page is one file that needs no network.
+    The page is one file that needs no network. With OTHER_DIR it compares both artefacts.
     """
     from nc.api.artefact import load
+    from nc.api.model_explorer import node_data
+    from nc.api.page_compare import comparison
     from nc.api.quantized import QuantizedModel
-    from nc.api.warm import example_call
+    from nc.api.report_page import page_of
     from nc.api.workflow import report as report_of
     from nc.cli.inputs import RequestError, writing
 
-    if page is not None and page.suffix != ".html":
-        msg = f"--html {page}: expected a name that ends in .html."
+    for name, target, suffix in (("--html", page, ".html"), ("--model-explorer", explorer, ".json")):
+        if target is not None and target.suffix != suffix:
+            msg = f"{name} {target}: expected a name that ends in {suffix}."
+            raise RequestError(msg)
+    if other is not None and page is None:
+        msg = f"{other}: two artefacts are compared on a page; give --html FILE.html."
         raise RequestError(msg)
     q_model = load(folder)
     if not isinstance(q_model, QuantizedModel):
-        if page is not None:
+        if page is not None or explorer is not None:
             msg = f"{folder} holds a {type(q_model).__name__} with low-bit weights, which has no page."
             raise RequestError(msg)
         click.echo(str(report_of(q_model)))
         return
+    found = _report(q_model, profile)
+    if explorer is not None:
+        with writing(explorer):
+            explorer.write_text(
+                json.dumps(node_data(q_model.graph.module, found.ops)) + "\n", encoding="utf-8"
+            )
+        click.echo(f"written to {explorer}")
+    if page is not None:
+        below = ""
+        if other is not None:
+            second = load(other)
+            if not isinstance(second, QuantizedModel):
+                msg = f"{other} holds a {type(second).__name__} with low-bit weights, which has no page."
+                raise RequestError(msg)
+            below = comparison(found, _report(second, profile), (str(folder), str(other)))
+        with writing(page):
+            page.write_text(page_of(found, below=below), encoding="utf-8")
+        click.echo(f"written to {page}")
+    if page is None and explorer is None:
+        click.echo(str(found))
+
+
+def _report(q_model: QuantizedModel, profile: bool) -> Report:
+    """Return the report of a model, with a profile on its example inputs where it is asked for.
+
+    Raises:
+        RequestError: a profile can't take the inputs of this model.
+    """
+    from nc.api.warm import example_call
+    from nc.cli.inputs import RequestError
+
     args, kwargs = example_call(q_model.graph)
     if args and kwargs and profile:
         msg = "This model takes inputs by position and by name, and a profile takes one kind: --no-profile."
         raise RequestError(msg)
-    found = q_model.report(profile_inputs=(args or kwargs) if profile else None)
-    if page is None:
-        click.echo(str(found))
-        return
-    with writing(page):
-        found.save(page)
-    click.echo(f"written to {page}")
+    return q_model.report(profile_inputs=(args or kwargs) if profile else None)

@@ -127,3 +127,16 @@ def fields_of(data: object) -> dict[str, Any]:
         msg = f"Expected the fields of a configuration as a dict by name, but got {data!r}."
         raise ConfigError(msg)
     return data
+
+
+def plain_values(config: Any) -> dict[str, Any] | None:
+    """Return `to_dict` as JSON has it; None for a configuration with objects of the user's own.
+
+    Args:
+        config: what has `to_dict`.
+    """
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    except (TypeError, ValueError):  # what json says of values that it can't write
+        return None
+    return found

@@ -11,6 +11,7 @@ from torch import fx
 
 from nc.formats import PER_COLUMN, PER_TENSOR, PER_TOKEN, OpSpec, QParams, TensorSpec
 from nc.graph.catalogue import is_float_tensor, kind_of_node
+from nc.graph.evidence import Evidence
 from nc.graph.fx_utils import (
     add_constant,
     call_operator,
@@ -75,6 +76,7 @@ class QDQGraph:
         noise: operator → power of the error that it adds to the outputs, as a part of theirs, the largest
             first; empty where it was not estimated. Artefacts do not have it.
         changes: what `saturation.py` did to this graph, one line each.
+        evidence: what conversion saw, for reports; None in artefacts that do not have it.
         expected: what `module` gives for the example, where that is known already; see `expected_outputs`.
         intact: raises NCError when the constants are no longer what they were: codes may lie in a file that
             is mapped. To be called before they are read again after the graph was lowered.
@@ -91,6 +93,7 @@ class QDQGraph:
     applied: tuple[Applied, ...] = ()
     noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
     changes: tuple[str, ...] = ()
+    evidence: Evidence | None = None
     expected: tuple[Any, ...] | None = None
     intact: Callable[[], None] = dataclasses.field(default=_nothing, compare=False)
 

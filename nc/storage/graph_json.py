@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from nc.errors import ArtefactError
 from nc.graph.catalogue import decide_kinds, name_operators
 from nc.graph.effects import Effects, children
+from nc.graph.evidence import Evidence
 from nc.graph.fx_utils import lazy_module
 from nc.graph.plan import Applied, Plan
 from nc.graph.qdq import Finding, QDQGraph
@@ -41,7 +42,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
     Returns:
         Plain values with the keys signature, plan, notes, float_bytes, sqnr_vs_fp32_db, algorithms, changes,
-        health, nodes, sizes and memory_order; and contiguous tensors named "constant.<name>",
+        health, evidence, nodes, sizes and memory_order; and contiguous tensors named "constant.<name>",
         "example.<index>" and, where the graph knows them, "expected.<index>" for outputs that are tensors;
         none of them share memory.
 
@@ -72,6 +73,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "algorithms": [dataclasses.asdict(applied) for applied in graph.applied],
         "changes": list(graph.changes),
         "health": [dataclasses.asdict(finding) for finding in graph.health],
+        "evidence": None if graph.evidence is None else graph.evidence.to_dict(),
         "nodes": [_encode_node(node, sizes) for node in module.graph.nodes],
         "sizes": sizes.hints,
         "memory_order": order,
@@ -116,6 +118,7 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         changes=tuple(map(str, document["changes"])),
         expected=_expected(module, tensors),
         health=tuple(Finding(**entry) for entry in document["health"]),
+        evidence=Evidence.from_dict(document["evidence"]) if document.get("evidence") is not None else None,
     )
 
 

@@ -34,6 +34,7 @@ GRAPH_KEYS = {
     "algorithms": "what each algorithm did",
     "changes": "what `load` changed for a CPU, before the model was saved again",
     "health": "problems that calibration found",
+    "evidence": "configuration, errors along the depth, ranges and channels, for the report; may be absent",
 }
 #: Names of tensors of a captured model.
 GRAPH_TENSORS = {

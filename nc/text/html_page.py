@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 #: Colours have names, so that pictures follow the theme too.
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f1f1f; --back: #fff; --line: #bbb; --int8: #1565c0;
-  --bf16: #2e7d32; --fp32: #c75300; --other: #6a4fb3 }
+  --bf16: #2e7d32; --fp32: #c75300; --other: #6a4fb3; --conversion: #b3261e; --low-bit: #00796b }
 @media (prefers-color-scheme: dark) { :root { --text: #eee; --back: #161616; --line: #555; --int8: #8ab4f8;
-  --bf16: #81c995; --fp32: #fcad70; --other: #c6b3ff } }
+  --bf16: #81c995; --fp32: #fcad70; --other: #c6b3ff; --conversion: #ff8a80; --low-bit: #4fd1c5 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 70rem;
   margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; width: 100%; font-size: 13px } td, th { text-align: left;
@@ -18,7 +18,57 @@ table { border-collapse: collapse; width: 100%; font-size: 13px } td, th { text-
 th { white-space: nowrap } th.block { white-space: normal }
 td:first-child, td:nth-child(n + 5) { overflow-wrap: anywhere }
 pre { white-space: pre-wrap } svg { width: 100%; height: auto; display: block } svg text { fill: var(--text) }
-@media print { body { max-width: none } }
+td:first-child { white-space: pre-wrap } th button { font: inherit; font-weight: bold; background: none;
+  border: 0; padding: 0; color: inherit; cursor: pointer; text-decoration: underline dotted }
+th[aria-sort=ascending] button::after { content: " ▲" }
+th[aria-sort=descending] button::after { content: " ▼" }
+@media print { body { max-width: none } .tools { display: none } h2 { break-after: avoid }
+  tr, svg { break-inside: avoid } }
+"""
+#: A heading sorts the table's rows, a second time the other way round, a third time as they were. Rows of a
+#: folded block have their whole name while they are sorted, and the blocks' headings are not shown.
+SORTING = """
+document.querySelectorAll("table").forEach(function (table) {
+  var body = table.tBodies[0], rows = Array.prototype.slice.call(body.rows), open = [], sorted = -1, way = 0;
+  function depth(text) { return text.length - text.replace(/^ +/, "").length; }
+  rows.forEach(function (row) {
+    var text = row.cells[0].textContent, deep = depth(text), name = text.trim();
+    while (open.length && open[open.length - 1].deep >= deep) open.pop();
+    row.head = row.cells.length === 1;
+    row.short = text;
+    row.full = open.map(function (each) { return each.name; }).concat(name).join(".");
+    if (row.head) open.push({deep: deep, name: name.replace(/ [(][0-9]+ times[)]$/, "")});
+  });
+  function key(row, at) { return at ? row.cells[at].textContent : row.full; }
+  function compare(one, other) {
+    var a = key(one, sorted), b = key(other, sorted), x = parseFloat(a), y = parseFloat(b);
+    if (!a || !b) return a ? -1 : b ? 1 : 0;
+    return way * (isNaN(x) || isNaN(y) ? a.localeCompare(b) : x - y);
+  }
+  function arrange() {
+    var order = way ? rows.filter(function (row) { return !row.head; }).sort(compare) : rows;
+    var all = document.createDocumentFragment();
+    rows.forEach(function (row) {
+      row.hidden = row.head && way !== 0;
+      if (!row.head) row.cells[0].textContent = way ? row.full : row.short;
+    });
+    order.forEach(function (row) { all.appendChild(row); });
+    body.appendChild(all);
+    titles.forEach(function (title, at) {
+      if (way && at === sorted) title.setAttribute("aria-sort", way > 0 ? "ascending" : "descending");
+      else title.removeAttribute("aria-sort");
+    });
+  }
+  var titles = Array.prototype.slice.call(table.tHead.rows[0].cells);
+  titles.forEach(function (title, at) {
+    var button = document.createElement("button");
+    button.type = "button"; button.textContent = title.textContent; title.textContent = "";
+    button.onclick = function () {
+      way = sorted === at ? (way === 1 ? -1 : way === -1 ? 0 : 1) : 1; sorted = at; arrange();
+    };
+    title.appendChild(button);
+  });
+});
 """
 
 

@@ -36,7 +36,10 @@ def format_table(rows: Sequence[Row], width: int | None = None) -> str:
     widths = _widths(rows)
     if width is not None:
         widths = _narrowed(widths, _whole(rows), width)
-    head, *body = ([*row] if len(row) == 1 < len(widths) else _lines(row, widths) for row in rows)
+    room = width or sum(map(len, itertools.chain(*rows)))
+    head, *body = (
+        wrapped(row[0], room) if len(row) == 1 < len(widths) else _lines(row, widths) for row in rows
+    )
     rule = "-" * min(sum(widths) + 2 * len(widths), width or 160)
     return "\n".join([*head, rule, *itertools.chain(*body), *notes])
 
@@ -72,7 +75,8 @@ def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
 def _narrowed(widths: Sequence[int], whole: Sequence[int], width: int) -> list[int]:
     """Return the widths that fit, the widest columns made narrower first.
 
-    None is narrower than `whole`, see `_whole`, or `_NARROWEST`.
+    None is narrower than `_NARROWEST`, and none than `whole`, see `_whole`, unless that is more than `_NAMES`
+    and nothing else fits.
     """
     found = list(widths)
     least = [
@@ -84,6 +88,8 @@ def _narrowed(widths: Sequence[int], whole: Sequence[int], width: int) -> list[i
         if not wide:
             break
         found[max(wide, key=found.__getitem__)] -= 1
+    while sum(found) + 2 * (len(found) - 1) > width and max(found) > _NAMES:
+        found[found.index(max(found))] -= 1
     return found
 
 
@@ -118,6 +124,11 @@ def flowing(text: str, width: int) -> list[str]:
         width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
     return [part for line in text.splitlines() for part in words.wrap(line) or [""]]
+
+
+def listed(title: str, lines: Sequence[str]) -> str:
+    """Return lines as items below a title; "" without lines."""
+    return "\n".join([title, *(f"- {line}" for line in lines)]) if lines else ""
 
 
 #: In front of the largest of several numbers.

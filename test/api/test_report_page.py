@@ -1,5 +1,6 @@
 """The page of a report: all that the report has, nothing from elsewhere, names escaped, small."""
 
+import dataclasses
 import html.parser
 import json
 
@@ -9,6 +10,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import nc
+from nc.api.model_explorer import node_data
+from nc.api.page_compare import differences
+from nc.api.page_strip import cells_of
+from nc.backends.profiling.profile import EngineCall, Profile
 from nc.cli.main import main
 from nc.errors import ConfigError
 
@@ -25,7 +30,7 @@ class Page(html.parser.HTMLParser):
         self.tags.append(tag)
         given = dict(attrs)
         self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
-        if tag == "rect":
+        if tag == "rect" and given["class"] != "bar":
             self.cells.append((given["class"], float(given["x"]), float(given["width"])))
         if tag not in ("meta", "rect", "br") or tag == "rect":
             self.open.append(tag)
@@ -77,8 +82,7 @@ def test_the_page_says_what_the_report_says(q_model, tmp_path, profiled):
         assert op.reason in words
     assert ("Where the time goes" in words) == profiled
     assert torch.__version__ in words
-    assert len(page.cells) == len(report.ops)
-    kinds = [cell[0] for cell in page.cells]
+    kinds = [cell[0] for cell in page.cells if cell[0] != "conversion"]
     assert kinds == [op.ran if op.ran in ("int8", "bf16", "fp32") else "other" for op in report.ops]
     ends = [(x, x + width) for _, x, width in page.cells]
     assert ends[0][0] == 0
@@ -88,7 +92,24 @@ def test_the_page_says_what_the_report_says(q_model, tmp_path, profiled):
     )
     weights = [(op.share or 0.0) if profiled else (op.multiply_adds or 0) for op in report.ops]
     widest = max(range(len(weights)), key=weights.__getitem__)
-    assert max(page.cells, key=lambda cell: cell[2]) == page.cells[widest]
+    own = [cell for cell in page.cells if cell[0] != "conversion"]
+    assert max(own, key=lambda cell: cell[2]) == own[widest]
+
+
+def test_conversions_and_low_bit_weights_have_cells(q_model):
+    ops = [dataclasses.replace(op, share=0.25) for op in q_model.report().ops[:2]]
+    ops.append(dataclasses.replace(ops[0], operator="low", ran="int4 weight"))
+    names = [op.operator for op in ops]
+    steps = [
+        EngineCall(name="x", operators=(names[0],), ms=1.0),
+        EngineCall(name="aten::to", converts=True, serves=names[1], ms=2.0),
+        EngineCall(name="aten::to", converts=True, ms=0.5),
+        EngineCall(name="x", operators=(names[1],), ms=0.5),
+    ]
+    cells, meaning = cells_of(ops, Profile(steps=tuple(steps), call_ms=4.0, calls=1, threads=1))
+    assert [cell.form for cell in cells] == [ops[0].ran, "conversion", ops[1].ran, "low-bit", "conversion"]
+    assert [cell.weight for cell in cells] == [0.25, 0.5, 0.25, 0.25, 0.125]
+    assert meaning == "share of the time"
 
 
 def test_plain_values_and_other_endings(q_model, tmp_path):
@@ -121,6 +142,24 @@ def test_the_command(q_model, tmp_path, monkeypatch):
     done = run("m", "--html", "out.html")
     assert done.exit_code == 0, done.output
     assert "Where the time goes" in (tmp_path / "out.html").read_text(encoding="utf-8")
+    config = nc.DynamicQuantConfig()
+    x = torch.randn(8, 32)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    nc.save(nc.quantize(layers, config, example_inputs=x, measure=False), tmp_path / "other")
+    done = run("m", "other", "--html", "two.html", "--no-profile")
+    assert done.exit_code == 0, done.output
+    two = "".join(Page((tmp_path / "two.html").read_text(encoding="utf-8")).words)
+    assert "Two artefacts compared" in two
+    assert "Operators that differ" in two
+    assert run("m", "m", "--html", "two.html", "--no-profile").exit_code == 0
+    assert "All operators run alike." in (tmp_path / "two.html").read_text(encoding="utf-8")
+    done = run("m", "other")
+    assert (done.exit_code, "give --html" in done.stderr) == (2, True)
+    done = run("m", "--model-explorer", "nodes.json", "--no-profile")
+    assert done.exit_code == 0, done.output
+    data = json.loads((tmp_path / "nodes.json").read_text())
+    assert set(data) == {"graph"}
+    assert len(data["graph"]["results"]) == len(q_model.report().ops)
     done = run("m", "--no-profile")
     assert (done.exit_code, "blocks.two" in done.output) == (0, True)
     for words, says in (
@@ -130,4 +169,33 @@ def test_the_command(q_model, tmp_path, monkeypatch):
     ):
         done = run(*words)
         assert (done.exit_code, says in done.stderr) == (2, True), done.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "m",
+        "nodes.json",
+        "other",
+        "out.html",
+        "two.html",
+    ]
+
+
+def test_node_data_has_the_names_of_the_exported_program():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval(), torch.randn(8, 32)
+    q = nc.quantize(model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, measure=False)
+    report = q.report()
+    found = node_data(q.graph.module, report.ops)["graph"]["results"]
+    names = {n.name for n in torch.export.export(model, (x,)).graph.nodes if n.op == "call_function"}
+    assert set(found) <= names
+    assert [found[n]["value"] for n in ("linear", "linear_1")] == [8 * 32 * 64, 8 * 64 * 32]
+    timed = [dataclasses.replace(op, share=0.5) for op in report.ops]
+    assert node_data(q.graph.module, timed)["graph"]["results"]["linear"]["value"] == 50.0
+
+
+def test_operators_that_differ(q_model):
+    ops = q_model.report().ops
+    changed = [dataclasses.replace(ops[0], ran="fp32", share=0.25), *ops[1:-1]]
+    rows = differences(ops, changed)
+    assert rows[0] == (ops[0].operator, "ran", ops[0].ran, "fp32")
+    assert rows[1] == (ops[0].operator, "share", "0.0%", "25.0%")
+    assert rows[2:] == [(ops[-1].operator, "exists", "yes", "no")]
+    assert differences(ops, ops) == []

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import nc
+from nc.api.report import Report
 from nc.text.table import WIDTH, flowing, folded, format_table, largest, wrapped
 
 HEAD = ("operator", "type", "why")
@@ -143,6 +144,8 @@ def test_lines_fit_and_keep_all_text(width):
     assert format_table([HEAD], width).splitlines()[0].split() == list(HEAD)
     numbers = [("name", *("loss",) * 6), ("layer." * 12, *("<=1.10e-03",) * 6)]
     assert format_table(numbers, width).count("<=1.10e-03") == 6
+    long = [HEAD, ("a" * 200, "linear", ""), ("b" * 200,)]
+    assert max(map(len, format_table(long, width).splitlines())) <= width
     assert format_table(rows).splitlines()[2] == f"{rows[1][0]}  linear  {why}"
 
 
@@ -190,10 +193,11 @@ def test_plans_and_reports_of_repeated_blocks(config):
         (report, len(getattr(report, "ops", getattr(report, "layers", ())))),
     ):
         text = str(shown)
+        width = 80 if isinstance(shown, Report) else WIDTH
         assert "layers.{0..5} (6 times)\n" in text
-        assert max(map(len, shown.table(WIDTH, fold=True).splitlines())) <= WIDTH
-        assert shown is prepared.plan or max(map(len, text.splitlines())) <= WIDTH
-        assert shown.table(WIDTH, fold=True) in text
+        assert max(map(len, shown.table(width, fold=True).splitlines())) <= width
+        assert shown is prepared.plan or max(map(len, text.splitlines())) <= width
+        assert shown.table(width, fold=True) in text
         assert len(shown.table().splitlines()) == count + 2
         assert "layers.3.second" in shown.table()
         assert "layers.3.second" not in shown.table(fold=True)

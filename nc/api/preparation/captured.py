@@ -27,6 +27,7 @@ from nc.backends.profiling.own_model import OwnModel
 from nc.calibration.costly import HOPELESS_DB, costly_operators
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
+from nc.calibration.evidence import evidence_of
 from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
 from nc.calibration.local_error import LEAST_DB, local_errors
 from nc.calibration.observe import Watch, observer_key, watches_for
@@ -36,6 +37,7 @@ from nc.calibration.statistics import Collected, Statistics
 from nc.calibration.tensor_file import checksum
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
+from nc.config.document import plain_values
 from nc.errors import InputError, StateError
 from nc.formats import BF16, FLOAT, Capabilities
 from nc.formats.reasons import Cause, Reason
@@ -272,6 +274,17 @@ class PreparedModel(CapturedPreparation):
             ),
             applied=tuple(applied),
             noise=noise,
+            evidence=evidence_of(
+                self.graph.module,
+                context.module,
+                context.quantized,
+                context.plan,
+                context.edges,
+                context.qparams,
+                context.found,
+                example,
+                plain_values(self.quant_config),
+            ),
             expected=expected_outputs(
                 outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())
             ),

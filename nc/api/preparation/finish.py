@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
+from nc.api.advice import hopeless_text
 from nc.api.preparation.base import Conversion
 from nc.api.preparation.guard import undone
 from nc.api.quantized import QuantizedModel
-from nc.api.report import hopeless_text
 from nc.backends.profiling.latency import milliseconds
 from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.verdict import Verdict

@@ -114,6 +114,10 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return the verdict in one line, and in two more what costs more than it gains."""
+        return "\n".join([*self.facts(), *self.advice()])
+
+    def facts(self) -> list[str]:
+        """Return the verdict in one line, and in another one what costs more than it gains."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         calls = (
             f"median of {self.calls} calls each" if self.calls > 1 else "only one call each, for lack of time"
@@ -127,14 +131,25 @@ class Verdict:
         what = f"(example inputs, {threads}, {calls}{spread}{instead})"
         times = f"{milliseconds(self.engine_ms)} against {milliseconds(self.fp32_ms)} {what}"
         if self.doubt:
-            return f"cannot tell whether it is faster than fp32: {self.doubt}. Measured: {times}"
+            return [f"cannot tell whether it is faster than fp32: {self.doubt}. Measured: {times}"]
         if round(self.ratio, 2) >= 1:
             first = f"{self.ratio:.2f} times as fast as fp32: {times}"
         else:
             first = f"SLOWER than fp32: it takes {1 / self.ratio:.2f} times as long, {times}"
-        return "\n".join([first, *self._losses()])
+        if self.costs is None or not self.losses:
+            return [first]
+        shown = ", ".join(map(str, self.losses[:_SHOWN])) + (", …" if len(self.losses) > _SHOWN else "")
+        if self._all_lose:
+            return [first, f"every int8 operator costs more than it gains: {shown}"]
+        return [
+            first,
+            f"{len(self.losses)} of {len(self.costs)} int8 kernels cost more than they gain: {shown}",
+        ]
 
-    def _losses(self) -> list[str]:
+    def advice(self) -> list[str]:
+        """Return what to do about what costs time, in one line; [] for nothing."""
+        if self.doubt:
+            return []
         if self.costs is None:
             hint = (
                 "which operators cost more than they gain was not measured; report(profile_inputs=...) "
@@ -143,18 +158,15 @@ class Verdict:
             return [hint] if self.ratio < 1 else []
         if not self.losses:
             return []
-        shown = ", ".join(map(str, self.losses[:_SHOWN])) + (", …" if len(self.losses) > _SHOWN else "")
+        if self._all_lose:
+            return ["on this machine the fp32 model is the better choice"]
         keys = ", ".join(self.exclude[:_SHOWN]) + (", …" if len(self.exclude) > _SHOWN else "")
         where = " (all: report.verdict.exclude)" if len(self.exclude) > _SHOWN else ""
-        if len(self.losses) == len(self.costs) and self.ratio < 1:
-            return [
-                f"every int8 operator costs more than it gains: {shown}",
-                "on this machine the fp32 model is the better choice",
-            ]
-        return [
-            f"{len(self.losses)} of {len(self.costs)} int8 kernels cost more than they gain: {shown}",
-            f"config.exclude({keys}) leaves their operators in fp32{where}",
-        ]
+        return [f"config.exclude({keys}) leaves their operators in fp32{where}"]
+
+    @property
+    def _all_lose(self) -> bool:
+        return self.costs is not None and len(self.losses) == len(self.costs) and self.ratio < 1
 
 
 @torch.no_grad()
