@@ -43,6 +43,7 @@ from nc.formats import BF16, FLOAT, Capabilities
 from nc.formats.reasons import Cause, Reason
 from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
+from nc.graph.evidence import Evidence
 from nc.graph.fake_quant import insert_fake_quant, static_sites
 from nc.graph.known_codes import KnownCodes
 from nc.graph.placement import Edge, place
@@ -187,7 +188,7 @@ class PreparedModel(CapturedPreparation):
 
         def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
             engine.start()
-            graph = self.quantized_graph(engine.capabilities(), asked.judged)
+            graph = self.quantized_graph(engine.capabilities(), asked.judged, looks=asked.measure)
             given = {"verify_sizes": asked.verify_sizes, "isolate": asked.isolate, "compile": asked.compile}
             return graph, lower(engine, graph, verify=asked.verify, **engine_options(engine, **given))
 
@@ -201,7 +202,11 @@ class PreparedModel(CapturedPreparation):
         )
 
     def quantized_graph(
-        self, capabilities: Capabilities | None = None, judged: Sequence[Sequence[torch.Tensor]] = ()
+        self,
+        capabilities: Capabilities | None = None,
+        judged: Sequence[Sequence[torch.Tensor]] = (),
+        *,
+        looks: bool = False,
     ) -> QDQGraph:
         """Return the QDQ graph for the ranges seen so far, by all ranks of a process group.
 
@@ -210,6 +215,7 @@ class PreparedModel(CapturedPreparation):
         Args:
             capabilities: of the backend that it is for; None: the one that was planned for.
             judged: flat inputs on which the noise of each operator is estimated.
+            looks: compute what reports draw of a conversion, by two more runs on the example inputs.
 
         Raises:
             StateError: nothing was calibrated yet, or another rank has another model.
@@ -274,20 +280,29 @@ class PreparedModel(CapturedPreparation):
             ),
             applied=tuple(applied),
             noise=noise,
-            evidence=evidence_of(
-                self.graph.module,
-                context.module,
-                context.quantized,
-                context.plan,
-                context.edges,
-                context.qparams,
-                context.found,
-                example,
-                plain_values(self.quant_config),
-            ),
+            evidence=self._evidence(context, looks=looks),
             expected=expected_outputs(
                 outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())
             ),
+        )
+
+    def _evidence(self, context: Context, *, looks: bool) -> Evidence:
+        """Return what reports draw of a conversion; the configuration alone where nobody `looks`."""
+        config = plain_values(self.quant_config)
+        if not looks:
+            return Evidence(config=config, missing="measure=False")
+        assert context.found is not None
+        assert context.quantized is not None
+        return evidence_of(
+            self.graph.module,
+            context.module,
+            context.quantized,
+            context.plan,
+            context.edges,
+            context.qparams,
+            context.found,
+            self.graph.example,
+            config,
         )
 
     def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:
