@@ -25,6 +25,8 @@ from nc.api.generation import accelerate_generation as accelerate_generation
 from nc.api.tune.autotune import TuningConfig as TuningConfig
 from nc.api.tune.autotune import autotune as autotune
 from nc.api.tune.autotune import get_all_config_set as get_all_config_set
+from nc.api.tune.autotune import get_rtn_double_quant_config_set as get_rtn_double_quant_config_set
+from nc.api.tune.autotune import get_woq_tuning_config as get_woq_tuning_config
 from nc.api.tune.front import Front as Front
 from nc.api.tune.front import FrontPoint as FrontPoint
 from nc.api.tune.search import tune as tune
