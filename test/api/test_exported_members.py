@@ -18,7 +18,7 @@ PUBLIC = {
     "export_model", "export_onnx", "export_openvino", "export_pt2", "export_torchscript",
     "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
     "load", "prepare", "quantize", "register_backend", "report", "save",
-    "Front", "FrontPoint", "TuningConfig", "autotune", "get_all_config_set",
+    "Front", "FrontPoint", "TuningConfig", "autoquant", "autotune", "get_all_config_set",
     "get_rtn_double_quant_config_set", "get_woq_tuning_config", "tune",
     "AWQ", "AutoRound", "DoubleQuant", "GPTQ", "HQQ", "RTN", "Rotation", "Smooth", "TEQ", "export_weights", "import_weights",
     "AWQConfig", "AutoRoundConfig", "GPTQConfig", "HQQConfig", "MXQuantConfig", "RTNConfig", "TEQConfig",

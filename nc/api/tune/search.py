@@ -73,6 +73,7 @@ def tune(
     points: int = 8,
     mix: Sequence[Any] | None = None,
     backend: str = "auto",
+    automatically: bool = True,
     progress: Callable[[TuneProgress], object] | None = None,
 ) -> Front:
     """Find how much accuracy each speed costs: a front of models that were converted and measured.
@@ -96,6 +97,7 @@ def tune(
         points: of the front between the candidates, beside those that are always measured.
         mix: inputs, as in calls, whose times are added up; None: the most frequent sizes of `run_fn`.
         backend: as for `prepare`.
+        automatically: whether `"auto"` is among the points.
         progress: called with a `TuneProgress`; `print` shows it.
 
     Returns:
@@ -140,7 +142,7 @@ def tune(
         end=start + seconds,
         progress=progress,
     )
-    return search.run(points, given=candidates is not None)
+    return search.run(points, given=candidates is not None, automatically=automatically)
 
 
 class _Search:
@@ -165,7 +167,7 @@ class _Search:
         self._notes: list[str] = []
         self._total = 0
 
-    def run(self, points: int, *, given: bool) -> Front:
+    def run(self, points: int, *, given: bool, automatically: bool) -> Front:
         """Return the front; `given` says whether the candidates are the user's."""
         prepared = self._prepared
         options = dict(prepared.others if given else prepared.models)
@@ -175,7 +177,8 @@ class _Search:
         try:
             self._reference()
             tried = {name: found for name, each in options.items() if (found := self._whole(name, each))}
-            self._automatic()
+            if automatically:
+                self._automatic()
             if tried:
                 self._front_between(points, {name: options[name] for name in tried}, tried)
         except KeyboardInterrupt:
