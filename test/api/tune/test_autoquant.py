@@ -128,6 +128,15 @@ def test_without_data_no_layer_is_static(model, times, searches):
     assert searches == [{"int8 per row"}, {"int8 per row", "static int8"}]
 
 
+def test_the_example_inputs_are_timed_and_not_the_data(model, times, monkeypatch):
+    sizes, timed = [], measuring._timed
+    monkeypatch.setattr(
+        measuring, "_timed", lambda *args: sizes.append(tuple(args[1][0][0].shape)) or timed(*args)
+    )
+    nc.autoquant(model, X[:2], run_fn=calibrate)
+    assert set(sizes) == {(2, 32)}
+
+
 def test_inputs_by_name_and_what_can_not_be_converted(times, monkeypatch):
     class Named(nn.Module):
         def __init__(self):
