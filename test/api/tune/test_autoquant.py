@@ -147,7 +147,7 @@ def test_inputs_by_name_and_what_can_not_be_converted(times, monkeypatch):
             return self.fc(x) * scale
 
     model = Named().eval()
-    given = {"x": X, "scale": torch.ones(1)}
+    given = {"x": X, "scale": torch.tensor(2.0)}
     assert modes(nc.autoquant(model, given)) == {"fc": "dynamic"}
 
     def lowered(*_):
