@@ -17,7 +17,8 @@ from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.choices import Choices, Taken
 from nc.api.tune.front import Front, FrontPoint
 from nc.api.tune.identity import SeenCalls, key_of, tensors_of
-from nc.api.tune.search import TuneProgress, tune
+from nc.api.tune.run import TuneProgress
+from nc.api.tune.search import tune
 from nc.api.workflow import convert
 from nc.backends import available_backends
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig

@@ -199,6 +199,13 @@ class Front:
         return "\n".join([*lines, *doubts, *self.notes])
 
 
+def front_of_points(points: Sequence[FrontPoint], notes: Sequence[str]) -> Front:
+    """Return the front of measured points, with what the estimates of some of them were worth."""
+    solved = [(point.estimated[0], point.metric) for point in points if point.estimated is not None]
+    correlation = rank_correlation([-error for error, _ in solved], [metric for _, metric in solved])
+    return Front(measured=tuple(points), rank_correlation=correlation, notes=tuple(notes))
+
+
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     """Return Spearman's correlation of two rows of numbers; None with fewer than three, or equal ones."""
     if len(one) < 3:

@@ -70,6 +70,8 @@ def of_quantized(
     metric: Metric | None,
     mix: Sequence[Call],
     fp32_ms: float,
+    *,
+    scored: bool = True,
 ) -> Result:
     """Return what a quantized model gives.
 
@@ -81,6 +83,7 @@ def of_quantized(
         mix: calls that are timed.
         fp32_ms: of the float model when it was measured first; times are given in that measure, since a
             machine is not equally fast all the time.
+        scored: False leaves its metric out (NaN).
 
     Raises:
         InputError: the metric gives no finite number.
@@ -90,7 +93,9 @@ def of_quantized(
     if math.isnan(sqnr_db) or sqnr_db == -math.inf:
         msg = "its outputs on calibration data hold NaN or infinite values"
         raise BackendError(msg)
-    value = float(1 - 10 ** (-sqnr_db / 10)) if metric is None else score(metric, q_model)
+    value = math.nan
+    if scored:
+        value = float(1 - 10 ** (-sqnr_db / 10)) if metric is None else score(metric, q_model)
     times = [_timed(model, entry, q_model) for entry in mix]
     fp32, own = sum(each[0] for each in times), sum(each[1] for each in times)
     return Result(

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
@@ -19,14 +20,16 @@ from nc.api.preparation.base import Conversion
 from nc.api.preparation.captured import PreparedModel
 from nc.api.preparation.make import Request, automatic
 from nc.api.quantized import QuantizedModel, as_call
-from nc.api.tune.front import REFERENCE, Front, FrontPoint, rank_correlation
+from nc.api.tune.elsewhere import Elsewhere
+from nc.api.tune.front import REFERENCE, Front, front_of_points
 from nc.api.tune.groups import Group, groups_of
 from nc.api.tune.identity import Call, Metric, SeenCalls, key_of
 from nc.api.tune.measure import of_float, of_quantized
 from nc.api.tune.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
+from nc.api.tune.run import Run, TuneProgress
 from nc.api.tune.solve import Assignment, front_of, in_largest_gap, spread
 from nc.api.tune.table import Tried, steps_of, table_of
-from nc.api.tune.trials import Trials
+from nc.api.tune.trials import Result, Trials
 from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
@@ -35,30 +38,6 @@ from nc.process.torch_settings import check_default_device
 
 _AUTO, _BF16 = "auto", "bf16"
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TuneProgress:
-    """Where a search is.
-
-    Attributes:
-        phase: what is done now.
-        done: points that are measured.
-        total: points that are to be measured, as far as that is known.
-        seconds_left: of the budget.
-        best: the fastest point so far that loses at most 1 % of fp32's metric; None at the start.
-    """
-
-    phase: str
-    done: int
-    total: int
-    seconds_left: float
-    best: FrontPoint | None = None
-
-    def __str__(self) -> str:
-        """Return one line."""
-        best = "" if self.best is None else f"; best so far {self.best.name}, {self.best.ms:.3g} ms"
-        return f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}"
 
 
 def tune(
@@ -75,6 +54,7 @@ def tune(
     backend: str = "auto",
     automatically: bool = True,
     progress: Callable[[TuneProgress], object] | None = None,
+    executor: Executor | None = None,
 ) -> Front:
     """Find how much accuracy each speed costs: a front of models that were converted and measured.
 
@@ -99,6 +79,9 @@ def tune(
         backend: as for `prepare`.
         automatically: whether `"auto"` is among the points.
         progress: called with a `TuneProgress`; `print` shows it.
+        executor: computes the metrics of quantized models, which are sent as artefacts, after all times were
+            measured here. Any `concurrent.futures.Executor`; the metric must be one that it can send. None:
+            here.
 
     Returns:
         The front. Ctrl-C ends the search, and the front so far is returned.
@@ -112,6 +95,7 @@ def tune(
     check_default_device("tune")
     check_model(model)
     seconds = _seconds(budget)
+    elsewhere = None if executor is None else Elsewhere(executor, metric)
     if type(points) is not int or points < 1:
         msg = f"points={points!r}: expected a whole number from 1."
         raise ConfigError(msg)
@@ -132,48 +116,38 @@ def tune(
     finally:
         hook.remove()
     calls = [as_call(each) for each in mix] if mix is not None else seen.frequent()
-    search = _Search(
-        model=model,
-        prepared=prepared,
-        metric=metric,
-        calibration=seen.hash,
-        mix=calls or [as_call(example_inputs)],
-        trials=Trials(trials),
-        end=start + seconds,
-        progress=progress,
+    mix = calls or [as_call(example_inputs)]
+    run = Run(
+        key_of(prepared, metric, seen.hash, mix), Trials(trials), start + seconds, progress, elsewhere
     )
-    return search.run(points, given=candidates is not None, automatically=automatically)
+    try:
+        search = _Search(model, prepared, metric, mix, run)
+        return search.front(points, given=candidates is not None, automatically=automatically)
+    finally:
+        if elsewhere is not None:
+            elsewhere.close()
 
 
 class _Search:
-    """The state of one call of `tune`."""
+    """One call of `tune`."""
 
     def __init__(
         self,
-        *,
         model: torch.nn.Module,
         prepared: PreparedAuto,
         metric: Metric | None,
-        calibration: str,
         mix: Sequence[Call],
-        trials: Trials,
-        end: float,
-        progress: Callable[[TuneProgress], object] | None,
+        run: Run,
     ) -> None:
-        self._model, self._prepared, self._metric, self._mix = model, prepared, metric, mix
-        self._trials, self._end, self._progress = trials, end, progress
-        self._key = key_of(prepared, metric, calibration, mix)
-        self._points: list[FrontPoint] = []
-        self._notes: list[str] = []
-        self._total = 0
+        self._model, self._prepared, self._metric, self._mix, self._run = model, prepared, metric, mix, run
 
-    def run(self, points: int, *, given: bool, automatically: bool) -> Front:
+    def front(self, points: int, *, given: bool, automatically: bool) -> Front:
         """Return the front; `given` says whether the candidates are the user's."""
-        prepared = self._prepared
+        prepared, run = self._prepared, self._run
         options = dict(prepared.others if given else prepared.models)
         if not prepared.first.capabilities.why_no_bf16:
             options[_BF16] = prepared.prepared(bf16_config())
-        self._total = len(options) + points + 2
+        run.total = len(options) + points + 2
         try:
             self._reference()
             tried = {name: found for name, each in options.items() if (found := self._whole(name, each))}
@@ -181,39 +155,32 @@ class _Search:
                 self._automatic()
             if tried:
                 self._front_between(points, {name: options[name] for name in tried}, tried)
+            run.settle()
         except KeyboardInterrupt:
-            self._notes.append("The search was ended by Ctrl-C.")
-        return self._front()
-
-    def _front(self) -> Front:
-        solved = [point for point in self._points if point.estimated is not None]
-        correlation = rank_correlation(
-            [-point.estimated[0] for point in solved if point.estimated], [point.metric for point in solved]
-        )
-        return Front(measured=tuple(self._points), rank_correlation=correlation, notes=tuple(self._notes))
+            run.note("The search was ended by Ctrl-C.")
+        return front_of_points(run.points, run.notes)
 
     # ---- points ----
 
     def _reference(self) -> None:
         """Measure the float model."""
-        self._say("fp32")
-        key = self._key_of(float_config())
-        result = self._trials.find(key)
+        self._run.say(REFERENCE)
+        result = self._run.find(float_config())
         if result is None:
             size = sum(b.numel() * b.element_size() for b in self._prepared.graph.module.buffers())
             result = of_float(self._model, self._metric, self._mix, size)
-            self._trials.keep(key, result)
-        self._points.append(FrontPoint(name=REFERENCE, config=float_config(), result=result, drop=0.0))
+        self._run.add(REFERENCE, float_config(), result)
+        self._fp32_ms = result.ms
 
     def _whole(self, name: str, option: PreparedModel) -> Tried | None:
         """Measure an option for the whole model; None where it can't be converted, or there is no time."""
-        q_model = self._measured(name, option.quant_config, lambda: option, judged=True)
-        if q_model is None:
+        measured = self._measured(name, option.quant_config, lambda: option, judged=True)
+        if measured is None:
             return None
-        point = self._points[-1]
+        q_model, result = measured
         steps = steps_of(q_model, self._prepared.graph.example)
-        sqnr_db = point.result.sqnr_db
-        return Tried(q_model, steps, point.ms, 0.0 if sqnr_db is None else 10 ** (-sqnr_db / 10))
+        sqnr_db = result.sqnr_db
+        return Tried(q_model, steps, result.ms, 0.0 if sqnr_db is None else 10 ** (-sqnr_db / 10))
 
     def _automatic(self) -> None:
         """Measure what `"auto"` chooses."""
@@ -237,7 +204,7 @@ class _Search:
         }
         fused = [step.operators for option in tried.values() for step in option.steps]
         groups = groups_of(graph.module, operators, fused)
-        table = table_of(graph.module, graph.example, groups, tried, self._points[0].ms)
+        table = table_of(graph.module, graph.example, groups, tried, self._fp32_ms)
         front = [each for each in front_of(table) if set(each.options) != {FP32}]
         finals = self._prepared.finals  # with algorithms that cost time now and none in a call
         values = {
@@ -266,7 +233,7 @@ class _Search:
         }
         counts = collections.Counter(assignment.options)
         name = ", ".join(f"{count} {option}" for option, count in counts.most_common())
-        same = sum(point.name.split(" (#")[0] == name for point in self._points)
+        same = sum(known.split(" (#")[0] == name for known in self._run.names())
         name += f" (#{same + 1})" if same else ""  # other groups have these options
         config = mixed(self._prepared.graph, chosen, values)
         estimated = (assignment.error, assignment.ms)
@@ -281,7 +248,7 @@ class _Search:
         *,
         estimated: tuple[float, float] | None = None,
         judged: bool = False,
-    ) -> QuantizedModel | None:
+    ) -> tuple[QuantizedModel, Result] | None:
         """Convert and measure a point; None where that fails or is known, or there is no time.
 
         Args:
@@ -291,38 +258,39 @@ class _Search:
             make: converts it, instead.
             estimated: see `FrontPoint`.
             judged: the model is wanted with the noise of each operator, even if its result is known.
+
+        Returns:
+            The model and its result, whose metric is missing (NaN) where it is computed elsewhere.
         """
-        same = next((point.name for point in self._points if point.config == config), None)
+        run = self._run
+        same = run.same_as(config)
         if same is not None:
-            self._notes += [f"{name} is the same configuration as {same}."] if judged else []
+            if judged:
+                run.note(f"{name} is the same configuration as {same}.")
             return None
-        if time.monotonic() > self._end:
-            note = "The budget ended before all points were measured."
-            self._notes += [] if note in self._notes else [note]
+        if run.is_over():
             return None
-        self._say(name)
-        key = self._key_of(config)
-        result = self._trials.find(key)
-        q_model = None
-        if result is None or judged:
-            q_model = self._converted(name, prepare, make, judged=judged)
-            if q_model is None:
-                return None
-        if result is None:
-            assert q_model is not None
-            try:
-                result = of_quantized(
-                    q_model, self._prepared, self._model, self._metric, self._mix, self._points[0].ms
-                )
-            except BackendError as error:
-                self._notes.append(f"{name} is left out: {error}")
-                return None
-            self._trials.keep(key, result)
-        drop = self._points[0].metric - result.metric
-        self._points.append(
-            FrontPoint(name=name, config=config, result=result, drop=drop, estimated=estimated)
-        )
-        return q_model
+        run.say(name)
+        result = run.find(config)
+        if result is not None and not judged:
+            run.add(name, config, result, estimated=estimated)
+            return None
+        q_model = self._converted(name, prepare, make, judged=judged)
+        if q_model is None:
+            return None
+        if result is not None:
+            run.add(name, config, result, estimated=estimated)
+            return q_model, result
+        here = run.elsewhere is None
+        try:
+            result = of_quantized(
+                q_model, self._prepared, self._model, self._metric, self._mix, self._fp32_ms, scored=here
+            )
+        except BackendError as error:
+            run.note(f"{name} is left out: {error}")
+            return None
+        run.add(name, config, result, estimated=estimated, model=None if here else q_model)
+        return q_model, result
 
     def _converted(
         self,
@@ -342,30 +310,12 @@ class _Search:
             prepared = prepare()
             unseen = prepared.unseen()
             if unseen:
-                self._notes.append(f"{name} is left out: {', '.join(unseen)} were not calibrated for it.")
+                self._run.note(f"{name} is left out: {', '.join(unseen)} were not calibrated for it.")
                 return None
             return prepared.lowered(asked)
         except NCError as error:
-            self._notes.append(f"{name} could not be converted: {error}")
+            self._run.note(f"{name} could not be converted: {error}")
             return None
-
-    def _key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
-        return {**self._key, "config": config.to_dict()}
-
-    def _say(self, phase: str) -> None:
-        if self._progress is None:
-            return
-        front = self._points
-        near = [p for p in front if p.drop <= 0.01 * abs(front[0].metric)]
-        self._progress(
-            TuneProgress(
-                phase=phase,
-                done=len(front),
-                total=self._total,
-                seconds_left=max(0.0, self._end - time.monotonic()),
-                best=min(near, key=lambda p: p.ms) if near else None,
-            )
-        )
 
 
 def _seconds(budget: str | float) -> float:

@@ -1,0 +1,172 @@
+"""What a search has found so far: its points and notes, the budget, the trials, and who is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nc.api.tune.elsewhere import Elsewhere
+from nc.api.tune.front import FrontPoint
+from nc.api.tune.trials import Result, Trials
+from nc.config import AnyConfig
+from nc.config.auto import AutoConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TuneProgress:
+    """Where a search is.
+
+    Attributes:
+        phase: what is done now.
+        done: points that are measured.
+        total: points that are to be measured, as far as that is known.
+        seconds_left: of the budget.
+        best: the fastest point so far that loses at most 1 % of fp32's metric; None at the start.
+    """
+
+    phase: str
+    done: int
+    total: int
+    seconds_left: float
+    best: FrontPoint | None = None
+
+    def __str__(self) -> str:
+        """Return one line."""
+        best = "" if self.best is None else f"; best so far {self.best.name}, {self.best.ms:.3g} ms"
+        return f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Open:
+    """A point whose metric is computed elsewhere."""
+
+    name: str
+    config: AnyConfig | AutoConfig
+    estimated: tuple[float, float] | None
+    result: Result
+    key: Mapping[str, Any]
+
+
+class Run:
+    """The state of a search.
+
+    Attributes:
+        points: that are measured, the float model's first.
+        notes: what is to be said.
+        total: points that are to be measured, as far as that is known.
+        elsewhere: where metrics are computed; None: here.
+    """
+
+    def __init__(
+        self,
+        key: Mapping[str, Any],
+        trials: Trials,
+        end: float,
+        progress: Callable[[TuneProgress], object] | None,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self.points: list[FrontPoint] = []
+        self.notes: list[str] = []
+        self.total = 0
+        self.elsewhere = elsewhere
+        self._key, self._trials, self._end, self._progress = key, trials, end, progress
+        self._open: list[_Open] = []
+
+    def key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
+        """Return what determines the result of a configuration."""
+        return {**self._key, "config": config.to_dict()}
+
+    def find(self, config: AnyConfig | AutoConfig) -> Result | None:
+        """Return the result of a trial that was kept."""
+        return self._trials.find(self.key_of(config))
+
+    def same_as(self, config: AnyConfig | AutoConfig) -> str | None:
+        """Return the name of the point that has this configuration."""
+        known = [(p.name, p.config) for p in (*self.points, *self._open)]
+        return next((name for name, each in known if each == config), None)
+
+    def names(self) -> list[str]:
+        """Return the names of all points."""
+        return [p.name for p in (*self.points, *self._open)]
+
+    def is_over(self) -> bool:
+        """Whether the budget has ended; the first time that is noted."""
+        if time.monotonic() <= self._end:
+            return False
+        self.note("The budget ended before all points were measured.")
+        return True
+
+    def note(self, text: str) -> None:
+        """Keep what is to be said, once."""
+        self.notes += [] if text in self.notes else [text]
+
+    def add(
+        self,
+        name: str,
+        config: AnyConfig | AutoConfig,
+        result: Result,
+        *,
+        estimated: tuple[float, float] | None = None,
+        model: Any = None,
+    ) -> None:
+        """Add a point, and keep its trial.
+
+        Args:
+            name: for people.
+            config: of the point.
+            result: what was measured.
+            estimated: see `FrontPoint`.
+            model: whose metric is computed elsewhere, and not in the result; None: the result is whole.
+        """
+        if model is not None:
+            assert self.elsewhere is not None
+            self.elsewhere.keep(model)
+            self._open.append(_Open(name, config, estimated, result, self.key_of(config)))
+            return
+        self._trials.keep(self.key_of(config), result)
+        self._append(name, config, result, estimated)
+
+    def settle(self) -> None:
+        """Compute the metrics that are computed elsewhere, and add their points."""
+        if self.elsewhere is None or not self._open:
+            return
+        self.say(f"{len(self._open)} metrics elsewhere")
+        waiting, self._open = self._open, []
+        for index, value in self.elsewhere.values(lambda: self._end - time.monotonic()):
+            each = waiting[index]
+            if isinstance(value, str):
+                self.note(f"{each.name} is left out: {value}")
+                continue
+            result = dataclasses.replace(each.result, metric=value)
+            self._trials.keep(each.key, result)
+            self._append(each.name, each.config, result, each.estimated)
+            self.say(f"{each.name}'s metric")
+
+    def _append(
+        self,
+        name: str,
+        config: AnyConfig | AutoConfig,
+        result: Result,
+        estimated: tuple[float, float] | None,
+    ) -> None:
+        drop = self.points[0].metric - result.metric if self.points else 0.0
+        self.points.append(
+            FrontPoint(name=name, config=config, result=result, drop=drop, estimated=estimated)
+        )
+
+    def say(self, phase: str) -> None:
+        """Tell where the search is."""
+        if self._progress is None:
+            return
+        near = [p for p in self.points if p.drop <= 0.01 * abs(self.points[0].metric)]
+        self._progress(
+            TuneProgress(
+                phase=phase,
+                done=len(self.points),
+                total=self.total,
+                seconds_left=max(0.0, self._end - time.monotonic()),
+                best=min(near, key=lambda p: p.ms) if near else None,
+            )
+        )
