@@ -30,7 +30,7 @@ from nc.api.tune.autotune import get_rtn_double_quant_config_set as get_rtn_doub
 from nc.api.tune.autotune import get_woq_tuning_config as get_woq_tuning_config
 from nc.api.tune.front import Front as Front
 from nc.api.tune.front import FrontPoint as FrontPoint
-from nc.api.tune.search import tune as tune
+from nc.api.tune.tune import tune as tune
 from nc.api.workflow import convert as convert
 from nc.api.workflow import describe as describe
 from nc.api.workflow import prepare as prepare

@@ -12,13 +12,14 @@ import torch
 
 from nc.api.auto.prepared import PreparedAuto
 from nc.api.model_checks import check_model
-from nc.api.preparation.make import Request, automatic
+from nc.api.preparation.make import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.choices import Choices, Taken
 from nc.api.tune.front import Front, FrontPoint
 from nc.api.tune.identity import SeenCalls, key_of, tensors_of
+from nc.api.tune.low_bit import request_of
 from nc.api.tune.run import TuneProgress
-from nc.api.tune.search import tune
+from nc.api.tune.tune import tune
 from nc.api.workflow import convert
 from nc.backends import available_backends
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig
@@ -89,8 +90,9 @@ def autoquant(
     run = _call_with(example_inputs) if run_fn is None else run_fn
     prepared, data = _calibrated(model, example_inputs, run, candidates, backend)
     # times don't depend on the data, but what is accurate enough does
+    module, judged_by = prepared.graph.module, "" if min_sqnr_db is None else data
     key = {
-        **key_of(prepared, None, "" if min_sqnr_db is None else data, ()),
+        **key_of(module, str(module.graph), prepared.first.asked, None, judged_by, ()),
         "inputs": [[str(t.dtype), *t.shape] for t in tensors_of(example_inputs).values()],
         "engines": [name for name, why_not in available_backends().items() if not why_not],
         "candidates": {name: config.to_dict() for name, config in candidates.items()},
@@ -160,15 +162,7 @@ def _calibrated(
     backend: str,
 ) -> tuple[PreparedAuto, str]:
     """Return a preparation that has seen the data, and the hash of that."""
-    asked = Request(
-        config=StaticQuantConfig(),
-        inplace=False,
-        example_inputs=example_inputs,
-        backend=backend,
-        dynamic_shapes=None,
-        strict=False,
-        placement="inputs",
-    )
+    asked = request_of(StaticQuantConfig(), backend, example_inputs)
     prepared = automatic(model, AutoConfig(), asked, candidates)
     seen = SeenCalls()
     hook = prepared.register_forward_pre_hook(seen.note, with_kwargs=True)

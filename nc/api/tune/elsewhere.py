@@ -42,7 +42,7 @@ class Elsewhere:
             msg = f"executor={executor!r}: expected a concurrent.futures.Executor."
             raise ConfigError(msg)
         if metric is None:
-            msg = "executor= computes metric=, which is None; without one there is nothing to compute elsewhere."
+            msg = "executor= computes metric=, which is None: there is nothing to compute elsewhere."
             raise ConfigError(msg)
         self._executor, self._metric = executor, metric
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -74,7 +74,9 @@ class Elsewhere:
                     running[self._executor.submit(judged, packed, self._metric)] = index
                 done, _ = wait(running, timeout=max(0.0, seconds_left()), return_when=FIRST_COMPLETED)
                 if not done:
-                    yield from ((i, "the budget ended before its metric was computed") for i in running.values())
+                    yield from (
+                        (i, "the budget ended before its metric was computed") for i in running.values()
+                    )
                     yield from ((i, "the budget ended before its metric was computed") for i, _ in waiting)
                     return
                 for future in done:

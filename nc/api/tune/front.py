@@ -73,20 +73,25 @@ class Front:
         measured: all points, in the order in which they were measured; the first is fp32.
         rank_correlation: of estimated and measured errors (Spearman); None with fewer than three points.
         notes: what is to be said of the search.
+        by_size: the front is one of metric and bytes, not of metric and time.
     """
 
     measured: tuple[FrontPoint, ...]
     rank_correlation: float | None = None
     notes: tuple[str, ...] = ()
+    by_size: bool = False
 
     @property
     def points(self) -> tuple[FrontPoint, ...]:
-        """Return the points that no other one beats in metric and time, the fastest first."""
+        """Return the points that no other one beats in metric and time (or bytes), the cheapest first."""
         found: list[FrontPoint] = []
-        for point in sorted(self.measured, key=lambda each: (each.ms, -each.metric)):
+        for point in sorted(self.measured, key=lambda each: (self._price(each), -each.metric)):
             if not found or point.metric > found[-1].metric:
                 found.append(point)
         return tuple(found)
+
+    def _price(self, point: FrontPoint) -> float:
+        return point.weight_bytes if self.by_size else point.ms
 
     @property
     def monotone(self) -> bool:
@@ -101,13 +106,39 @@ class Front:
         _check("max_drop", max_drop)
         return self._best(lambda p: p.drop <= max_drop, lambda p: p.ms, lambda p: p.drop, f"{max_drop=}")
 
-    def most_accurate(self, *, max_ms: float) -> FrontPoint:
-        """Return the point with the largest metric that takes at most so long.
+    def most_accurate(self, *, max_ms: float | None = None, max_bits: float | None = None) -> FrontPoint:
+        """Return the point with the largest metric that takes at most so long, or has at most so many bits.
 
-        Where none does, it is the fastest, with an `NCWarning`.
+        Where none does, it is the fastest, or the smallest, with an `NCWarning`.
+
+        Args:
+            max_ms: milliseconds of a call.
+            max_bits: of each weight, on average, for a search with `target_bits`.
+
+        Raises:
+            ConfigError: both are given, or none is.
         """
-        _check("max_ms", max_ms)
-        return self._best(lambda p: p.ms <= max_ms, lambda p: -p.metric, lambda p: p.ms, f"{max_ms=}")
+        if (max_ms is None) == (max_bits is None):
+            msg = "most_accurate: expected max_ms= or max_bits=."
+            raise ConfigError(msg)
+        if max_ms is not None:
+            limit = _check("max_ms", max_ms)
+            return self._best(lambda p: p.ms <= limit, lambda p: -p.metric, lambda p: p.ms, f"{max_ms=}")
+        limit = _check("max_bits", max_bits)
+        if any(point.result.bits is None for point in self.measured):
+            msg = "most_accurate: max_bits= is for a search with target_bits=."
+            raise ConfigError(msg)
+
+        def bits(point: FrontPoint) -> float:
+            return point.result.bits or 0.0
+
+        return self._best(
+            # what is stored is a few bytes more or less than a whole number of them
+            lambda p: bits(p) <= limit + 1e-6,
+            lambda p: -p.metric,
+            bits,
+            f"{max_bits=}",
+        )
 
     def smallest(self, *, max_drop: float) -> FrontPoint:
         """Return the point with the fewest bytes that loses at most so much of the metric."""
@@ -150,6 +181,7 @@ class Front:
             "rank_correlation": self.rank_correlation,
             "monotone": self.monotone,
             "notes": list(self.notes),
+            "by_size": self.by_size,
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -173,7 +205,8 @@ class Front:
     def __str__(self) -> str:
         """Return a table, and what the estimates were worth."""
         on_front = {point.name for point in self.points}
-        head = ("", "point", "metric", "drop", "ms", "× fp32", "MB")
+        bits = ("bits",) if self.by_size else ()
+        head = ("", "point", "metric", "drop", "ms", "× fp32", "MB", *bits)
         rows = [
             (
                 "*" if p.name in on_front else "",
@@ -183,10 +216,12 @@ class Front:
                 f"{p.ms:.3g}",
                 f"{p.result.fp32_ratio:.2f}",
                 f"{p.weight_bytes / 1e6:.1f}",
+                *((f"{p.result.bits or 0:.2f}",) if self.by_size else ()),
             )
-            for p in sorted(self.measured, key=lambda each: each.ms)
+            for p in sorted(self.measured, key=self._price)
         ]
-        lines = [format_table([head, *rows]), "* no other point is better in metric and time"]
+        price = "size" if self.by_size else "time"
+        lines = [format_table([head, *rows]), f"* no other point is better in metric and {price}"]
         if self.rank_correlation is not None:
             order = "is" if self.monotone else "is not"
             lines.append(
@@ -199,11 +234,11 @@ class Front:
         return "\n".join([*lines, *doubts, *self.notes])
 
 
-def front_of_points(points: Sequence[FrontPoint], notes: Sequence[str]) -> Front:
+def front_of_points(points: Sequence[FrontPoint], notes: Sequence[str], *, by_size: bool = False) -> Front:
     """Return the front of measured points, with what the estimates of some of them were worth."""
     solved = [(point.estimated[0], point.metric) for point in points if point.estimated is not None]
     correlation = rank_correlation([-error for error, _ in solved], [metric for _, metric in solved])
-    return Front(measured=tuple(points), rank_correlation=correlation, notes=tuple(notes))
+    return Front(measured=tuple(points), rank_correlation=correlation, notes=tuple(notes), by_size=by_size)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -223,7 +258,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
-def _check(name: str, value: object) -> None:
+def _check(name: str, value: Any) -> float:
+    """Return a limit; an error if it is none."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
         msg = f"{name}={value!r}: expected a number of at least 0."
         raise ConfigError(msg)
+    return float(value)

@@ -11,7 +11,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc._version import __version__
-from nc.api.auto.prepared import PreparedAuto
 from nc.backends import cpu
 from nc.calibration.tensor_file import checksum
 
@@ -20,6 +19,8 @@ Metric = Callable[[Any], float]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: Sizes of calibration batches that are timed, the most frequent first.
 _MOST_SIZES = 4
+#: Of so many calls one is held out, to judge by.
+_SHARE = 4
 
 
 class SeenCalls:
@@ -52,6 +53,30 @@ class SeenCalls:
         return [call for _, call in found[:_MOST_SIZES]]
 
 
+class KeptCalls(SeenCalls):
+    """What a model was called with, kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Call] = []
+
+    def note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take a call down; a forward pre-hook."""
+        super().note(module, args, kwargs)
+        self.all.append(pytree.tree_map(_copied, (args, kwargs)))
+
+    def split(self) -> tuple[list[Call], list[Call]]:
+        """Return the calls to calibrate with, and those to judge by; of few calls, all are both."""
+        if len(self.all) < _SHARE:
+            return self.all, self.all
+        judged = self.all[1::_SHARE]
+        return [call for i, call in enumerate(self.all) if i % _SHARE != 1], judged
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def tensors_of(values: Any) -> dict[str, torch.Tensor]:
     """Return the tensors in a structure, by position."""
     leaves = pytree.tree_leaves(values)
@@ -59,25 +84,30 @@ def tensors_of(values: Any) -> dict[str, torch.Tensor]:
 
 
 def key_of(
-    prepared: PreparedAuto, metric: Metric | None, calibration: str, mix: Sequence[Call]
+    module: torch.nn.Module,
+    described: str,
+    backend: str,
+    metric: Metric | None,
+    calibration: str,
+    mix: Sequence[Call],
 ) -> dict[str, Any]:
     """Return what determines a result, beside the configuration.
 
     Args:
-        prepared: the model.
+        module: the model.
+        described: what beside its tensors makes it this model.
+        backend: that was asked for.
         metric: see `tune`.
         calibration: hash of the calibration data.
         mix: the calls that are timed.
     """
-    module = prepared.graph.module
+    tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     return {
-        "model": checksum(
-            str(module.graph), {**dict(module.named_buffers()), **dict(module.named_parameters())}
-        ),
+        "model": checksum(described, tensors),
         "calibration": calibration,
         "metric": _described(metric),
         "mix": checksum("", tensors_of(list(mix))),
-        "backend": prepared.first.asked,
+        "backend": backend,
         "isa": list(cpu.detected()),
         "cpu": hashlib.sha256(" ".join([cpu.model_name(), *sorted(cpu.flags())]).encode()).hexdigest(),
         "threads": torch.get_num_threads(),
@@ -88,7 +118,7 @@ def key_of(
 def _described(metric: Metric | None) -> str:
     """Return the name of a metric and a hash of its source, as far as there is one."""
     if metric is None:
-        return "power of the outputs that is right"
+        return "distance to fp32"
     name = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', type(metric).__qualname__)}"
     try:
         source = inspect.getsource(metric)

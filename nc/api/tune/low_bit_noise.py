@@ -14,26 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from nc.api.tune.distance import floats_of, kept_positions, logits_of
 from nc.api.tune.identity import Call
 from nc.errors import InputError
 from nc.process.modes import evaluating
 
-
-def logits_of(outputs: Any) -> torch.Tensor | None:
-    """Return the logits of what a model returns; None where it names none."""
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    return found if isinstance(found, torch.Tensor) and found.dim() >= 2 else None
-
-
-def kept_positions(call: Call, logits: torch.Tensor) -> torch.Tensor:
-    """Return which rows of logits are no padding: True for all where the call has no mask for them."""
-    mask = call[1].get("attention_mask")
-    shape = logits.shape[:-1]
-    if isinstance(mask, torch.Tensor) and mask.shape == shape:
-        return mask.bool()
-    return torch.ones(shape, dtype=torch.bool, device=logits.device)
+#: Name of a layer, what it was called with, and what it returned.
+_Seen = tuple[str, tuple[Any, ...], torch.Tensor]
 
 
 def noise_of(
@@ -55,29 +43,27 @@ def noise_of(
     """
     random = torch.Generator().manual_seed(seed)
     totals = {name: dict.fromkeys(each, 0.0) for name, each in options.items()}
-    weight = 0.0
+    divisor = 0.0
     for call in calls:
         with _recorded(model, options) as seen:
             outputs = model(*call[0], **call[1])
-            loss, rows = _loss(call, outputs, random)
-        names = [name for name, (_, out) in seen.items() if out.requires_grad]
-        if loss.grad_fn is None or not names:
+            loss, part = _loss(call, outputs, random)
+        if loss.grad_fn is None:
             msg = (
-                f"The outputs of {type(model).__name__} have no gradient with respect to its layers (no_grad or "
-                "inference_mode inside of it?), so that what they cost can't be estimated."
+                f"The outputs of {type(model).__name__} have no gradient with respect to its layers, so that "
+                "what they cost can't be estimated: is there a no_grad or inference_mode inside of it?"
             )
             raise InputError(msg)
-        gradients = torch.autograd.grad(loss, [seen[name][1] for name in names], allow_unused=True)
-        for name, gradient in zip(names, gradients, strict=True):
+        gradients = torch.autograd.grad(loss, [output for _, _, output in seen], allow_unused=True)
+        for (name, inputs, output), gradient in zip(seen, gradients, strict=True):
             if gradient is None:
                 continue  # it has no influence on the outputs
-            x, y = seen[name]
             with torch.no_grad():
                 for option, module in options[name].items():
-                    change = (module(*x) - y).float()
+                    change = (module(*inputs) - output).float()
                     totals[name][option] += float((gradient * change).sum(-1).double().square().sum())
-        weight += rows
-    return {name: {key: value / weight for key, value in each.items()} for name, each in totals.items()}
+        divisor += part
+    return {name: {key: value / divisor for key, value in each.items()} for name, each in totals.items()}
 
 
 def _loss(call: Call, outputs: Any, random: torch.Generator) -> tuple[torch.Tensor, float]:
@@ -88,9 +74,7 @@ def _loss(call: Call, outputs: Any, random: torch.Generator) -> tuple[torch.Tens
         found = logits.float()[keep].log_softmax(-1)
         drawn = torch.multinomial(found.detach().exp(), 1, generator=random)
         return found.gather(-1, drawn).sum(), 2.0 * len(found)
-    floats = [
-        leaf.float() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
+    floats = [each.float() for each in floats_of(outputs)]
     power = sum(float(each.detach().double().square().sum()) for each in floats)
     total = torch.zeros((), dtype=torch.float32)
     for each in floats:
@@ -99,16 +83,15 @@ def _loss(call: Call, outputs: Any, random: torch.Generator) -> tuple[torch.Tens
 
 
 @contextlib.contextmanager
-def _recorded(
-    model: torch.nn.Module, names: Mapping[str, Any]
-) -> Iterator[dict[str, tuple[tuple[Any, ...], torch.Tensor]]]:
+def _recorded(model: torch.nn.Module, names: Mapping[str, Any]) -> Iterator[list[_Seen]]:
     """Give what layers are called with and return, in a graph that starts at the first of them."""
-    seen: dict[str, tuple[tuple[Any, ...], torch.Tensor]] = {}
+    seen: list[_Seen] = []
 
     def hook_of(name: str) -> Any:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
             tracked = output if output.requires_grad else output.detach().requires_grad_()
-            seen[name] = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args), tracked
+            inputs = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+            seen.append((name, inputs, tracked))
             return tracked.clone()  # what comes may change it in place
 
         return hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,15 +52,15 @@ def of_float(model: torch.nn.Module, metric: Metric | None, mix: Sequence[Call],
     """
     with eval_mode(model):
         value = 1.0 if metric is None else score(metric, model)
-    times = [_timed(model, entry, None) for entry in mix]
+    times = [timed(model, entry, None) for entry in mix]
     return Result(
         metric=value,
         sqnr_db=None,
         fp32_ratio=1.0,
-        ms=sum(each[0] for each in times),
+        ms=sum(each.fp32 for each in times),
         spread=(1.0, 1.0),
         weight_bytes=weight_bytes,
-        note=_doubts(times),
+        note=doubts(times),
     )
 
 
@@ -96,24 +97,38 @@ def of_quantized(
     value = math.nan
     if scored:
         value = float(1 - 10 ** (-sqnr_db / 10)) if metric is None else score(metric, q_model)
-    times = [_timed(model, entry, q_model) for entry in mix]
-    fp32, own = sum(each[0] for each in times), sum(each[1] for each in times)
+    times = [timed(model, entry, q_model) for entry in mix]
+    fp32, own = sum(each.fp32 for each in times), sum(each.own for each in times)
     return Result(
         metric=value,
         sqnr_db=sqnr_db if math.isfinite(sqnr_db) else None,
         fp32_ratio=fp32 / own,
         ms=own * (fp32_ms / fp32),
-        spread=times[0][2],
+        spread=times[0].quartiles,
         weight_bytes=q_model.engine.report().weight_bytes,
-        note=_doubts(times),
+        note=doubts(times),
     )
 
 
-_Timed = tuple[float, float, tuple[float, float], str]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timed:
+    """Times of a call, taken in turns.
+
+    Attributes:
+        fp32: milliseconds of the float model.
+        own: of the quantized one; of the float one where there is none.
+        quartiles: of the rounds' ratios.
+        doubt: what disturbed them; "" for nothing.
+    """
+
+    fp32: float
+    own: float
+    quartiles: tuple[float, float]
+    doubt: str
 
 
-def _timed(model: torch.nn.Module, entry: Call, q_model: QuantizedModel | None) -> _Timed:
-    """Return fp32's milliseconds, the model's, quartiles of the ratio, and what disturbed them.
+def timed(model: torch.nn.Module, entry: Call, q_model: torch.nn.Module | None) -> Timed:
+    """Return the times of a call of the float model, and of a quantized one in turns with it.
 
     Raises:
         InputError: the float model fails on these inputs.
@@ -133,9 +148,9 @@ def _timed(model: torch.nn.Module, entry: Call, q_model: QuantizedModel | None) 
     times = median(rounds)
     ratios = sorted(each[_FP32] / each.get(_QUANTIZED, each[_FP32]) for each in rounds)
     quartiles = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    return times[_FP32], times.get(_QUANTIZED, times[_FP32]), quartiles, load.disturbed()
+    return Timed(times[_FP32], times.get(_QUANTIZED, times[_FP32]), quartiles, load.disturbed())
 
 
-def _doubts(times: Sequence[_Timed]) -> str:
+def doubts(times: Sequence[Timed]) -> str:
     """Return what disturbed the times, each text once."""
-    return "; ".join(dict.fromkeys(doubt for *_, doubt in times if doubt))
+    return "; ".join(dict.fromkeys(each.doubt for each in times if each.doubt))

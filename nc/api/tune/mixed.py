@@ -13,7 +13,7 @@ from nc.config import AnyConfig, QuantConfig, SmoothQuantConfig, StaticQuantConf
 from nc.formats import Capabilities
 from nc.formats.rule_key import ParsedKey, parse_keys
 from nc.graph.plan import Plan
-from nc.planning.matching import match_level, matches_of, merged
+from nc.planning.matching import Match, match_level, matches_of, merged
 
 #: Name of the option that leaves operators alone.
 FP32 = "fp32"
@@ -88,9 +88,17 @@ def _rule(graph: Graph, operator: Operator, option: PlannedCandidate) -> QuantCo
         return float_config()
     row = option.capabilities.row(operator.kind)
     matches = matches_of(operator, option.config, row, frozenset(graph.submodules))
+    return resolved(matches, smooths=decision.spec.smooth is not None)
+
+
+def resolved(matches: list[Match], *, smooths: bool = True) -> QuantConfig:
+    """Return what a configuration says of an operator, from the rules that match it, the strongest first.
+
+    Without `smooths` it is one that a candidate for SmoothQuant leaves as it is.
+    """
     values, _ = merged(matches)
     kind = type(matches[0].config)
-    if kind is SmoothQuantConfig and decision.spec.smooth is None:
-        kind = StaticQuantConfig  # a rule by name would smooth what the candidate leaves as it is
+    if kind is SmoothQuantConfig and not smooths:
+        kind = StaticQuantConfig
     fields = (name for name, field in kind.FIELDS.items() if name in values and not field.outer)
     return kind(**{name: values[name] for name in fields})

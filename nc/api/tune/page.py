@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nc.text.html_page import bullets, document, escaped, table
 
 _WIDTH, _HEIGHT, _EDGE = 720, 360, 56
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Axis:
+    """What a point is paid with."""
+
+    name: str
+    unit: str
+    of: Callable[[Mapping[str, Any]], float]
+
+
+_TIME = _Axis("latency", "ms", lambda point: point["ms"])
+_SIZE = _Axis("size", "MB", lambda point: point["weight_bytes"] / 1e6)
 
 
 def page_of(front: Mapping[str, Any]) -> str:
@@ -17,7 +31,8 @@ def page_of(front: Mapping[str, Any]) -> str:
     Args:
         front: from `Front.to_dict`.
     """
-    points, names = sorted(front["points"], key=lambda point: point["ms"]), set(front["front"])
+    axis = _SIZE if front["by_size"] else _TIME
+    points, names = sorted(front["points"], key=axis.of), set(front["front"])
     correlation = front["rank_correlation"]
     said = (
         [f"Rank correlation of estimated and measured error: {correlation:.2f}."]
@@ -25,38 +40,40 @@ def page_of(front: Mapping[str, Any]) -> str:
         else []
     )
     said.append(f"The measured front is {'' if front['monotone'] else 'not '}monotone in the estimate.")
-    title = "Accuracy and latency"
+    title = f"Accuracy and {axis.name}"
     return document(
         title,
-        f"<h1>{title}</h1>{_picture(points, names)}{_table(points, names)}{bullets((*said, *front['notes']))}"
+        f"<h1>{title}</h1>{_picture(points, names, axis)}{_table(points, names)}"
+        f"{bullets((*said, *front['notes']))}"
         f"<h2>Configurations</h2>{_configurations(points)}",
     )
 
 
-def _picture(points: Sequence[Mapping[str, Any]], names: set[str]) -> str:
-    """Return time to the right, metric upwards; numbers are those of the table."""
-    x = _scale([p["ms"] for p in points], _EDGE, _WIDTH - _EDGE)
+def _picture(points: Sequence[Mapping[str, Any]], names: set[str], axis: _Axis) -> str:
+    """Return the price to the right, metric upwards; numbers are those of the table."""
+    prices = [axis.of(p) for p in points]
+    x = _scale(prices, _EDGE, _WIDTH - _EDGE)
     y = _scale([p["metric"] for p in points], _HEIGHT - _EDGE, _EDGE)
-    front = sorted((p["ms"], p["metric"]) for p in points if p["name"] in names)
-    line = " ".join(f"{x(ms):.1f},{y(metric):.1f}" for ms, metric in front)
+    front = sorted((axis.of(p), p["metric"]) for p in points if p["name"] in names)
+    line = " ".join(f"{x(price):.1f},{y(metric):.1f}" for price, metric in front)
     marks = []
     for number, p in enumerate(points, 1):
         colour = "int8" if p["name"] in names else "line"
-        title = f"{escaped(p['name'])}: {p['metric']:.5g}, {p['ms']:.3g} ms"
+        title = f"{escaped(p['name'])}: {p['metric']:.5g}, {axis.of(p):.3g} {axis.unit}"
         marks.append(
-            f"<circle cx={x(p['ms']):.1f} cy={y(p['metric']):.1f} r=5 fill='var(--{colour})'>"
+            f"<circle cx={x(axis.of(p)):.1f} cy={y(p['metric']):.1f} r=5 fill='var(--{colour})'>"
             f"<title>{title}</title></circle>"
         )
-        marks.append(f"<text x={x(p['ms']) - 4:.1f} y={y(p['metric']) - 9:.1f}>{number}</text>")
+        marks.append(f"<text x={x(axis.of(p)) - 4:.1f} y={y(p['metric']) - 9:.1f}>{number}</text>")
     low, high = min(p["metric"] for p in points), max(p["metric"] for p in points)
-    fast, slow = min(p["ms"] for p in points), max(p["ms"] for p in points)
+    least, most = min(prices), max(prices)
     axes = (
-        f"<text x={_EDGE} y={_HEIGHT - 12}>{fast:.3g} ms</text>"
-        f"<text x={_WIDTH - _EDGE} y={_HEIGHT - 12} text-anchor=end>{slow:.3g} ms</text>"
+        f"<text x={_EDGE} y={_HEIGHT - 12}>{least:.3g} {axis.unit}</text>"
+        f"<text x={_WIDTH - _EDGE} y={_HEIGHT - 12} text-anchor=end>{most:.3g} {axis.unit}</text>"
         f"<text x=4 y={_HEIGHT - _EDGE}>{low:.4g}</text><text x=4 y={_EDGE}>{high:.4g}</text>"
     )
     return (
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='metric over milliseconds'>"
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='metric over {axis.name}'>"
         f"<polyline points='{line}' fill=none stroke='var(--int8)'/>{''.join(marks)}{axes}</svg>"
     )
 

@@ -84,12 +84,14 @@ class Run:
 
     def same_as(self, config: AnyConfig | AutoConfig) -> str | None:
         """Return the name of the point that has this configuration."""
-        known = [(p.name, p.config) for p in (*self.points, *self._open)]
-        return next((name for name, each in known if each == config), None)
+        return next((known.name for known in self._all() if known.config == config), None)
 
     def names(self) -> list[str]:
         """Return the names of all points."""
-        return [p.name for p in (*self.points, *self._open)]
+        return [known.name for known in self._all()]
+
+    def _all(self) -> list[FrontPoint | _Open]:
+        return [*self.points, *self._open]
 
     def is_over(self) -> bool:
         """Whether the budget has ended; the first time that is noted."""

@@ -1,135 +1,44 @@
-"""`nc.tune`: options for groups of operators, a front of them by estimates, and its points measured."""
+"""Options for groups of operators of a captured model, a front of them by estimates, its points measured."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-import os
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
-from typing import Any
 
 import torch
 
 from nc.api.auto.prepared import PreparedAuto
-from nc.api.model_checks import check_model
 from nc.api.preparation.base import Conversion
 from nc.api.preparation.captured import PreparedModel
-from nc.api.preparation.make import Request, automatic
-from nc.api.quantized import QuantizedModel, as_call
-from nc.api.tune.elsewhere import Elsewhere
+from nc.api.quantized import QuantizedModel
 from nc.api.tune.front import REFERENCE, Front, front_of_points
 from nc.api.tune.groups import Group, groups_of
-from nc.api.tune.identity import Call, Metric, SeenCalls, key_of
+from nc.api.tune.identity import Call, Metric
 from nc.api.tune.measure import of_float, of_quantized
 from nc.api.tune.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
-from nc.api.tune.run import Run, TuneProgress
+from nc.api.tune.run import Run
 from nc.api.tune.solve import Assignment, front_of, in_largest_gap, spread
 from nc.api.tune.table import Tried, steps_of, table_of
-from nc.api.tune.trials import Result, Trials
-from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
+from nc.api.tune.trials import Result
+from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
-from nc.config.neural_compressor import config_from
-from nc.errors import BackendError, ConfigError, NCError
-from nc.process.torch_settings import check_default_device
+from nc.errors import BackendError, NCError
 
-_AUTO, _BF16 = "auto", "bf16"
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+#: Names of points that are always measured.
+AUTO, BF16 = "auto", "bf16"
 
 
-def tune(
-    model: torch.nn.Module,
-    example_inputs: Any,
-    run_fn: Callable[[Any], Any],
-    metric: Metric | None = None,
-    candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None = None,
-    *,
-    budget: str | float = "30min",
-    trials: str | os.PathLike[str] | None = None,
-    points: int = 8,
-    mix: Sequence[Any] | None = None,
-    backend: str = "auto",
-    automatically: bool = True,
-    progress: Callable[[TuneProgress], object] | None = None,
-    executor: Executor | None = None,
-) -> Front:
-    """Find how much accuracy each speed costs: a front of models that were converted and measured.
-
-    Operators that the engine couples are one decision. Each candidate is calibrated at the same time, and
-    converted once; the noise that each group adds to the outputs (no labels are needed) and the time that it
-    takes are estimated. Assignments of candidates to groups that are optimal for these estimates are then
-    measured one by one: with the metric, and in turns with the float model. fp32, bf16 where the CPU has it,
-    each candidate alone and `"auto"` are always among the points.
+class GraphSearch:
+    """One call of `tune` for a captured model.
 
     Args:
-        model: a trained fp32 model.
-        example_inputs: as for `prepare`.
-        run_fn: calls the prepared model with calibration data.
-        metric: called with a quantized model and with the float one; larger is better. None: the part of the
-            power of the outputs that is right, on calibration data that is held out; 1 for fp32.
-        candidates: configurations by name, or in a list; None: those that `"auto"` tries for such a model.
-        budget: for all, in seconds or as "90s", "30min", "2h". The float model is measured in any case.
-        trials: folder for one file per measured point. A search with the same model, data, metric, machine
-            and versions takes what it finds there.
-        points: of the front between the candidates, beside those that are always measured.
-        mix: inputs, as in calls, whose times are added up; None: the most frequent sizes of `run_fn`.
-        backend: as for `prepare`.
-        automatically: whether `"auto"` is among the points.
-        progress: called with a `TuneProgress`; `print` shows it.
-        executor: computes the metrics of quantized models, which are sent as artefacts, after all times were
-            measured here. Any `concurrent.futures.Executor`; the metric must be one that it can send. None:
-            here.
-
-    Returns:
-        The front. Ctrl-C ends the search, and the front so far is returned.
-
-    Raises:
-        ConfigError: a value that is out of range, or a candidate for weights alone.
-        InputError: the metric gives no finite number, or as `prepare`.
-        NCError: as `prepare`.
+        model: the float model.
+        prepared: its candidates, calibrated.
+        metric: see `nc.tune`.
+        mix: calls that are timed.
+        run: where points go.
     """
-    start = time.monotonic()
-    check_default_device("tune")
-    check_model(model)
-    seconds = _seconds(budget)
-    elsewhere = None if executor is None else Elsewhere(executor, metric)
-    if type(points) is not int or points < 1:
-        msg = f"points={points!r}: expected a whole number from 1."
-        raise ConfigError(msg)
-    asked = Request(
-        config=StaticQuantConfig(),
-        inplace=False,
-        example_inputs=example_inputs,
-        backend=backend,
-        dynamic_shapes=None,
-        strict=False,
-        placement="inputs",
-    )
-    prepared = automatic(model, AutoConfig(), asked, _named(candidates))
-    seen = SeenCalls()
-    hook = prepared.register_forward_pre_hook(seen.note, with_kwargs=True)
-    try:
-        run_fn(prepared)
-    finally:
-        hook.remove()
-    calls = [as_call(each) for each in mix] if mix is not None else seen.frequent()
-    mix = calls or [as_call(example_inputs)]
-    run = Run(
-        key_of(prepared, metric, seen.hash, mix), Trials(trials), start + seconds, progress, elsewhere
-    )
-    try:
-        search = _Search(model, prepared, metric, mix, run)
-        return search.front(points, given=candidates is not None, automatically=automatically)
-    finally:
-        if elsewhere is not None:
-            elsewhere.close()
-
-
-class _Search:
-    """One call of `tune`."""
 
     def __init__(
         self,
@@ -146,7 +55,7 @@ class _Search:
         prepared, run = self._prepared, self._run
         options = dict(prepared.others if given else prepared.models)
         if not prepared.first.capabilities.why_no_bf16:
-            options[_BF16] = prepared.prepared(bf16_config())
+            options[BF16] = prepared.prepared(bf16_config())
         run.total = len(options) + points + 2
         try:
             self._reference()
@@ -189,7 +98,7 @@ class _Search:
         def make(asked: Conversion) -> QuantizedModel:
             return self._prepared.convert(dataclasses.replace(asked, measure=True, verify="raise", judged=()))
 
-        self._measured(_AUTO, config, None, make)
+        self._measured(AUTO, config, None, make)
 
     def _front_between(
         self, points: int, options: Mapping[str, PreparedModel], tried: Mapping[str, Tried]
@@ -236,7 +145,7 @@ class _Search:
         same = sum(known.split(" (#")[0] == name for known in self._run.names())
         name += f" (#{same + 1})" if same else ""  # other groups have these options
         config = mixed(self._prepared.graph, chosen, values)
-        estimated = (assignment.error, assignment.ms)
+        estimated = (assignment.error, assignment.price)
         self._measured(name, config, lambda: self._prepared.prepared(config), estimated=estimated)
 
     def _measured(
@@ -316,39 +225,3 @@ class _Search:
         except NCError as error:
             self._run.note(f"{name} could not be converted: {error}")
             return None
-
-
-def _seconds(budget: str | float) -> float:
-    """Return a budget in seconds.
-
-    Raises:
-        ConfigError: it is no positive time.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*(s|min|h)\s*", budget) if isinstance(budget, str) else None
-    try:
-        value = float(found[1]) * _UNITS[found[2]] if found else float(budget)
-    except (TypeError, ValueError):
-        value = math.nan
-    if isinstance(budget, bool) or not value > 0:
-        msg = f'budget={budget!r}: expected seconds, or a time as "90s", "30min" or "2h".'
-        raise ConfigError(msg)
-    return value
-
-
-def _named(candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None) -> dict[str, AnyConfig]:
-    """Return candidates by name."""
-    if candidates is None:
-        return {}
-    items = candidates.items() if isinstance(candidates, Mapping) else enumerate(candidates, 1)
-    found = {str(name): config_from(config) for name, config in items}
-    weights = [name for name, config in found.items() if has_weight_only(config)]
-    if weights:
-        msg = f"candidates: {', '.join(weights)} quantizes weights alone, which is no choice here."
-        raise ConfigError(msg)
-    taken = sorted({REFERENCE, _AUTO, _BF16} & set(found))
-    if not found or taken:
-        msg = (
-            f"candidates: {', '.join(taken)} is always measured." if taken else "candidates: none was given."
-        )
-        raise ConfigError(msg)
-    return found

@@ -18,7 +18,7 @@ from typing import Any
 from nc.errors import ArtefactError
 from nc.process.warn import warn
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,7 @@ class Result:
         spread: quartiles of the rounds' ratios.
         weight_bytes: of the constants.
         note: what is to be said of it; "" for nothing.
+        bits: of the weights with low-bit candidates, as they are stored, on average; None for other searches.
     """
 
     metric: float
@@ -43,6 +44,7 @@ class Result:
     spread: tuple[float, float]
     weight_bytes: int
     note: str = ""
+    bits: float | None = None
 
 
 class Trials:

@@ -47,9 +47,9 @@ def times(monkeypatch):
 
     def timed(model, entry, q_model):
         own = 10.0 if q_model is None else found[" ".join(sorted(set(modes(q_model).values())))]
-        return 10.0, own, (10.0 / own, 10.0 / own), ""
+        return measuring.Timed(10.0, own, (10.0 / own, 10.0 / own), "")
 
-    monkeypatch.setattr(measuring, "_timed", timed)
+    monkeypatch.setattr(measuring, "timed", timed)
     return found
 
 
@@ -129,9 +129,9 @@ def test_without_data_no_layer_is_static(model, times, searches):
 
 
 def test_the_example_inputs_are_timed_and_not_the_data(model, times, monkeypatch):
-    sizes, timed = [], measuring._timed
+    sizes, timed = [], measuring.timed
     monkeypatch.setattr(
-        measuring, "_timed", lambda *args: sizes.append(tuple(args[1][0][0].shape)) or timed(*args)
+        measuring, "timed", lambda *args: sizes.append(tuple(args[1][0][0].shape)) or timed(*args)
     )
     nc.autoquant(model, X[:2], run_fn=calibrate)
     assert set(sizes) == {(2, 32)}
@@ -169,7 +169,7 @@ def test_what_is_known_is_not_timed_again(model, times, tmp_path, monkeypatch):
         msg = "it was timed"
         raise AssertionError(msg)
 
-    for module, name in ((choosing, "tune"), (measuring, "_timed"), (measuring, "timed_rounds")):
+    for module, name in ((choosing, "tune"), (measuring, "timed"), (measuring, "timed_rounds")):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr("nc.api.preparation.finish.speed_verdict", never)
     monkeypatch.setattr("nc.api.auto.prepared.timed_rounds", never)
@@ -305,7 +305,7 @@ def test_a_search_that_was_ended_is_used_and_not_kept(model, times, tmp_path, mo
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching._Search, "_front_between", interrupted)
+    monkeypatch.setattr(searching.GraphSearch, "_front_between", interrupted)
     found = nc.autoquant(model, X, cache=cache)
     assert set(modes(found).values()) == {"dynamic"}
     assert "The search was ended by Ctrl-C." in found.graph.applied[0].text

@@ -11,6 +11,7 @@ from torch import nn
 import nc
 from nc.api.tune import measure as measuring
 from nc.api.tune import search as searching
+from nc.api.tune import tune as tuning
 from nc.errors import ConfigError, InputError, NCWarning
 from nc.numerics.metrics import sqnr_db
 
@@ -175,7 +176,7 @@ def test_progress_has_all_that_is_needed(model):
 
 def test_a_mix_of_sizes_comes_from_the_data(model):
     sizes = []
-    original = measuring._timed
+    original = measuring.timed
 
     def noted(own, entry, q_model):
         sizes.append(tuple(entry[0][0].shape))
@@ -186,7 +187,7 @@ def test_a_mix_of_sizes_comes_from_the_data(model):
             prepared(torch.randn(rows, 32))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "_timed", noted)
+        patch.setattr(measuring, "timed", noted)
         nc.tune(model, DATA[0], uneven, candidates=CANDIDATES, points=1, budget=1e-6)
         assert sizes[0] == (4, 32)
         assert set(sizes) == {(4, 32), (8, 32), (16, 32)}
@@ -235,7 +236,7 @@ def test_a_metric_that_is_no_number(model, value):
 
 
 def test_budgets():
-    assert [searching._seconds(text) for text in ("90s", "30min", "2h", " 1.5 h ", 7)] == [
+    assert [tuning._seconds(text) for text in ("90s", "30min", "2h", " 1.5 h ", 7)] == [
         90,
         1800,
         7200,

@@ -35,7 +35,10 @@ def tuned(model, **more):
         for batch in DATA:
             prepared(batch)
 
-    candidates = {"static": nc.StaticQuantConfig(), "rows": nc.DynamicQuantConfig(act_granularity="per_token")}
+    candidates = {
+        "static": nc.StaticQuantConfig(),
+        "rows": nc.DynamicQuantConfig(act_granularity="per_token"),
+    }
     return nc.tune(model, DATA[0], run_fn, **{"metric": power, "candidates": candidates, "points": 1, **more})
 
 
@@ -76,7 +79,9 @@ def test_what_fails_elsewhere_is_left_out_with_its_error(model):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         front = tuned(model, metric=fails, executor=pool)
     assert [point.name for point in front.measured] == ["fp32"]
-    assert any("static is left out: its metric failed elsewhere: OSError: no data here" in n for n in front.notes)
+    assert any(
+        "static is left out: its metric failed elsewhere: OSError: no data here" in n for n in front.notes
+    )
 
 
 def test_another_cpu_is_no_answer(model, monkeypatch):
@@ -109,7 +114,10 @@ def test_what_is_wrong_is_said_before_anything_is_done(model):
     for more, text in (({"executor": "dask"}, "executor='dask'"), ({"executor": True}, "executor=True")):
         with pytest.raises(ConfigError, match=text):
             tuned(model, **more)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="metric=, which is"):
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        pytest.raises(ConfigError, match="metric=, which is"),
+    ):
         tuned(model, metric=None, executor=pool)
 
 

@@ -1,0 +1,71 @@
+"""How far a quantized model is from the float one: in nats for logits, for others in parts of the power."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nc.api.tune.identity import Call
+from nc.numerics.metrics import powers
+from nc.process.modes import evaluating
+
+
+def logits_of(outputs: Any) -> torch.Tensor | None:
+    """Return the logits of what a model returns; None where it names none."""
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    return found if isinstance(found, torch.Tensor) and found.dim() >= 2 else None
+
+
+def kept_positions(call: Call, logits: torch.Tensor) -> torch.Tensor:
+    """Return which rows of logits are no padding: True for all where the call has no mask for them."""
+    mask = call[1].get("attention_mask")
+    shape = logits.shape[:-1]
+    if isinstance(mask, torch.Tensor) and mask.shape == shape:
+        return mask.bool()
+    return torch.ones(shape, dtype=torch.bool, device=logits.device)
+
+
+def floats_of(outputs: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors of what a model returns."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+
+
+@torch.no_grad()
+def none_lost(model: torch.nn.Module, call: Call) -> float:
+    """Return `closeness` of the float model itself."""
+    with evaluating(model):
+        outputs = model(*call[0], **call[1])
+    return 1.0 if logits_of(outputs) is None else 0.0
+
+
+@torch.no_grad()
+def closeness(model: torch.nn.Module, q_model: torch.nn.Module, calls: Sequence[Call]) -> float:
+    """Return the negative KL divergence per row of logits in nats; else the part of the power that is right.
+
+    Args:
+        model: the float model.
+        q_model: the quantized one.
+        calls: to judge by.
+    """
+    divergence = rows = lost = power = 0.0
+    for args, kwargs in calls:
+        with evaluating(model):
+            right, got = model(*args, **kwargs), q_model(*args, **kwargs)
+        logits, own = logits_of(right), logits_of(got)
+        if logits is not None and own is not None:
+            keep = kept_positions((args, kwargs), logits)
+            a, b = logits.float()[keep].log_softmax(-1), own.float()[keep].log_softmax(-1)
+            divergence += float((a.exp() * (a - b)).sum(dtype=torch.float64))
+            rows += len(a)
+        else:
+            for a, b in zip(floats_of(right), floats_of(got), strict=True):
+                signal, noise = powers(a, b)
+                power, lost = power + signal, lost + noise
+    return -divergence / rows if rows else 1 - lost / max(power, 1e-30)

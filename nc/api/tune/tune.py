@@ -1,0 +1,198 @@
+"""`nc.tune`: how much accuracy each speed, or each size, costs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+
+from nc.api.model_checks import check_model
+from nc.api.preparation.make import automatic, preparation
+from nc.api.quantized import as_call
+from nc.api.tune.elsewhere import Elsewhere
+from nc.api.tune.front import REFERENCE, Front
+from nc.api.tune.identity import Call, KeptCalls, Metric, SeenCalls, key_of
+from nc.api.tune.low_bit import LowBitSearch, default_candidates, request_of
+from nc.api.tune.run import Run, TuneProgress
+from nc.api.tune.search import AUTO, BF16, GraphSearch
+from nc.api.tune.trials import Trials
+from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
+from nc.config.auto import AutoConfig
+from nc.config.neural_compressor import config_from
+from nc.errors import ConfigError
+from nc.process.torch_settings import check_default_device
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def tune(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    run_fn: Callable[[Any], Any],
+    metric: Metric | None = None,
+    candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None = None,
+    *,
+    budget: str | float = "30min",
+    trials: str | os.PathLike[str] | None = None,
+    points: int = 8,
+    mix: Sequence[Any] | None = None,
+    backend: str = "auto",
+    automatically: bool = True,
+    progress: Callable[[TuneProgress], object] | None = None,
+    executor: Executor | None = None,
+    target_bits: float | None = None,
+) -> Front:
+    """Find how much accuracy each speed costs: a front of models that were converted and measured.
+
+    Operators that the engine couples are one decision. Each candidate is calibrated at the same time, and
+    converted once; the noise that each group adds to the outputs (no labels are needed) and the time that it
+    takes are estimated. Assignments of candidates to groups that are optimal for these estimates are then
+    measured one by one: with the metric, and in turns with the float model. fp32, bf16 where the CPU has it,
+    each candidate alone and `"auto"` are always among the points.
+
+    With `target_bits` the candidates quantize weights alone, and what they cost is bytes: the first mixed
+    point has the least estimated error of all assignments with so many bits on average. Others around it, and
+    the candidates, follow. The model is not captured.
+
+    Args:
+        model: a trained fp32 model.
+        example_inputs: as for `prepare`.
+        run_fn: calls the prepared model with calibration data.
+        metric: called with a quantized model and with the float one; larger is better. None: the part of the
+            power of the outputs that is right, on calibration data that is held out; 1 for fp32. With
+            `target_bits`, for models that return logits, the negative KL divergence in nats per token.
+        candidates: configurations by name, or in a list; None: those that `"auto"` tries for such a model;
+            with `target_bits` GPTQ with 2 to 8 bits.
+        budget: for all, in seconds or as "90s", "30min", "2h". The float model is measured in any case.
+        trials: folder for one file per measured point. A search with the same model, data, metric, machine
+            and versions takes what it finds there.
+        points: of the front between the candidates, beside those that are always measured; with `target_bits`
+            all but fp32.
+        mix: inputs, as in calls, whose times are added up; None: the most frequent sizes of `run_fn`.
+        backend: as for `prepare`.
+        automatically: whether `"auto"` is among the points.
+        progress: called with a `TuneProgress`; `print` shows it.
+        executor: computes the metrics of quantized models, which are sent as artefacts, after all times were
+            measured here. Any `concurrent.futures.Executor`; the metric must be one that it can send. None:
+            here.
+        target_bits: of the weights that candidates quantize, on average, with scales and zero points.
+
+    Returns:
+        The front. Ctrl-C ends the search, and the front so far is returned.
+
+    Raises:
+        ConfigError: a value that is out of range, or a candidate for weights alone without `target_bits`,
+            or another one with it.
+        InputError: the metric gives no finite number, or as `prepare`.
+        NCError: as `prepare`.
+    """
+    start = time.monotonic()
+    check_default_device("tune")
+    check_model(model)
+    seconds = _seconds(budget)
+    elsewhere = None if executor is None else Elsewhere(executor, metric)
+    if type(points) is not int or points < 1:
+        msg = f"points={points!r}: expected a whole number from 1."
+        raise ConfigError(msg)
+    named = _named(candidates, weights=target_bits is not None)
+    try:
+        if target_bits is not None:
+            bits = _bits(target_bits)
+            options = named or default_candidates(model)
+            first = preparation(model, request_of(next(iter(options.values())), backend))
+            calls = KeptCalls()
+            _calibrated(first, run_fn, calls.note)
+            timed = _mix(mix, calls, example_inputs)
+            key = key_of(model, f"{model}, {bits} bits", backend, metric, calls.hash, timed)
+            run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
+            return LowBitSearch(model, options, metric, calls, timed, backend, run).front(bits, points)
+        prepared = automatic(
+            model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named
+        )
+        seen = SeenCalls()
+        _calibrated(prepared, run_fn, seen.note)
+        timed = _mix(mix, seen, example_inputs)
+        module = prepared.graph.module
+        key = key_of(module, str(module.graph), prepared.first.asked, metric, seen.hash, timed)
+        run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
+        search = GraphSearch(model, prepared, metric, timed, run)
+        return search.front(points, given=candidates is not None, automatically=automatically)
+    finally:
+        if elsewhere is not None:
+            elsewhere.close()
+
+
+def _calibrated(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> None:
+    """Call a prepared model with calibration data, and take its calls down."""
+    hook = prepared.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        run_fn(prepared)
+    finally:
+        hook.remove()
+
+
+def _mix(mix: Sequence[Any] | None, seen: SeenCalls, example_inputs: Any) -> list[Call]:
+    """Return the calls that are timed."""
+    calls = [as_call(each) for each in mix] if mix is not None else seen.frequent()
+    return calls or [as_call(example_inputs)]
+
+
+def _bits(target: object) -> float:
+    """Return a target.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    if not isinstance(target, (int, float)) or isinstance(target, bool) or not 0 < target < math.inf:
+        msg = f"target_bits={target!r}: expected a number above 0, as 4.25."
+        raise ConfigError(msg)
+    return float(target)
+
+
+def _seconds(budget: str | float) -> float:
+    """Return a budget in seconds.
+
+    Raises:
+        ConfigError: it is no positive time.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(s|min|h)\s*", budget) if isinstance(budget, str) else None
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else float(budget)
+    except (TypeError, ValueError):
+        value = math.nan
+    if isinstance(budget, bool) or not value > 0:
+        msg = f'budget={budget!r}: expected seconds, or a time as "90s", "30min" or "2h".'
+        raise ConfigError(msg)
+    return value
+
+
+def _named(
+    candidates: Mapping[str, AnyConfig] | Sequence[AnyConfig] | None, *, weights: bool
+) -> dict[str, AnyConfig]:
+    """Return candidates by name, all or none of which are for weights alone."""
+    if candidates is None:
+        return {}
+    items = candidates.items() if isinstance(candidates, Mapping) else enumerate(candidates, 1)
+    found = {str(name): config_from(config) for name, config in items}
+    others = [name for name, config in found.items() if has_weight_only(config) != weights]
+    if others:
+        said = (
+            "is not for weights alone, as target_bits= asks for"
+            if weights
+            else "quantizes weights alone, which needs target_bits="
+        )
+        msg = f"candidates: {', '.join(others)} {said}."
+        raise ConfigError(msg)
+    taken = sorted({REFERENCE, AUTO, BF16} & set(found))
+    if not found or taken:
+        msg = (
+            f"candidates: {', '.join(taken)} is always measured." if taken else "candidates: none was given."
+        )
+        raise ConfigError(msg)
+    return found

@@ -1,0 +1,128 @@
+"""What low-bit weights of a layer cost, by gradients: against the divergence and the power measured layer by layer."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import nc
+from nc.api.tune.distance import closeness
+from nc.api.tune.front import rank_correlation
+from nc.api.tune.low_bit_noise import noise_of
+from nc.errors import InputError
+
+
+def language_model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def with_layer(model, name, layer):
+    changed = copy.deepcopy(model)
+    parent, _, child = name.rpartition(".")
+    setattr(changed.get_submodule(parent), child, layer)
+    return changed
+
+
+def rounded(model, bits):
+    return nc.quantize(model, nc.WeightOnlyConfig(f"int{bits}", group_size=32), measure=False)
+
+
+def options_of(model, names, bits):
+    low_bit = {b: rounded(model, b) for b in bits}
+    return {name: {str(b): low_bit[b].get_submodule(name) for b in bits} for name in names}
+
+
+def test_the_estimate_is_the_divergence_that_one_layer_causes():
+    model = language_model()
+    random = torch.Generator().manual_seed(1)
+    calls = [((), {"input_ids": torch.randint(0, 64, (8, 32), generator=random)}) for _ in range(24)]
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    options = options_of(model, names, (4, 6))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = noise_of(model, calls, options)
+    pairs = []
+    for name in names:
+        for option, layer in options[name].items():
+            measured = -closeness(model, with_layer(model, name, layer), calls)
+            pairs.append((found[name][option], measured))
+    ratios = sorted(estimate / measured for estimate, measured in pairs)
+    assert 0.7 < ratios[len(ratios) // 2] < 1.4
+    assert rank_correlation([a for a, _ in pairs], [b for _, b in pairs]) > 0.95
+    # the user's model is as it was
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_padding_counts_for_nothing():
+    model = language_model()
+    ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[:, 20:] = 0
+    other = torch.where(mask.bool(), ids, 5)
+    options = options_of(model, ["model.layers.1.mlp.down_proj"], (4,))
+    one, two = (
+        noise_of(model, [((), {"input_ids": each, "attention_mask": mask})], options) for each in (ids, other)
+    )
+    assert one == two
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, one that changes its input in place, and one that is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.last, self.idle = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.shared(x)
+        hidden.relu_()
+        return {"embedding": self.last(self.shared(hidden))}
+
+
+def test_other_outputs_are_judged_by_their_power():
+    torch.manual_seed(0)
+    model = Twice().eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    calls = [((torch.randn(1, 16),), {}) for _ in range(600)]
+    low_bit = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=-1), measure=False)
+    options = {name: {"int4": low_bit.get_submodule(name)} for name in ("shared", "last", "idle")}
+    found = noise_of(model, calls, options)
+    lost = 0.0
+    for call in calls:
+        lost += 1 - closeness(model, with_layer(model, "last", options["last"]["int4"]), [call])
+    assert found["last"]["int4"] == pytest.approx(lost / len(calls), rel=0.2)
+    assert found["shared"]["int4"] > 0
+    assert found["idle"]["int4"] == 0.0
+
+
+def test_outputs_without_a_gradient_are_a_typed_error():
+    class Blind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.no_grad():
+                return self.layer(x).detach()
+
+    model = Blind().eval()
+    options = {"layer": {"same": nn.Linear(8, 8)}}
+    with pytest.raises(InputError, match="no gradient"):
+        noise_of(model, [((torch.randn(2, 8),), {})], options)

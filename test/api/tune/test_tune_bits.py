@@ -1,0 +1,167 @@
+"""`nc.tune` with `target_bits`: so many bits on average, for the layers that need them."""
+
+import concurrent.futures
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import nc
+from nc.api.tune.distance import closeness
+from nc.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    made = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(3)
+    return made
+
+
+DATA = [torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(i)) for i in range(8)]
+
+
+def run_fn(prepared):
+    for ids in DATA:
+        prepared(input_ids=ids)
+
+
+CANDIDATES = {
+    f"int{bits}": nc.WeightOnlyConfig(f"int{bits}", group_size=32, scale_dtype="fp16") for bits in (2, 4, 8)
+}
+
+
+def tuned(model, **more):
+    options = {"target_bits": 4.5, "candidates": CANDIDATES, "points": 4, "budget": "10min", **more}
+    return nc.tune(model, {"input_ids": DATA[0]}, run_fn, **options)
+
+
+@pytest.fixture(scope="module")
+def front(model):
+    return tuned(model)
+
+
+def test_the_target_is_met_and_better_than_one_width_for_all(front):
+    points = {point.name: point for point in front.measured}
+    assert points["fp32"].metric == 0.0
+    assert points["int4"].result.bits == pytest.approx(4.5)
+    mixed = [point for point in front.measured if "bits" in point.name]
+    assert mixed
+    # 4.5 bits for all is an assignment of 4.5 bits too, so the target is at least as good by the estimate
+    best = front.most_accurate(max_bits=4.5)
+    assert best.result.bits <= 4.5
+    assert best.metric >= points["int4"].metric
+    between = [point for point in mixed if point.result.bits < 4.5]
+    assert all(point.metric > points["int2"].metric for point in between)
+
+
+def test_bits_and_bytes_are_those_of_the_stored_model(model, front, tmp_path):
+    for point in front.measured[1:]:
+        q_model = nc.quantize(model, point.config, run_fn, measure=False)
+        report = nc.report(q_model)
+        count = sum(layer.shape[0] * layer.shape[1] for layer in report.quantized)
+        assert 8 * sum(layer.size for layer in report.quantized) / count == pytest.approx(point.result.bits)
+        others = sum(p.numel() for p in model.parameters()) - count
+        stored = sum(layer.size for layer in report.quantized)
+        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        assert point.weight_bytes == stored + 4 * others + buffers
+        # one of four calls, the second and the sixth, is held out
+        held = [((), {"input_ids": DATA[1]}), ((), {"input_ids": DATA[5]})]
+        assert closeness(model, q_model, held) == pytest.approx(point.metric, rel=1e-4)
+
+
+def test_the_front_is_one_of_size(front, tmp_path):
+    sizes = [point.weight_bytes for point in front.points]
+    assert sizes == sorted(sizes)
+    assert front.points[-1].name == "fp32"
+    assert "no other point is better in metric and size" in str(front)
+    front.save(tmp_path / "front.html")
+    assert "Accuracy and size" in (tmp_path / "front.html").read_text(encoding="utf-8")
+    for call in (lambda: front.most_accurate(), lambda: front.most_accurate(max_ms=1, max_bits=4)):
+        with pytest.raises(ConfigError, match="max_ms= or max_bits="):
+            call()
+
+
+def test_layers_that_read_one_tensor_have_one_format(model, front):
+    for point in front.measured[1:]:
+        plan = nc.prepare(model, point.config).plan
+        for block in range(2):
+            names = [f"model.layers.{block}.self_attn.{each}_proj" for each in "qkv"]
+            assert len({str(plan[name].form) for name in names}) == 1
+
+
+def test_a_target_below_all_candidates_is_said(model):
+    front = tuned(model, target_bits=1.0, points=1)
+    assert any("No assignment has 1 bits on average; the least is 2.50" in note for note in front.notes)
+
+
+def test_transforms_are_not_mixed(model):
+    candidates = {**CANDIDATES, "awq": nc.AWQConfig(bits=4, group_size=32)}
+    front = tuned(model, candidates=candidates, points=9)
+    assert any("awq has transforms" in note for note in front.notes)
+    assert "awq" in [point.name for point in front.measured]
+    for point in front.measured:
+        if "bits" in point.name:
+            assert not nc.prepare(model, point.config).plan.transforms
+
+
+def test_a_metric_of_the_user_and_an_executor(model):
+    def metric(given):
+        with torch.no_grad():
+            return float(given(input_ids=DATA[0]).logits.mean())
+
+    here = tuned(model, metric=metric, points=2)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        there = tuned(model, metric=metric, points=2, executor=pool)
+    assert [(p.name, p.metric) for p in here.measured] == [(p.name, p.metric) for p in there.measured]
+
+
+def test_few_calls_judge_too_and_that_is_said(model):
+    front = nc.tune(
+        model,
+        {"input_ids": DATA[0]},
+        lambda prepared: prepared(input_ids=DATA[0]),
+        candidates=CANDIDATES,
+        target_bits=3,
+        points=1,
+    )
+    assert any("too few calls to hold some out" in note for note in front.notes)
+
+
+@pytest.mark.parametrize("target", [0, -1, True, "4", float("inf"), float("nan")])
+def test_targets_that_are_none(model, target):
+    with pytest.raises(ConfigError, match="target_bits"):
+        tuned(model, target_bits=target)
+
+
+def test_candidates_of_the_other_kind_are_typed_errors(model):
+    with pytest.raises(ConfigError, match="static is not for weights alone, as target_bits= asks for"):
+        tuned(model, candidates={"static": nc.StaticQuantConfig()})
+    with pytest.raises(ConfigError, match="int4 quantizes weights alone, which needs target_bits="):
+        tuned(model, candidates={"int4": CANDIDATES["int4"]}, target_bits=None)
+
+
+def test_default_candidates_fit_the_layers():
+    odd = nn.Sequential(nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    data = [torch.randn(8, 48) for _ in range(8)]
+
+    def calibrate(prepared):
+        for batch in data:
+            prepared(batch)
+
+    front = nc.tune(odd, data[0], calibrate, target_bits=5, points=2)
+    assert len(front.measured) == 3
+    assert front.measured[0].metric == 1.0
+    assert all(point.metric < 1 for point in front.measured[1:])
