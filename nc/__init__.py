@@ -22,9 +22,12 @@ from nc.api.exports import export_openvino as export_openvino
 from nc.api.exports import export_pt2 as export_pt2
 from nc.api.exports import export_torchscript as export_torchscript
 from nc.api.generation import accelerate_generation as accelerate_generation
+from nc.api.tune.autoquant import autoquant as autoquant
 from nc.api.tune.autotune import TuningConfig as TuningConfig
 from nc.api.tune.autotune import autotune as autotune
 from nc.api.tune.autotune import get_all_config_set as get_all_config_set
+from nc.api.tune.autotune import get_rtn_double_quant_config_set as get_rtn_double_quant_config_set
+from nc.api.tune.autotune import get_woq_tuning_config as get_woq_tuning_config
 from nc.api.tune.front import Front as Front
 from nc.api.tune.front import FrontPoint as FrontPoint
 from nc.api.tune.tune import tune as tune

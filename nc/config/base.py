@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nc.config.alternatives import Alternatives, all_of, alternatives, single
 from nc.config.document import (
     SCHEMA_VERSION,
     Document,
@@ -61,6 +63,12 @@ class QuantConfig(Document):
     given: Mapping[str, Any]
     white_list: tuple[ParsedKey, ...] | None
     rules: tuple[Rule, ...]
+
+    def __new__(cls, *args: Any, **fields: Any) -> Any:
+        """Return `Alternatives` where a field that takes no list has one: `act_sym=[True, False]`."""
+        takes = {name: functools.partial(field.takes, name) for name, field in cls.FIELDS.items()}
+        found = alternatives(cls, cls.__name__, takes, args, fields)
+        return super().__new__(cls) if found is None else found
 
     def __init__(self, *args: Any, white_list: Any = "*", **fields: Any) -> None:
         """See the subclass; fields may be given by position, in the order listed, or by keyword."""
@@ -257,11 +265,12 @@ class QuantConfig(Document):
         check_schema(data, cls.algorithm)
         required = set() if isinstance(data.get("local"), dict) else {"global"}
         check_keys(data, required, optional={"schema_version", "algorithm", "global", "local", "white_list"})
-        config = cls(**fields_of(data.get("global", {})))
-        if "white_list" in data:
-            config.__dict__["white_list"] = keys_from(data["white_list"])
-        config.__dict__["rules"] = _rules_from(data.get("local", []), cls)
-        return config
+        made = cls(**fields_of(data.get("global", {})))
+        for config in all_of(made):
+            if "white_list" in data:
+                config.__dict__["white_list"] = keys_from(data["white_list"])
+            config.__dict__["rules"] = _rules_from(data.get("local", []), cls)
+        return made
 
 
 class ComposedConfig(Document):
@@ -290,7 +299,7 @@ class ComposedConfig(Document):
             ConfigError: `other` is not a configuration, or two different parts of one class apply to all
                 operators.
         """
-        if not isinstance(other, (QuantConfig, ComposedConfig)):
+        if not isinstance(single(other), (QuantConfig, ComposedConfig)):
             msg = f"Only configurations can be added, but got {type(other).__name__}."
             raise ConfigError(msg)
         added = parts_of(other)
@@ -405,9 +414,19 @@ def config_from(value: object) -> AnyConfig:
     That form is {"static_quant": {…}}.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or has several values for a field.
     """
-    if isinstance(value, (QuantConfig, ComposedConfig)):
+    config: AnyConfig = single(read(value))
+    return config
+
+
+def read(value: object) -> AnyConfig | Alternatives:
+    """Return the same, also with several values for a field.
+
+    Raises:
+        ConfigError: as `config_from`.
+    """
+    if isinstance(value, (QuantConfig, ComposedConfig, Alternatives)):
         return value
     if isinstance(value, type) and issubclass(value, QuantConfig):
         msg = (
@@ -457,6 +476,7 @@ def _local(key: object, config: object, around: Mapping[str, Any] | None = None)
     It may repeat what `around`, the outer configuration's fields, says of the whole model.
     """
     where = f"set_local({key_text(key)!r}, …)"
+    config = single(config)
     if not isinstance(config, QuantConfig):
         msg = f"{where} expects a configuration, e.g. StaticQuantConfig(), but got {type(config).__name__}."
         raise ConfigError(msg)

@@ -8,6 +8,7 @@ from typing import Any
 
 from nc.algorithms import is_algorithm
 from nc.algorithms.base import Algorithm, Stage
+from nc.errors import ConfigError
 from nc.formats import DoubleQuant
 from nc.formats.checks import is_number, require
 from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
@@ -57,6 +58,14 @@ class ConfigField:
         if self.register is not None:
             self.register(value)
         return stored
+
+    def takes(self, name: str, value: Any) -> bool:
+        """Whether this is a value of the field."""
+        try:
+            self.check(name, value)
+        except ConfigError:
+            return False
+        return True
 
     def encode(self, value: Any) -> Any:
         """Return a checked value as plain values; `check` accepts them."""

@@ -21,6 +21,7 @@ from typing import Any
 from nc.algorithms.solvers import GPTQ, HQQ, RTN, AutoRound
 from nc.algorithms.transforms import AWQ, TEQ
 from nc.config import base
+from nc.config.alternatives import Alternatives, all_of, single, with_alternatives
 from nc.config.base import AnyConfig, QuantConfig
 from nc.config.document import check_keys, fields_of
 from nc.config.fake_quant import FakeQuantConfig
@@ -69,6 +70,7 @@ _DOUBLE_QUANT_TYPES: dict[str, dict[str, Any]] = {
 }
 
 
+@with_alternatives
 def RTNConfig(
     dtype: str = "int",
     bits: int = 4,
@@ -123,6 +125,7 @@ def RTNConfig(
     )
 
 
+@with_alternatives
 def GPTQConfig(
     dtype: str = "int",
     bits: int = 4,
@@ -191,6 +194,7 @@ def GPTQConfig(
     )
 
 
+@with_alternatives
 def AWQConfig(
     dtype: str = "int",
     bits: int = 4,
@@ -251,6 +255,7 @@ def AWQConfig(
     )
 
 
+@with_alternatives
 def TEQConfig(
     dtype: str = "int",
     bits: int = 4,
@@ -305,6 +310,7 @@ def TEQConfig(
     )
 
 
+@with_alternatives
 def HQQConfig(
     dtype: str = "int",
     bits: int = 4,
@@ -347,6 +353,7 @@ def HQQConfig(
     )
 
 
+@with_alternatives
 def AutoRoundConfig(
     dtype: str | None = None,
     bits: int | None = None,
@@ -455,6 +462,7 @@ def AutoRoundConfig(
     )
 
 
+@with_alternatives
 def MXQuantConfig(
     w_dtype: str = "int8",
     act_dtype: str = "int8",
@@ -600,18 +608,32 @@ def config_from(value: object) -> AnyConfig:
     them.
 
     Raises:
-        ConfigError: it is nothing of that kind.
+        ConfigError: it is nothing of that kind, or has several values for a field.
     """
+    config: AnyConfig = single(_read(value))
+    return config
+
+
+def configs_from(value: object) -> tuple[AnyConfig, ...]:
+    """Return the configurations that a value stands for, which may have several values for a field.
+
+    Raises:
+        ConfigError: it is nothing that `config_from` takes.
+    """
+    return all_of(_read(value))
+
+
+def _read(value: object) -> AnyConfig | Alternatives:
     if not isinstance(value, dict) or not set(value) & FACTORIES.keys():
-        return base.config_from(value)
+        return base.read(value)
     first, *others = (
-        _from_fields(FACTORIES[name], fields or {}) if name in FACTORIES else base.config_from({name: fields})
+        _from_fields(FACTORIES[name], fields or {}) if name in FACTORIES else base.read({name: fields})
         for name, fields in value.items()
     )
-    total: AnyConfig = first
+    total: Any = first
     for other in others:
         total = total + other
-    return total
+    return total  # type: ignore[no-any-return]
 
 
 def _from_fields(factory: Callable[..., QuantConfig], data: object) -> QuantConfig:

@@ -11,6 +11,7 @@ import torch
 from nc.algorithms.inputs.layers import layers_of
 from nc.api.workflow import quantize
 from nc.config import WeightOnlyConfig
+from nc.config.alternatives import single
 from nc.errors import ConfigError
 from nc.weights.experts import separated
 
@@ -44,7 +45,7 @@ def quantize_(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantLinear', 'Linear')
     """
-    if not isinstance(config, WeightOnlyConfig):
+    if not isinstance(single(config), WeightOnlyConfig):
         msg = (
             f"quantize_() takes a WeightOnlyConfig, but got {type(config).__name__}; nc.quantize() takes "
             "all, and gives a new model."

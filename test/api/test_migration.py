@@ -574,8 +574,8 @@ def test_values_without_a_kernel_are_refused():
             StaticQuantConfig(**fields)
     with pytest.raises(ConfigError, match="act_algo"):
         DynamicQuantConfig(act_algo="kl")  # Neural Compressor's own default, which it ignores
-    with pytest.raises(ConfigError, match="alpha"):
-        SmoothQuantConfig(alpha=[0.1, 0.2])  # a list is for autotune
+    with pytest.raises(ConfigError, match="several values for alpha"):
+        prepare(UserFloatModel(), SmoothQuantConfig(alpha=[0.1, 0.2]), example_inputs=EXAMPLE)
 
 
 def test_names_match_whole(model):

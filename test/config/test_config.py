@@ -107,7 +107,7 @@ def test_fields_are_positional_in_the_documented_order():
         ("excluded_precisions", ("int7",)),
         ("excluded_precisions", "int7"),
         ("excluded_precisions", 3),
-        ("w_dtype", ["int8"]),
+        ("w_dtype", ("int8",)),
     ],
 )
 def test_a_bad_value_names_the_field_and_what_is_legal(field, value):
@@ -167,7 +167,7 @@ def test_fields_that_only_make_sense_together_are_assigned_one_by_one():
     [
         lambda: StaticQuantConfig(pre=[{"name": "equalization", "iters": 3}]),
         lambda: StaticQuantConfig(pre=[{"name": ["equalization"]}]),
-        lambda: StaticQuantConfig(excluded_precisions=[["bf16"]]),
+        lambda: StaticQuantConfig(excluded_precisions=(["bf16"],)),
         lambda: SmoothQuantConfig(auto_alpha_args="abc"),
         lambda: SmoothQuantConfig(auto_alpha_args={"w_dtype": "fp32", "act_dtype": "fp32"}),
         lambda: SmoothQuantConfig(alpha=torch.arange(3).numpy()),

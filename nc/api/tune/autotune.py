@@ -15,6 +15,7 @@ from nc.api.workflow import quantize
 from nc.capture.export_guards import eval_mode
 from nc.config import (
     AnyConfig,
+    AutoRoundConfig,
     AWQConfig,
     DynamicQuantConfig,
     GPTQConfig,
@@ -22,7 +23,8 @@ from nc.config import (
     RTNConfig,
     SmoothQuantConfig,
     StaticQuantConfig,
-    config_from,
+    configs_from,
+    get_default_double_quant_config,
 )
 from nc.errors import ConfigError, NCError
 from nc.process.warn import warn
@@ -37,11 +39,13 @@ class TuningConfig:
 
     Attributes:
         config_set: a configuration, or several in the order in which they are tried; dictionaries as for
-            `prepare` work too.
-        sampler: called with the list; gives the positions in the order in which they are tried. None: in
-            order.
-        tolerable_loss: the part of fp32's metric that may be lost; it may be negative.
-        max_trials: configurations that are tried at most.
+            `prepare` work too. A list in a field that takes single values stands for all of them:
+            `RTNConfig(bits=[4, 8], use_sym=[True, False])` for four configurations, in which the last
+            parameter varies the fastest.
+        sampler: called with the list of configurations; gives positions in it, in the order in which they are
+            tried. None: all, in order.
+        tolerable_loss: the part of fp32's metric that may be lost. A negative part has to be gained.
+        max_trials: configurations that are tried at most; those that fail count.
 
     Raises:
         ConfigError: nothing to try, or a value that is out of range.
@@ -70,16 +74,21 @@ class TuningConfig:
             ConfigError: there is none, or something else is among them.
         """
         given = self.config_set if isinstance(self.config_set, (list, tuple)) else [self.config_set]
-        found = [config_from(each) for each in given if each is not None]
+        found = [config for each in given if each is not None for config in configs_from(each)]
         if not found:
             msg = "TuningConfig: config_set has no configuration; get_all_config_set() gives some."
             raise ConfigError(msg)
         order = range(len(found)) if self.sampler is None else self.sampler(found)
         distinct: list[AnyConfig] = []
         for index in order:
+            if len(distinct) == self.max_trials:
+                break  # a sampler may go on for ever
+            if type(index) is not int or not 0 <= index < len(found):
+                msg = f"TuningConfig: sampler gave {index!r}: expected positions from 0 to {len(found) - 1}."
+                raise ConfigError(msg)
             if found[index] not in distinct:
                 distinct.append(found[index])
-        return distinct[: self.max_trials]
+        return distinct
 
 
 def get_all_config_set() -> list[AnyConfig]:
@@ -95,6 +104,17 @@ def get_all_config_set() -> list[AnyConfig]:
         for symmetric in (True, False)
     ]
     return [*static, *smooth, DynamicQuantConfig(), *weights, HQQConfig(bits=4, group_size=32)]
+
+
+def get_woq_tuning_config() -> list[AnyConfig]:
+    """Return RTN, AutoRound, GPTQ and AWQ, asymmetric with groups of 32, for `TuningConfig`."""
+    kinds = (RTNConfig, AutoRoundConfig, GPTQConfig, AWQConfig)
+    return [kind(use_sym=False, group_size=32) for kind in kinds]
+
+
+def get_rtn_double_quant_config_set() -> list[AnyConfig]:
+    """Return the configurations of `get_default_double_quant_config`, for `TuningConfig`."""
+    return [get_default_double_quant_config(name) for name in ("BNB_NF4", "GGML_TYPE_Q4_K")]
 
 
 def autotune(

@@ -50,7 +50,7 @@ class GraphSearch:
     ) -> None:
         self._model, self._prepared, self._metric, self._mix, self._run = model, prepared, metric, mix, run
 
-    def front(self, points: int, *, given: bool) -> Front:
+    def front(self, points: int, *, given: bool, automatically: bool) -> Front:
         """Return the front; `given` says whether the candidates are the user's."""
         prepared, run = self._prepared, self._run
         options = dict(prepared.others if given else prepared.models)
@@ -60,7 +60,8 @@ class GraphSearch:
         try:
             self._reference()
             tried = {name: found for name, each in options.items() if (found := self._whole(name, each))}
-            self._automatic()
+            if automatically:
+                self._automatic()
             if tried:
                 self._front_between(points, {name: options[name] for name in tried}, tried)
             run.settle()

@@ -43,6 +43,7 @@ def tune(
     points: int = 8,
     mix: Sequence[Any] | None = None,
     backend: str = "auto",
+    automatically: bool = True,
     progress: Callable[[TuneProgress], object] | None = None,
     executor: Executor | None = None,
     target_bits: float | None = None,
@@ -75,6 +76,7 @@ def tune(
             all but fp32.
         mix: inputs, as in calls, whose times are added up; None: the most frequent sizes of `run_fn`.
         backend: as for `prepare`.
+        automatically: whether `"auto"` is among the points.
         progress: called with a `TuneProgress`; `print` shows it.
         executor: computes the metrics of quantized models, which are sent as artefacts, after all times were
             measured here. Any `concurrent.futures.Executor`; the metric must be one that it can send. None:
@@ -119,7 +121,8 @@ def tune(
         module = prepared.graph.module
         key = key_of(module, str(module.graph), prepared.first.asked, metric, seen.hash, timed)
         run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
-        return GraphSearch(model, prepared, metric, timed, run).front(points, given=candidates is not None)
+        search = GraphSearch(model, prepared, metric, timed, run)
+        return search.front(points, given=candidates is not None, automatically=automatically)
     finally:
         if elsewhere is not None:
             elsewhere.close()

@@ -1,0 +1,182 @@
+"""`nc.autoquant`: the fastest precision of each layer by measurement, with what was found in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nc.api.auto.prepared import PreparedAuto
+from nc.api.model_checks import check_model
+from nc.api.preparation.make import automatic
+from nc.api.quantized import QuantizedModel, as_call
+from nc.api.tune.choices import Choices, Taken
+from nc.api.tune.front import Front, FrontPoint
+from nc.api.tune.identity import SeenCalls, key_of, tensors_of
+from nc.api.tune.low_bit import request_of
+from nc.api.tune.run import TuneProgress
+from nc.api.tune.tune import tune
+from nc.api.workflow import convert
+from nc.backends import available_backends
+from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig
+from nc.config.auto import AutoConfig
+from nc.errors import ConfigError
+from nc.formats.checks import is_number
+from nc.graph.plan import Applied
+from nc.process.torch_settings import check_default_device
+from nc.process.warn import warn
+
+_NAME = "autoquant"
+#: How many times as fast as the float model the chosen one has to be.
+LEAST_GAIN = 1.02
+#: Mixtures of candidates that are measured: the fastest by the times of layers, and the most accurate.
+_MIXTURES = 2
+#: Notes of a front that is not whole: what it gives is used, and not kept.
+_ENDED = frozenset({"The search was ended by Ctrl-C.", "The budget ended before all points were measured."})
+
+
+def autoquant(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    *,
+    run_fn: Callable[[Any], Any] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    min_sqnr_db: float | None = None,
+    budget: str | float = "30min",
+    backend: str = "auto",
+    progress: Callable[[TuneProgress], object] | None = None,
+) -> torch.nn.Module:
+    """Give each layer the precision that is the fastest on this CPU for these inputs.
+
+    int8 with ranges per row, static int8 where there is calibration data, bf16 where the CPU has it, and fp32
+    are timed layer by layer. The fastest mixture is then converted and measured, and so is each precision
+    alone. For a limit on a metric of your own use `nc.tune`.
+
+    Args:
+        model: a trained fp32 model; it stays as it is.
+        example_inputs: as for `prepare`; times are those of a call with these.
+        run_fn: calls a prepared model with calibration data; it is called twice where nothing is known. None:
+            the example inputs are the data, and no layer becomes static.
+        cache: a JSON file that keeps what is chosen, for any number of models. The same model, shapes, CPU,
+            instruction set, number of threads, engines and versions take what is there, and time nothing.
+        min_sqnr_db: least SQNR of the worst output against fp32, in dB, on data that is held out. What is
+            below is not taken. None: any.
+        budget: as for `nc.tune`.
+        backend: as for `prepare`.
+        progress: as for `nc.tune`.
+
+    Returns:
+        The `QuantizedModel`, whose report says what was measured; `model` itself, with an `NCWarning`, where
+        nothing is 1.02 times as fast.
+
+    Raises:
+        ConfigError: a value that is out of range.
+        ArtefactError: the cache is a directory, or can't be written.
+        NCError: as `prepare` and `convert`.
+    """
+    check_default_device(_NAME)
+    check_model(model)
+    if min_sqnr_db is not None and not is_number(min_sqnr_db):
+        msg = f"min_sqnr_db={min_sqnr_db!r}: expected a number of dB, or None."
+        raise ConfigError(msg)
+    choices = Choices(None if cache is None else Path(cache))
+    candidates: dict[str, AnyConfig] = {"int8 per row": DynamicQuantConfig()}
+    if run_fn is not None:
+        candidates["static int8"] = StaticQuantConfig()
+    run = _call_with(example_inputs) if run_fn is None else run_fn
+    prepared, data = _calibrated(model, example_inputs, run, candidates, backend)
+    # times don't depend on the data, but what is accurate enough does
+    module, judged_by = prepared.graph.module, "" if min_sqnr_db is None else data
+    key = {
+        **key_of(module, str(module.graph), prepared.first.asked, None, judged_by, ()),
+        "inputs": [[str(t.dtype), *t.shape] for t in tensors_of(example_inputs).values()],
+        "engines": [name for name, why_not in available_backends().items() if not why_not],
+        "candidates": {name: config.to_dict() for name, config in candidates.items()},
+        "min_sqnr_db": min_sqnr_db,
+    }
+    taken = choices.find(key)
+    if taken is None:
+        front = tune(
+            model,
+            example_inputs,
+            run,
+            candidates=candidates,
+            budget=budget,
+            points=_MIXTURES,
+            mix=[example_inputs],
+            backend=backend,
+            automatically=False,
+            progress=progress,
+        )
+        taken = choose(front, min_sqnr_db)
+        if _ENDED.isdisjoint(front.notes):
+            choices.keep(key, taken)
+    if taken.config is None:
+        warn(f"autoquant leaves the model as it is: {taken.why}")
+        return model
+    return _with_note(convert(prepared.prepared(taken.config), measure=False), taken.why)
+
+
+def choose(front: Front, min_sqnr_db: float | None) -> Taken:
+    """Return the fastest point that is accurate enough and gains something, or that there is none."""
+    said = "; ".join([*map(_measured, front.measured[1:]), *front.notes])
+    accurate = [
+        point
+        for point in front.measured[1:]
+        if min_sqnr_db is None or point.result.sqnr_db is None or point.result.sqnr_db >= min_sqnr_db
+    ]
+    if not accurate:
+        limit = "" if min_sqnr_db is None else f" with {min_sqnr_db:g} dB"
+        return Taken(None, f"there is nothing else{limit}; {said}")
+    best = max(accurate, key=lambda point: point.result.fp32_ratio)
+    gain = f"{best.name} is {best.result.fp32_ratio:.2f} times as fast as fp32"
+    if best.result.fp32_ratio < LEAST_GAIN:
+        return Taken(None, f"{gain}; {said}")
+    assert not isinstance(best.config, AutoConfig)
+    return Taken(best.config, f"{gain}; {said}")
+
+
+def _measured(point: FrontPoint) -> str:
+    """Return what was measured of a point, in words."""
+    result = point.result
+    error = "as fp32" if result.sqnr_db is None else f"{result.sqnr_db:.1f} dB"
+    doubt = f" ({result.note})" if result.note else ""
+    return f"{point.name}: {result.fp32_ratio:.2f} × fp32, {error}{doubt}"
+
+
+def _call_with(example_inputs: Any) -> Callable[[Any], Any]:
+    """Return a function that calls a model with the example inputs."""
+    args, kwargs = as_call(example_inputs)
+    return lambda prepared: prepared(*args, **kwargs)
+
+
+def _calibrated(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    run: Callable[[Any], Any],
+    candidates: Mapping[str, AnyConfig],
+    backend: str,
+) -> tuple[PreparedAuto, str]:
+    """Return a preparation that has seen the data, and the hash of that."""
+    asked = request_of(StaticQuantConfig(), backend, example_inputs)
+    prepared = automatic(model, AutoConfig(), asked, candidates)
+    seen = SeenCalls()
+    hook = prepared.register_forward_pre_hook(seen.note, with_kwargs=True)
+    try:
+        run(prepared)
+    finally:
+        hook.remove()
+    return prepared, seen.hash
+
+
+def _with_note(q_model: QuantizedModel, why: str) -> QuantizedModel:
+    """Return the model with what its report says of the choice."""
+    operators = tuple(decision.operator for decision in q_model.graph.plan.quantized)
+    graph = dataclasses.replace(
+        q_model.graph, applied=(Applied(_NAME, operators, why), *q_model.graph.applied)
+    )
+    return QuantizedModel(graph, q_model.engine, q_model.backend, q_model.chosen, q_model.verdict)
