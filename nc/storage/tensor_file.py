@@ -234,5 +234,7 @@ def _size(tensor: torch.Tensor | Source) -> int:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().reshape(-1)
+    # a single value is contiguous whatever its stride is, and `view` asks for one of 1
+    array: Any = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
     return memoryview(array)

@@ -126,7 +126,7 @@ def test_a_model_of_a_thousand_operators_stays_small(tmp_path):
     layers = [layer for _ in range(150) for layer in (nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16))]
     model, x = nn.Sequential(*layers).eval(), torch.randn(4, 16)
     q = nc.quantize(
-        model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, measure=False, backend="reference"
+        model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference"
     )
     q.report().save(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 300_000

@@ -41,7 +41,8 @@ def check(model, backend, config, store=False):
     """Everything that must hold for one model; raises what is wrong."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "no dimension could stay free", "training mode", deprecations
-        prepared = prepare(model, config, example_inputs=model.inputs, backend=backend)
+        # some have nothing that a strategy quantizes, which is an error with strict
+        prepared = prepare(model, config, example_inputs=model.inputs, backend=backend, strict=False)
         assert_close(call(model, copies(model.inputs)), call(prepared, copies(model.inputs)), 1e-4)
         q = convert(prepared, isolate="never", measure=False)
         expected, got = call(q.reference, copies(model.inputs)), call(q, copies(model.inputs))

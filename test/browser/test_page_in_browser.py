@@ -46,7 +46,7 @@ class Block(nn.Module):
 def written(model, folder, config, profiled):
     torch.manual_seed(0)
     x = torch.randn(8, 32)
-    q = nc.quantize(model.eval(), config, lambda m: m(x), example_inputs=x, measure=False)
+    q = nc.quantize(model.eval(), config, lambda m: m(x), example_inputs=x)
     profiled = profiled and q.engine.profile is not None
     report = q.report(profile_inputs=x if profiled else None)
     report.save(folder / "report.html")

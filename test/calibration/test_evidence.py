@@ -25,7 +25,7 @@ def made(config=None, **options):
     with torch.no_grad():
         model[0].weight[3] = 40.0
     config = config or nc.StaticQuantConfig()
-    options = {"backend": "reference", "measure": False, **options}
+    options = {"backend": "reference", **options}
     return model, nc.quantize(model, config, lambda m: m(X), example_inputs=X, **options)
 
 
@@ -114,3 +114,11 @@ def test_other_values_are_refused(path, value):
     place[path[-1]] = 5 if isinstance(value, str) and path == ("channels", 0, "operator") else value
     with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
         Evidence.from_dict(broken)
+
+
+def test_without_measurements_the_configuration_alone_is_kept():
+    _, q = made(measure=False)
+    assert q.graph.evidence.config == plain_values(nc.StaticQuantConfig())
+    assert (q.graph.evidence.depth, q.graph.evidence.ranges) == ((), ())
+    assert q.graph.evidence.missing == "measure=False"
+    assert "were not computed: measure=False" in pictures(q.graph.evidence)

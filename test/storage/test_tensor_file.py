@@ -47,6 +47,14 @@ def test_the_bytes_are_those_of_the_library(tmp_path):
     assert hashed.hexdigest() == hashlib.sha256(raw).hexdigest()
 
 
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_single_value_may_have_any_stride(start, tmp_path):
+    one = torch.arange(16, dtype=torch.float32).as_strided((1, 1), (16, 8), start)
+    assert one.is_contiguous()
+    tensor_file.write(tmp_path / "one", {"one": one, "none": torch.empty(0, 3)}, lambda _: None)
+    assert load_file(tmp_path / "one")["one"].tolist() == [[start]]
+
+
 def test_tensors_are_read_where_they_lie(tmp_path):
     save_file(tensors(), tmp_path / "file", metadata={"format": "pt"})
     raw = bytearray((tmp_path / "file").read_bytes())

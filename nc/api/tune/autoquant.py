@@ -18,10 +18,9 @@ from nc.api.tune.choices import Choices, Taken
 from nc.api.tune.front import Front, FrontPoint
 from nc.api.tune.identity import SeenCalls, key_of, tensors_of
 from nc.api.tune.low_bit import request_of
-from nc.api.tune.run import TuneProgress
+from nc.api.tune.run import CTRL_C, OUT_OF_TIME, TuneProgress
 from nc.api.tune.tune import tune
 from nc.api.workflow import convert
-from nc.backends import available_backends
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ConfigError
@@ -36,7 +35,7 @@ LEAST_GAIN = 1.02
 #: Mixtures of candidates that are measured: the fastest by the times of layers, and the most accurate.
 _MIXTURES = 2
 #: Notes of a front that is not whole: what it gives is used, and not kept.
-_ENDED = frozenset({"The search was ended by Ctrl-C.", "The budget ended before all points were measured."})
+_ENDED = frozenset({CTRL_C, OUT_OF_TIME})
 
 
 def autoquant(
@@ -94,7 +93,6 @@ def autoquant(
     key = {
         **key_of(module, str(module.graph), prepared.first.asked, None, judged_by, ()),
         "inputs": [[str(t.dtype), *t.shape] for t in tensors_of(example_inputs).values()],
-        "engines": [name for name, why_not in available_backends().items() if not why_not],
         "candidates": {name: config.to_dict() for name, config in candidates.items()},
         "min_sqnr_db": min_sqnr_db,
     }

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc._version import __version__
-from nc.backends import cpu
+from nc.backends import available_backends, cpu
 from nc.calibration.tensor_file import checksum
 
 Metric = Callable[[Any], float]
@@ -108,6 +108,7 @@ def key_of(
         "metric": _described(metric),
         "mix": checksum("", tensors_of(list(mix))),
         "backend": backend,
+        "engines": [name for name, why_not in available_backends().items() if not why_not],
         "isa": list(cpu.detected()),
         "cpu": hashlib.sha256(" ".join([cpu.model_name(), *sorted(cpu.flags())]).encode()).hexdigest(),
         "threads": torch.get_num_threads(),

@@ -27,7 +27,7 @@ from nc.api.tune.low_bit_layers import (
 from nc.api.tune.low_bit_noise import noise_of
 from nc.api.tune.measure import doubts, score, timed
 from nc.api.tune.mixed import float_config
-from nc.api.tune.run import Run
+from nc.api.tune.run import CTRL_C, Run
 from nc.api.tune.solve import Assignment, Cost, within
 from nc.api.tune.trials import Result
 from nc.backends.low_bit.engine import set_backend
@@ -123,7 +123,7 @@ class LowBitSearch:
             self._points(target, points, table, groups)
             run.settle()
         except KeyboardInterrupt:
-            run.note("The search was ended by Ctrl-C.")
+            run.note(CTRL_C)
         return front_of_points(run.points, run.notes, by_size=True)
 
     def _points(

@@ -13,6 +13,10 @@ from nc.api.tune.trials import Result, Trials
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
 
+#: Notes of a search that is not whole.
+CTRL_C = "The search was ended by Ctrl-C."
+OUT_OF_TIME = "The budget ended before all points were measured."
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TuneProgress:
@@ -97,7 +101,7 @@ class Run:
         """Whether the budget has ended; the first time that is noted."""
         if time.monotonic() <= self._end:
             return False
-        self.note("The budget ended before all points were measured.")
+        self.note(OUT_OF_TIME)
         return True
 
     def note(self, text: str) -> None:

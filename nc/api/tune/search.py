@@ -17,7 +17,7 @@ from nc.api.tune.groups import Group, groups_of
 from nc.api.tune.identity import Call, Metric
 from nc.api.tune.measure import of_float, of_quantized
 from nc.api.tune.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
-from nc.api.tune.run import Run
+from nc.api.tune.run import CTRL_C, Run
 from nc.api.tune.solve import Assignment, front_of, in_largest_gap, spread
 from nc.api.tune.table import Tried, steps_of, table_of
 from nc.api.tune.trials import Result
@@ -63,10 +63,10 @@ class GraphSearch:
             if automatically:
                 self._automatic()
             if tried:
-                self._front_between(points, {name: options[name] for name in tried}, tried)
+                self._front_between(points, {name: options[name] for name in tried}, tried, given=given)
             run.settle()
         except KeyboardInterrupt:
-            run.note("The search was ended by Ctrl-C.")
+            run.note(CTRL_C)
         return front_of_points(run.points, run.notes)
 
     # ---- points ----
@@ -101,7 +101,12 @@ class GraphSearch:
         self._measured(AUTO, config, None, make)
 
     def _front_between(
-        self, points: int, options: Mapping[str, PreparedModel], tried: Mapping[str, Tried]
+        self,
+        points: int,
+        options: Mapping[str, PreparedModel],
+        tried: Mapping[str, Tried],
+        *,
+        given: bool,
     ) -> None:
         """Solve for the front of mixed configurations, and measure it; then what lies in its largest gaps."""
         graph = self._prepared.graph
@@ -115,7 +120,8 @@ class GraphSearch:
         groups = groups_of(graph.module, operators, fused)
         table = table_of(graph.module, graph.example, groups, tried, self._fp32_ms)
         front = [each for each in front_of(table) if set(each.options) != {FP32}]
-        finals = self._prepared.finals  # with algorithms that cost time now and none in a call
+        # "auto" ends with algorithms that cost time now and none in a call; those of the user are as given
+        finals = {} if given else self._prepared.finals
         values = {
             name: PlannedCandidate(finals.get(name, option.quant_config), option.plan, option.capabilities)
             for name, option in options.items()

@@ -207,7 +207,7 @@ def other_weights(model):
             identity.cpu, "detected", functools.partial(more_sets, identity.cpu.detected)
         ),
         lambda patch: patch.setattr(identity, "__version__", "another"),
-        lambda patch: patch.setattr(choosing, "available_backends", lambda: {"another": ""}),
+        lambda patch: patch.setattr(identity, "available_backends", lambda: {"another": ""}),
     ],
 )
 def test_another_machine_is_another_search(model, times, searches, tmp_path, monkeypatch, change):
@@ -302,7 +302,7 @@ def test_a_search_that_was_ended_is_used_and_not_kept(model, times, tmp_path, mo
     with pytest.warns(NCWarning, match="The budget ended before all points were measured"):
         assert nc.autoquant(model, X, cache=cache, budget=1e-6) is model
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(searching.GraphSearch, "_front_between", interrupted)

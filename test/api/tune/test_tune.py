@@ -12,6 +12,7 @@ import nc
 from nc.api.tune import measure as measuring
 from nc.api.tune import search as searching
 from nc.api.tune import tune as tuning
+from nc.config import with_rules
 from nc.errors import ConfigError, InputError, NCWarning
 from nc.numerics.metrics import sqnr_db
 
@@ -315,3 +316,15 @@ def test_candidates_that_are_the_same_are_said(model):
 def test_no_point_meets_a_time(front):
     with pytest.warns(NCWarning, match="No measured point meets max_ms=0"):
         front.most_accurate(max_ms=0)
+
+
+def test_candidates_are_as_given_also_in_mixtures(model):
+    """Names of the user's are not those of what "auto" tries, whose algorithms are others."""
+    wanted = nc.StaticQuantConfig(act_sym=True)
+    front = tuned(model, candidates={"static": wanted, "rows": CANDIDATES["rows"]}, points=4)
+    mixed = [point for point in front.measured if " static" in point.name]
+    assert mixed
+    for point in mixed:
+        parts = [part for part in with_rules(point.config) if type(part) is nc.StaticQuantConfig]
+        quantized = [part for part in parts if not part.is_float]
+        assert all(part.act_sym for part in quantized)
