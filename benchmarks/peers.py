@@ -52,7 +52,7 @@ def arrays(batch: Batch) -> dict[str, Any]:
 
 def openvino_fp32(task: Task) -> Result:
     """OpenVINO without quantization: what its own kernels cost."""
-    return (*_compiled(_openvino(task))[:2], "-")
+    return (*compiled(openvino_of(task))[:2], "-")
 
 
 def nncf_int8(**options: str) -> Candidate:
@@ -65,28 +65,30 @@ def nncf_int8(**options: str) -> Candidate:
         chosen = {name: parsed[name](value) for name, value in options.items()}
         data = nncf.Dataset([arrays(batch) for batch in task.calibration])
         with contextlib.redirect_stdout(sys.stderr):  # its progress bars
-            quantized = nncf.quantize(_openvino(task), data, **chosen)
-        return _compiled(quantized)
+            quantized = nncf.quantize(openvino_of(task), data, **chosen)
+        return compiled(quantized)
 
     return run
 
 
-def _openvino(task: Task) -> Any:
+def openvino_of(task: Task) -> Any:
+    """Return a task's model for OpenVINO."""
     import openvino
 
     return openvino.convert_model(task.model, example_input=dict(task.calibration[0]))
 
 
-def _compiled(model: Any) -> Result:
+def compiled(model: Any) -> Result:
+    """Return a model that OpenVINO executes."""
     import openvino
 
     size = sum(op.data.nbytes for op in model.get_ops() if op.get_type_name() == "Constant")
     # fp32 for the rest: where the CPU has bf16, OpenVINO would use it
-    compiled = openvino.Core().compile_model(
+    program = openvino.Core().compile_model(
         model, "CPU", {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
     )
     products: list[str] = []
-    for op in compiled.get_runtime_model().get_ops():
+    for op in program.get_runtime_model().get_ops():
         info = op.get_rt_info()
         kind = info["layerType"].astype(str)
         if kind in ("FullyConnected", "MatMul", "Convolution", "ScaledDotProductAttention"):
@@ -95,7 +97,7 @@ def _compiled(model: Any) -> Result:
             )
     int8 = sum(precision in ("i8", "u8") for precision in products)
     return (
-        lambda **batch: torch.from_numpy(compiled(arrays(batch))[0].copy()),
+        lambda **batch: torch.from_numpy(program(arrays(batch))[0].copy()),
         f"{size / 1e6:.1f}",
         f"{int8} of {len(products)}",
     )
