@@ -87,6 +87,10 @@ class Entry:
 NEEDS = ("it never passed", "its own files changed", "files that it reaches changed", "nothing changed")
 
 
+#: Folders of test/ that are jobs of their own kind, or hold no tests.
+APART = ("browser", "judges", "suites", "data")
+
+
 def rooms(test: Path) -> list[str]:
     """Return the folders of tests that are jobs of their own, relative to test/.
 
@@ -97,9 +101,7 @@ def rooms(test: Path) -> list[str]:
         return any(folder.rglob("test_*.py") if deep else folder.glob("test_*.py"))
 
     found = ["."] if has_tests(test, deep=False) else []
-    for folder in sorted(
-        path for path in test.iterdir() if path.is_dir() and path.name not in ("judges", "suites", "data")
-    ):
+    for folder in sorted(path for path in test.iterdir() if path.is_dir() and path.name not in APART):
         if folder.name in DIVIDED:
             found += [folder.name] if has_tests(folder, deep=False) else []
             parts = sorted(path for path in folder.iterdir() if path.is_dir() and has_tests(path, deep=True))
@@ -166,6 +168,7 @@ def jobs(root: Path, flags: frozenset[str] | None = None) -> list[Job]:
             )
     found.append(Job("judges", ("make", "test-judges"), outside, "judges"))
     found.append(Job("serve", ("make", "test-serve"), served, "serve"))
+    found.append(Job("browser", ("make", "test-browser"), ("nc/api", "nc/text", "test/browser"), "browser"))
     found += [
         Job(f"mutations:{i}", ("make", "mutations", "SHARE=20", f"TURN={i}"), broken, "native")
         for i in range(20)

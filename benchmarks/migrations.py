@@ -15,6 +15,7 @@ cosine of embeddings of 128 paragraphs to fp32.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import warnings
@@ -87,9 +88,10 @@ def by_neural_compressor(
     from neural_compressor.torch.quantization import StaticQuantConfig, convert, prepare
     from transformers.modeling_outputs import BaseModelOutput
 
-    prepared = prepare(model, quant_config=StaticQuantConfig(), example_inputs=x, inplace=False)
-    run(prepared)
-    found: Any = convert(prepared)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # it writes nc_workspace
+        prepared = prepare(model, quant_config=StaticQuantConfig(), example_inputs=x, inplace=False)
+        run(prepared)
+        found: Any = convert(prepared)
     return lambda **given: BaseModelOutput(last_hidden_state=found(**given)["last_hidden_state"])
 
 

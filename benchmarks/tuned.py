@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import logging
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -123,13 +124,14 @@ def autotune(max_drop: float) -> Candidate:
             ],
             tolerable_loss=max_drop / before,
         )
-        found: Any = search(
-            task.model,
-            config,
-            score,
-            run_fn=calibrated(task),
-            example_inputs=task.calibration[0],
-        )
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # it writes nc_workspace
+            found: Any = search(
+                task.model,
+                config,
+                score,
+                run_fn=calibrated(task),
+                example_inputs=task.calibration[0],
+            )
         return found, "-", "-"
 
     return run

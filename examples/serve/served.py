@@ -36,7 +36,7 @@ def warm_sizes(most: int, lengths: Iterable[int]) -> list[tuple[int, int]]:
     return [(count, length) for count in rows for length in lengths]
 
 
-def _next(sizes: Sequence[int], size: int) -> int:
+def _next_size(sizes: Sequence[int], size: int) -> int:
     """Return the next size that is warm; the size itself where all are smaller."""
     return next((known for known in sizes if known >= size), size)
 
@@ -92,7 +92,7 @@ class Tensors:
     def key(self, request: Arrays) -> object:
         """Return what requests have in common that can be computed together."""
         if self._fills(request):
-            return _next(self.lengths, request[_IDS].shape[1])
+            return _next_size(self.lengths, request[_IDS].shape[1])
         return tuple((name, value.shape[1:], str(value.dtype)) for name, value in request.items())
 
     def rows(self, request: Arrays) -> int:
@@ -102,9 +102,9 @@ class Tensors:
     def run(self, requests: Sequence[Arrays]) -> list[Arrays]:
         """Return the outputs of requests with one key, computed by one call."""
         length = max((r[_IDS].shape[1] for r in requests if self._fills(r)), default=0)
-        length = _next(self.lengths, length) if length else 0
+        length = _next_size(self.lengths, length) if length else 0
         rows = sum(map(self.rows, requests))
-        more = _next(self.rows_warm, rows) - rows
+        more = _next_size(self.rows_warm, rows) - rows
         together = {}
         for name in self.leaves:
             parts = [_longer(request[name], length) for request in requests]
@@ -164,13 +164,13 @@ class Texts:
         texts = [text for request in requests for text in request[TEXT]]
         groups: dict[int, list[int]] = {}
         for index, tokens in enumerate(self._tokens(texts)):
-            groups.setdefault(_next(self.lengths, tokens), []).append(index)
+            groups.setdefault(_next_size(self.lengths, tokens), []).append(index)
         found: list[Any] = [None] * len(texts)
         for places in groups.values():
             most = max(self.rows_warm, default=len(places))
             for start in range(0, len(places), most):
                 part = places[start : start + most]
-                count = _next(self.rows_warm, len(part))
+                count = _next_size(self.rows_warm, len(part))
                 given = [texts[i] for i in part] + [texts[part[-1]]] * (count - len(part))
                 vectors = self.model.encode(given, batch_size=count, show_progress_bar=False)
                 for place, vector in zip(part, vectors, strict=False):  # the last ones only fill up
