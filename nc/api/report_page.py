@@ -7,8 +7,9 @@ without which all of it can be read. Names of operators are escaped.
 from __future__ import annotations
 
 import json
+import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -157,4 +158,13 @@ def _machine() -> dict[str, str]:
 
 def numbers_of(report: Shown) -> str:
     """Return the report as JSON."""
-    return json.dumps(report.to_dict(), indent=1, default=str) + "\n"
+    return json.dumps(_finite(report.to_dict()), indent=1, default=str, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Return plain values with null for numbers that JSON has not, such as the SQNR of equal outputs."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

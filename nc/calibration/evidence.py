@@ -227,7 +227,11 @@ def _channels(
     if not names:
         return ()
     before, after = (_magnitudes(graph, names, example) for graph in (original, module))
-    pairs = [(name, before[name], after[name]) for name in before if name in after]
+    pairs = [
+        (name, before[name], after[name])
+        for name in before
+        if name in after and bool((before[name] + after[name]).isfinite().all())
+    ]
     pairs.sort(key=lambda pair: -float(pair[1].amax() / pair[1].median().clamp(min=1e-12)))
     views = []
     for name, one, other in pairs[:LAYERS]:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -66,8 +67,12 @@ class QuantConfig(Document):
 
     def __new__(cls, *args: Any, **fields: Any) -> Any:
         """Return `Alternatives` where a field that takes no list has one: `act_sym=[True, False]`."""
+        first = list(inspect.signature(cls.__init__).parameters.values())[1]
+        # a subclass may have parameters of its own in front
+        are_fields = first.kind is first.VAR_POSITIONAL
+        make = cls if are_fields else functools.partial(cls, *args)
         takes = {name: functools.partial(field.takes, name) for name, field in cls.FIELDS.items()}
-        found = alternatives(cls, cls.__name__, takes, args, fields)
+        found = alternatives(make, cls.__name__, takes, args if are_fields else (), fields)
         return super().__new__(cls) if found is None else found
 
     def __init__(self, *args: Any, white_list: Any = "*", **fields: Any) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from models import graph_of, quantized
+from suites.reports import said
 from torch import nn
 
 import nc
@@ -74,7 +75,7 @@ def test_outputs_lose_less(name):
         return nc.convert(prepared)
 
     plain, rounded = converted(()), converted((WeightRounding(),))
-    assert "1 weights rounded" in str(rounded.report())
+    assert "1 weights rounded" in said(rounded.report())
     assert error(rounded, model, other) < 0.8 * error(plain, model, other)
 
 
@@ -83,7 +84,7 @@ def test_dynamic_linears_beside_static_convolutions():
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 14, 8)).eval()
     x = smooth(8, 4, 16)
     config = nc.StaticQuantConfig(post=(WeightRounding(),)) + nc.DynamicQuantConfig()
-    assert "2 weights rounded" in str(quantized(model, x, config).report())
+    assert "2 weights rounded" in said(quantized(model, x, config).report())
 
 
 def test_what_makes_outputs_worse_is_taken_back(monkeypatch):
@@ -99,7 +100,7 @@ def test_what_makes_outputs_worse_is_taken_back(monkeypatch):
 
     monkeypatch.setattr(weight_rounding, "_codes", spoiled)
     found = quantized(model, x, nc.StaticQuantConfig(post=(WeightRounding(),)))
-    assert "1 weights rounded by what their outputs lose; 1 taken back" in str(found.report())
+    assert "1 weights rounded by what their outputs lose; 1 taken back" in said(found.report())
     codes = [v for v in plain.graph.module.buffers() if v.dtype is torch.int8]
     kept = [v for v in found.graph.module.buffers() if v.dtype is torch.int8]
     assert torch.equal(kept[0], codes[0])
@@ -135,7 +136,7 @@ def test_a_shared_weight_is_solved_once():
             return self.fc(torch.relu(self.fc(x)))
 
     found = quantized(Shared().eval(), smooth(64, 32), nc.StaticQuantConfig(post=(WeightRounding(),)))
-    assert "1 weights rounded" in str(found.report())
+    assert "1 weights rounded" in said(found.report())
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_other_layers_stay(layer, shape):
     found = quantized(
         nn.Sequential(layer).eval(), smooth(*shape), nc.StaticQuantConfig(post=(WeightRounding(),))
     )
-    assert "nothing: no int8 operator has a weight" in str(found.report())
+    assert "nothing: no int8 operator has a weight" in said(found.report())
 
 
 def test_codes_of_the_same_data_are_the_same():

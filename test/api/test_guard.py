@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from suites.reports import said
 from torch import nn
 
 import nc
@@ -46,7 +47,7 @@ def test_the_operators_that_lose_are_in_fp32(monkeypatch):
     assert (ops["first"].ran, ops["second"].ran) == ("int8", "fp32")
     assert ops["second"].reason == "int8 takes 3.00 ms, fp32 1.00 ms: undone by measurement"
     assert q_model.verdict.ratio == 1.9
-    assert "1 int8 operators that cost time are in fp32" in str(q_model.report())
+    assert "1 int8 operators that cost time are in fp32" in said(q_model.report())
 
 
 def test_they_stay_where_the_whole_is_no_faster_without_them(monkeypatch):
@@ -60,7 +61,7 @@ def test_where_nothing_is_gained_all_is_in_fp32(monkeypatch, ratio, recwarn):
     q_model, ops = converted(monkeypatch, {2: verdict(ratio), 0: verdict(1.0)})
     assert {op.ran for op in ops.values()} == {"fp32"}
     assert f"in int8 the model is {ratio:.2f} times as fast" in ops["first"].reason
-    assert f"int8 is {ratio:.2f} times as fast as fp32: all is in fp32" in str(q_model.report())
+    assert f"int8 is {ratio:.2f} times as fast as fp32: all is in fp32" in said(q_model.report())
     assert any("Nothing is quantized" in str(w.message) for w in recwarn)
 
 
@@ -75,7 +76,7 @@ def test_the_line_is_in_the_artefact(monkeypatch, tmp_path):
     q_model, _ = converted(monkeypatch, {2: verdict(0.5), 0: verdict(1.0)})
     nc.save(q_model, tmp_path / "model")
     loaded = nc.load(tmp_path / "model")
-    assert "all is in fp32" in str(loaded.report())
+    assert "all is in fp32" in said(loaded.report())
     x = torch.randn(4, 32)
     torch.testing.assert_close(loaded(x), q_model(x))
 

@@ -125,9 +125,7 @@ def test_a_model_of_a_thousand_operators_stays_small(tmp_path):
     torch.manual_seed(0)
     layers = [layer for _ in range(150) for layer in (nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16))]
     model, x = nn.Sequential(*layers).eval(), torch.randn(4, 16)
-    q = nc.quantize(
-        model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference"
-    )
+    q = nc.quantize(model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference")
     q.report().save(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 300_000
 
@@ -199,3 +197,17 @@ def test_operators_that_differ(q_model):
     assert rows[1] == (ops[0].operator, "share", "0.0%", "25.0%")
     assert rows[2:] == [(ops[-1].operator, "exists", "yes", "no")]
     assert differences(ops, ops) == []
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8)).eval(), torch.randn(4, 8)
+    config = nc.StaticQuantConfig().exclude("0")
+    q = nc.quantize(model, config, lambda m: m(x), example_inputs=x, measure=False, strict=False)
+    q.report().save(tmp_path / "r.json")
+
+    def no(text):
+        raise AssertionError(text)
+
+    found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"), parse_constant=no)
+    assert found["sqnr_vs_fp32_db"] is None

@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from models import ResidualCNN, prepared_for, quantized
+from suites.reports import said
 from suites.toy_engine import ToyEngine
 from torch import nn
 
@@ -60,8 +61,8 @@ def test_models_are_prepared_converted_and_reported_for_it(toy):
     report = q.report()
     assert report.backend == toy
     assert report.details["isolate"] == "never"
-    assert "toys compute in fp32" in str(report)
-    assert "backend toy: 0 of 1 operators asked to run int8 do" in str(report)
+    assert "toys compute in fp32" in said(report)
+    assert "backend toy: 0 of 1 operators asked to run int8 do" in said(report)
     with pytest.raises(ConfigError, match="Expected isolate to be one of 'auto', 'never', but got 'always'"):
         nc.convert(prepared_for(mlp(), torch.randn(4, 8), backend=toy), isolate="always")
 

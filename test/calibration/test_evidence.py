@@ -122,3 +122,32 @@ def test_without_measurements_the_configuration_alone_is_kept():
     assert (q.graph.evidence.depth, q.graph.evidence.ranges) == ((), ())
     assert q.graph.evidence.missing == "measure=False"
     assert "were not computed: measure=False" in pictures(q.graph.evidence)
+
+
+def test_values_that_are_no_numbers_keep_nothing_from_being_saved(tmp_path):
+    class Logarithm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(torch.log(x.relu()))
+
+    torch.manual_seed(0)
+    zeros, good = torch.zeros(4, 8), torch.rand(16, 8) + 0.5
+    config = nc.SmoothQuantConfig(alpha=0.5)
+    q = nc.quantize(Logarithm().eval(), config, lambda m: m(good), example_inputs=zeros, backend="reference")
+    q.save(tmp_path / "q")
+    assert nc.load(tmp_path / "q", backend="reference").graph.evidence.channels == ()
+
+
+def test_what_goes_wrong_with_the_pictures_is_said_there(monkeypatch):
+    from nc.api.preparation import captured
+
+    def failing(*_):
+        msg = "no such thing"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(captured, "evidence_of", failing)
+    _, q = made()
+    assert "were not computed: RuntimeError: no such thing" in pictures(q.graph.evidence)

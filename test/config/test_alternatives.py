@@ -169,3 +169,14 @@ def test_other_configurations_stay_values(strategy):
     assert isinstance(config, QuantConfig)
     assert strategy.from_dict(config.to_dict()) == config
     assert list(inspect.signature(RTNConfig).parameters)[:2] == ["dtype", "bits"]
+
+
+def test_a_subclass_has_parameters_of_its_own():
+    class Own(nc.StaticQuantConfig):
+        def __init__(self, keep, **fields):
+            super().__init__(**fields)
+            self.__dict__["keep"] = keep
+
+    made = Own(["a", "b"], act_sym=True)
+    assert type(made) is Own
+    assert (made.keep, made.act_sym) == (["a", "b"], True)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from suites.reports import said
 from torch import nn
 from torch.nn import functional as F
 
@@ -858,10 +859,10 @@ def test_auto_simulates(config, tmp_path):
     assert auto.backend == "reference"
     assert torch.equal(auto(X), named(X))
     assert not torch.equal(auto(X), model(X))
-    assert 'auto" takes the reference, because the configuration simulates number formats' in str(
+    assert 'auto" takes the reference, because the configuration simulates number formats' in said(
         auto.report()
     )
-    assert "simulated: " in str(auto.report())
+    assert "simulated: " in said(auto.report())
     assert not named.chosen
     prepared = prepare(mlp(), config.to_dict(), example_inputs=X)
     prepared(X)

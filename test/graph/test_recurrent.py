@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from suites.recurrent import float64_layers
+from suites.reports import said
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -331,7 +332,7 @@ def test_one_range_for_all_rows_can_be_asked_for_and_the_report_says_what_that_m
         alone, together = q(x[:, :1])[0], q(x)[0][:, :1]
     assert sqnr_db(alone, together) < 30
     assert [f.operator for f in q.graph.health if f.kind == "shared_range"] == ["rnn"]
-    assert "the other rows" in str(q.report())
+    assert "the other rows" in said(q.report())
 
 
 def test_what_is_not_finite_stays_in_its_row():
@@ -593,7 +594,7 @@ def test_an_operator_whose_own_result_is_noise_stays_fp32(cls):
         alone = converted(Only(layer), x, DynamicQuantConfig(keep_inaccurate=True))
         assert found == pytest.approx(sqnr_db(tree_leaves(layer(x))[0], tree_leaves(alone(x))[0]), abs=0.1)
     assert found < 10
-    assert f"{found} dB" in str(q.report())
+    assert f"{found} dB" in said(q.report())
 
 
 class Only(nn.Module):

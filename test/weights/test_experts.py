@@ -9,6 +9,7 @@ import fnmatch
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from suites.reports import said
 
 import nc
 from nc.api.pretrained import quantize_folder
@@ -390,4 +391,4 @@ def test_captured_models_say_that_experts_stay_fp32():
     assert sum(product.size for product in report.unknown_products) == sum(
         p.numel() for p in model.parameters() if p.dim() == 3
     )
-    assert "weights stay fp32, as nc has no int8 for what reads them" in str(report)
+    assert "weights stay fp32, as nc has no int8 for what reads them" in said(report)

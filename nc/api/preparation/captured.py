@@ -293,17 +293,20 @@ class PreparedModel(CapturedPreparation):
             return Evidence(config=config, missing="measure=False")
         assert context.found is not None
         assert context.quantized is not None
-        return evidence_of(
-            self.graph.module,
-            context.module,
-            context.quantized,
-            context.plan,
-            context.edges,
-            context.qparams,
-            context.found,
-            self.graph.example,
-            config,
-        )
+        try:
+            return evidence_of(
+                self.graph.module,
+                context.module,
+                context.quantized,
+                context.plan,
+                context.edges,
+                context.qparams,
+                context.found,
+                self.graph.example,
+                config,
+            )
+        except Exception as error:  # any model; pictures of a report are no reason to convert nothing
+            return Evidence(config=config, missing=f"{type(error).__name__}: {error}")
 
     def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:
         """Return what gets codes in the captured graph, or in a smoothed one."""

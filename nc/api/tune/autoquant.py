@@ -111,7 +111,10 @@ def autoquant(
             progress=progress,
         )
         taken = choose(front, min_sqnr_db)
-        if _ENDED.isdisjoint(front.notes):
+        measured = {point.name for point in front.measured}
+        if _ENDED.isdisjoint(front.notes) and measured.issuperset(
+            candidates
+        ):  # what failed may work next time
             choices.keep(key, taken)
     if taken.config is None:
         warn(f"autoquant leaves the model as it is: {taken.why}")

@@ -45,7 +45,8 @@ class TuningConfig:
         sampler: called with the list of configurations; gives positions in it, in the order in which they are
             tried. None: all, in order.
         tolerable_loss: the part of fp32's metric that may be lost. A negative part has to be gained.
-        max_trials: configurations that are tried at most; those that fail count.
+        max_trials: configurations that are tried at most; those that fail count, and so do positions that the
+            sampler gives again.
 
     Raises:
         ConfigError: nothing to try, or a value that is out of range.
@@ -65,29 +66,35 @@ class TuningConfig:
         if type(self.max_trials) is not int or self.max_trials < 1:
             msg = f"TuningConfig: max_trials={self.max_trials!r}: expected a whole number from 1."
             raise ConfigError(msg)
-        self.configs()
+        self._found()
 
-    def configs(self) -> list[AnyConfig]:
-        """Return the configurations in the order in which they are tried, each once.
-
-        Raises:
-            ConfigError: there is none, or something else is among them.
-        """
+    def _found(self) -> list[AnyConfig]:
+        """Return all configurations, each once, in the order in which they were given."""
         given = self.config_set if isinstance(self.config_set, (list, tuple)) else [self.config_set]
         found = [config for each in given if each is not None for config in configs_from(each)]
         if not found:
             msg = "TuningConfig: config_set has no configuration; get_all_config_set() gives some."
             raise ConfigError(msg)
+        return [config for i, config in enumerate(found) if config not in found[:i]]
+
+    def configs(self) -> list[AnyConfig]:
+        """Return the configurations in the order in which they are tried, each once; asks the sampler.
+
+        Raises:
+            ConfigError: the sampler gives none, or something else than positions.
+        """
+        found = self._found()
         order = range(len(found)) if self.sampler is None else self.sampler(found)
         distinct: list[AnyConfig] = []
-        for index in order:
-            if len(distinct) == self.max_trials:
-                break  # a sampler may go on for ever
+        for index in itertools.islice(order, self.max_trials):  # a sampler may go on for ever
             if type(index) is not int or not 0 <= index < len(found):
                 msg = f"TuningConfig: sampler gave {index!r}: expected positions from 0 to {len(found) - 1}."
                 raise ConfigError(msg)
             if found[index] not in distinct:
                 distinct.append(found[index])
+        if not distinct:
+            msg = "TuningConfig: sampler gave no position."
+            raise ConfigError(msg)
         return distinct
 
 

@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.api.tune.identity import Call
+from nc.api.tune.identity import Call, copied
 from nc.numerics.metrics import powers
 from nc.process.modes import evaluating
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
-    """Return the logits of what a model returns; None where it names none."""
+    """Return the logits of what a model returns, classes last; None where it names none.
+
+    A single number is a score and no distribution; logits of pictures have their classes elsewhere.
+    """
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    return found if isinstance(found, torch.Tensor) and found.dim() >= 2 else None
+    if not isinstance(found, torch.Tensor) or found.dim() not in (2, 3) or found.shape[-1] < 2:
+        return None
+    return found
 
 
 def kept_positions(call: Call, logits: torch.Tensor) -> torch.Tensor:
@@ -40,8 +45,9 @@ def floats_of(outputs: Any) -> list[torch.Tensor]:
 @torch.no_grad()
 def none_lost(model: torch.nn.Module, call: Call) -> float:
     """Return `closeness` of the float model itself."""
+    args, kwargs = copied(call)
     with evaluating(model):
-        outputs = model(*call[0], **call[1])
+        outputs = model(*args, **kwargs)
     return 1.0 if logits_of(outputs) is None else 0.0
 
 
@@ -55,14 +61,16 @@ def closeness(model: torch.nn.Module, q_model: torch.nn.Module, calls: Sequence[
         calls: to judge by.
     """
     divergence = rows = lost = power = 0.0
-    for args, kwargs in calls:
+    for call in calls:
+        (args, kwargs), (again, named) = copied(call), copied(call)  # models may write into their inputs
         with evaluating(model):
-            right, got = model(*args, **kwargs), q_model(*args, **kwargs)
+            right, got = model(*args, **kwargs), q_model(*again, **named)
         logits, own = logits_of(right), logits_of(got)
         if logits is not None and own is not None:
-            keep = kept_positions((args, kwargs), logits)
+            keep = kept_positions(call, logits)
             a, b = logits.float()[keep].log_softmax(-1), own.float()[keep].log_softmax(-1)
-            divergence += float((a.exp() * (a - b)).sum(dtype=torch.float64))
+            both = torch.where(a.isneginf(), 0.0, a.exp() * (a - b))  # what can't happen adds nothing
+            divergence += float(both.sum(dtype=torch.float64))
             rows += len(a)
         else:
             for a, b in zip(floats_of(right), floats_of(got), strict=True):

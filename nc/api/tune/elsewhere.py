@@ -45,11 +45,28 @@ class Elsewhere:
             msg = "executor= computes metric=, which is None: there is nothing to compute elsewhere."
             raise ConfigError(msg)
         self._executor, self._metric = executor, metric
+        try:
+            self._probe = executor.submit(_ready, metric)
+        except Exception as error:  # any executor: it may be shut down
+            msg = f"executor={executor!r} takes no work: {type(error).__name__}: {error}"
+            raise ConfigError(msg) from error
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._sent: list[Path | torch.nn.Module] = []
 
     def keep(self, model: Any) -> None:
-        """Keep a model until its metric is asked for: an artefact on disk."""
+        """Keep a model until its metric is asked for: an artefact on disk.
+
+        Raises:
+            ConfigError: the metric can't be sent.
+            ArtefactError: the model can't be saved.
+        """
+        error = self._probe.exception() if self._probe.done() and not self._probe.cancelled() else None
+        if error is not None:
+            msg = (
+                f"executor= can't be sent the metric: {type(error).__name__}: {error}. For processes it must "
+                "be a function of a module that they can import."
+            )
+            raise ConfigError(msg)
         if not isinstance(model, QuantizedModel):
             self._sent.append(model)  # with low-bit weights, which is small
             return
@@ -71,7 +88,12 @@ class Elsewhere:
                 while waiting and len(running) < _MOST:
                     index, model = waiting.pop(0)
                     packed = _packed(model) if isinstance(model, Path) else model
-                    running[self._executor.submit(judged, packed, self._metric)] = index
+                    try:
+                        running[self._executor.submit(judged, packed, self._metric)] = index
+                    except Exception as error:  # a worker died, or the executor was shut down
+                        yield index, f"it could not be sent: {type(error).__name__}: {error}"
+                if not running:
+                    continue
                 done, _ = wait(running, timeout=max(0.0, seconds_left()), return_when=FIRST_COMPLETED)
                 if not done:
                     yield from (
@@ -89,6 +111,10 @@ class Elsewhere:
         """Remove what is on disk."""
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _ready(_: Metric) -> None:
+    """Show that a metric can be sent."""
 
 
 def judged(model: bytes | torch.nn.Module, metric: Metric) -> tuple[float, list[str]]:
@@ -117,6 +143,8 @@ def _packed(path: Path) -> bytes:
 
 def _value(future: Future[Any]) -> float | str:
     """Return a metric, or why there is none."""
+    if future.cancelled():
+        return "its metric was cancelled"
     error = future.exception()
     if error is not None:
         return f"its metric failed elsewhere: {type(error).__name__}: {error}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ class SeenCalls:
     def note(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take a call down; a forward pre-hook."""
         tensors = tensors_of((args, kwargs))
-        self._hash.update(checksum("", tensors).encode())
+        self._hash.update(hash_of((args, kwargs)).encode())
         text = str([tuple(t.shape) for t in tensors.values()])
         count, first = self.sizes.get(text, (0, (args, kwargs)))
         self.sizes[text] = count + 1, first
@@ -63,7 +65,7 @@ class KeptCalls(SeenCalls):
     def note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take a call down; a forward pre-hook."""
         super().note(module, args, kwargs)
-        self.all.append(pytree.tree_map(_copied, (args, kwargs)))
+        self.all.append(copied((args, kwargs)))
 
     def split(self) -> tuple[list[Call], list[Call]]:
         """Return the calls to calibrate with, and those to judge by; of few calls, all are both."""
@@ -73,8 +75,63 @@ class KeptCalls(SeenCalls):
         return [call for i, call in enumerate(self.all) if i % _SHARE != 1], judged
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def copied(call: Call) -> Call:
+    """Return a call with tensors of its own, which derivatives can be taken through."""
+
+    def clone(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    with torch.inference_mode(mode=False):
+        made: Call = pytree.tree_map(clone, call)
+    return made
+
+
+def hash_of(values: Any) -> str:
+    """Return a hash of a structure: its form, its tensors, and its other values as text."""
+    leaves, form = pytree.tree_flatten(values)
+    others = [described(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return checksum(f"{form} {others}", tensors_of(values))
+
+
+#: Values that are described by their text.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+#: How many objects deep a description goes.
+_DEPTH = 4
+
+
+def described(value: Any, depth: int = _DEPTH) -> str:
+    """Return what a value is, alike in other processes: of functions the source and what they hold."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return checksum("", {"": value})
+    if not depth:
+        return type(value).__qualname__
+    if isinstance(value, Mapping):
+        return str([(described(key, depth - 1), described(each, depth - 1)) for key, each in value.items()])
+    if isinstance(value, (list, tuple)):
+        return str([described(each, depth - 1) for each in value])
+    held: list[Any] = []
+    if isinstance(value, functools.partial):
+        held = [value.func, value.args, value.keywords]
+    elif inspect.isroutine(value):
+        cells = getattr(value, "__closure__", None) or ()
+        held = [getattr(value, "__self__", None), getattr(value, "__defaults__", None)]
+        held += [cell.cell_contents for cell in cells]
+    elif not isinstance(value, (type, types.ModuleType)):
+        held = [getattr(value, "__dict__", {})]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}"
+    return f"{name} {_source_of(named)} {[described(each, depth - 1) for each in held]}"
+
+
+def _source_of(value: Any) -> str:
+    """Return a hash of the source of a function or class; that of nothing where there is none."""
+    try:
+        source = inspect.getsource(value)
+    except (OSError, TypeError):
+        source = ""
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def tensors_of(values: Any) -> dict[str, torch.Tensor]:
@@ -85,7 +142,7 @@ def tensors_of(values: Any) -> dict[str, torch.Tensor]:
 
 def key_of(
     module: torch.nn.Module,
-    described: str,
+    form: str,
     backend: str,
     metric: Metric | None,
     calibration: str,
@@ -95,7 +152,7 @@ def key_of(
 
     Args:
         module: the model.
-        described: what beside its tensors makes it this model.
+        form: what beside its tensors makes it this model.
         backend: that was asked for.
         metric: see `tune`.
         calibration: hash of the calibration data.
@@ -103,10 +160,10 @@ def key_of(
     """
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     return {
-        "model": checksum(described, tensors),
+        "model": checksum(form, tensors),
         "calibration": calibration,
-        "metric": _described(metric),
-        "mix": checksum("", tensors_of(list(mix))),
+        "metric": "distance to fp32" if metric is None else described(metric),
+        "mix": hash_of(list(mix)),
         "backend": backend,
         "engines": [name for name, why_not in available_backends().items() if not why_not],
         "isa": list(cpu.detected()),
@@ -114,15 +171,3 @@ def key_of(
         "threads": torch.get_num_threads(),
         "versions": {"nc": __version__, "torch": torch.__version__},
     }
-
-
-def _described(metric: Metric | None) -> str:
-    """Return the name of a metric and a hash of its source, as far as there is one."""
-    if metric is None:
-        return "distance to fp32"
-    name = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', type(metric).__qualname__)}"
-    try:
-        source = inspect.getsource(metric)
-    except (OSError, TypeError):
-        source = ""
-    return f"{name} {hashlib.sha256(source.encode()).hexdigest()}"

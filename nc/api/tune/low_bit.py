@@ -14,7 +14,7 @@ from nc.api.preparation.make import Request, preparation
 from nc.api.preparation.weights import PreparedWeights, without_cache
 from nc.api.tune.distance import closeness, none_lost
 from nc.api.tune.front import REFERENCE, Front, front_of_points
-from nc.api.tune.identity import Call, KeptCalls, Metric
+from nc.api.tune.identity import Call, KeptCalls, Metric, copied
 from nc.api.tune.low_bit_layers import (
     bytes_of,
     groups_of_layers,
@@ -32,7 +32,8 @@ from nc.api.tune.solve import Assignment, Cost, within
 from nc.api.tune.trials import Result
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig, WeightOnlyConfig
-from nc.errors import NCError
+from nc.errors import ArtefactError, ConfigError, NCError
+from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.process.modes import evaluating
 
@@ -54,6 +55,19 @@ def default_candidates(model: torch.nn.Module) -> dict[str, AnyConfig]:
     }
 
 
+def plans_of(model: torch.nn.Module, candidates: Mapping[str, AnyConfig]) -> dict[str, WeightPlan]:
+    """Return the plans of candidates by name.
+
+    Raises:
+        ConfigError: they quantize nothing.
+    """
+    plans = {name: plan_layers(config, model, strict=False) for name, config in candidates.items()}
+    if not any(plan.quantized for plan in plans.values()):
+        msg = "candidates: none of them quantizes a layer of this model."
+        raise ConfigError(msg)
+    return plans
+
+
 def request_of(config: AnyConfig, backend: str, example_inputs: Any = None) -> Request:
     """Return what is asked of a preparation."""
     return Request(
@@ -73,6 +87,7 @@ class LowBitSearch:
     Args:
         model: the float model.
         candidates: weight-only configurations by name.
+        plans: of these, from `plans_of`.
         metric: see `nc.tune`; None: the negative KL divergence in nats per row of logits, or for outputs
             without logits the part of their power that is right.
         calls: of the calibration.
@@ -85,6 +100,7 @@ class LowBitSearch:
         self,
         model: torch.nn.Module,
         candidates: Mapping[str, AnyConfig],
+        plans: Mapping[str, WeightPlan],
         metric: Metric | None,
         calls: KeptCalls,
         mix: Sequence[Call],
@@ -98,7 +114,7 @@ class LowBitSearch:
             run.note(
                 f"{len(calls.all)} of calibration are too few calls to hold some out: all of them judge too."
             )
-        self._plans = {name: plan_layers(config, model, strict=False) for name, config in candidates.items()}
+        self._plans = plans
         # transforms change what other layers read: two layers can't have one and the other
         self._mixable = [name for name, plan in self._plans.items() if not plan.transforms]
         for name in candidates:
@@ -121,9 +137,9 @@ class LowBitSearch:
             self._reference()
             table, groups = self._table() if self._mixable else ([], [])
             self._points(target, points, table, groups)
-            run.settle()
         except KeyboardInterrupt:
             run.note(CTRL_C)
+        run.settle()
         return front_of_points(run.points, run.notes, by_size=True)
 
     def _points(
@@ -139,13 +155,13 @@ class LowBitSearch:
             for name, plan in self._plans.items()
         }
         best = within(table, target * self._count / 8)
-        if not table:
-            pass
-        elif best is None:
+        is_mixed = bool(table) and best is not None
+        if is_mixed:
+            assert best is not None
+            self._mixed(best, groups)
+        elif table:
             least = self._bits(sum(min(c.price for c in row.values()) for row in table))
             self._run.note(f"No assignment has {target:g} bits on average; the least is {least:.2f}.")
-        else:
-            self._mixed(best, groups)
         ordered = sorted(
             uniform, key=lambda name: (uniform[name] > target + 0.005, abs(uniform[name] - target))
         )
@@ -160,7 +176,7 @@ class LowBitSearch:
         others: list[Callable[[], None]] = [lambda each=each: self._mixed(each, groups) for each in around]  # type: ignore[misc]
         # what lies beside the target in size tells most, then the picture of the whole
         first, rest = wanted[:2], [call for pair in _alternate(others, wanted[2:]) for call in pair]
-        for measure in (*first, *rest)[: max(0, points - 1)]:
+        for measure in (*first, *rest)[: points - is_mixed]:
             measure()
 
     def _bits(self, size: float) -> float:
@@ -173,6 +189,8 @@ class LowBitSearch:
         options: dict[str, dict[str, torch.nn.Module]] = {name: {} for name in self._layers}
         for name in self._mixable:
             config = self._candidates[name]
+            if self._run.is_over():
+                return [], []
             self._run.say(f"{name}, rounded to nearest")
             rounded = preparation(self._model, request_of(without_solvers(config), self._backend))
             assert isinstance(rounded, PreparedWeights)
@@ -185,11 +203,21 @@ class LowBitSearch:
             groups = groups_of_layers(self._model, self._calibration[0], self._layers)
         table = []
         for group in groups:
-            row = {}
-            for name in self._mixable:
-                size = sum(stored(options[layer][name]) for layer in group)
-                row[name] = Cost(sum(noise[layer][name] for layer in group), size)
-            table.append(row)
+            sizes = {name: sum(stored(options[layer][name]) for layer in group) for name in self._mixable}
+            known = all(layer in noise for layer in group)
+            names = self._mixable if known else [max(sizes, key=lambda name: sizes[name])]
+            table.append(
+                {
+                    name: Cost(sum(noise[layer][name] for layer in group) if known else 0.0, sizes[name])
+                    for name in names
+                }
+            )
+        unknown = [layer for layer in self._layers if layer not in noise]
+        if unknown:
+            self._run.note(
+                f"Calibration tells nothing of {len(unknown)} layers, which have the most bits: "
+                f"{', '.join(unknown[:4])}{', …' if len(unknown) > 4 else ''}."
+            )
         return table, groups
 
     # ---- points ----
@@ -258,13 +286,17 @@ class LowBitSearch:
                 run.note(f"{name} is left out: its outputs on calibration data hold NaN or infinite values.")
                 return
             model = None if run.elsewhere is None else q_model
-        run.add(name, config, result, estimated=estimated, model=model)
+        try:
+            run.add(name, config, result, estimated=estimated, model=model)
+        except ArtefactError as error:
+            run.note(f"{name} is left out: {error}")
 
     def _converted(self, config: AnyConfig) -> torch.nn.Module:
         prepared = preparation(self._model, request_of(config, self._backend))
         assert isinstance(prepared, PreparedWeights)
         if prepared.plan.needs_data:
-            for args, kwargs in self._calibration:
+            for call in self._calibration:
+                args, kwargs = copied(call)
                 prepared(*args, **kwargs)
         quantized = prepared.quantized()  # what is wrong shows in the metric
         set_backend(quantized, self._backend)
@@ -305,5 +337,8 @@ def _some(calls: Sequence[Call]) -> list[Call]:
         if rows >= _ROWS:
             break
         found.append(call)
-        rows += max((t.numel() for t in pytree.tree_leaves(call) if isinstance(t, torch.Tensor)), default=0)
+        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        # of numbers the last dimension is what a row holds, of token ids each one is a row
+        sizes = [t.numel() // (max(1, t.shape[-1]) if t.is_floating_point() else 1) for t in tensors]
+        rows += max(sizes, default=1)
     return found

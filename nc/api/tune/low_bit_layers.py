@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nc.algorithms.inputs.layers import memory_of
-from nc.api.tune.identity import Call
+from nc.api.tune.identity import Call, copied
 from nc.api.tune.mixed import resolved
 from nc.config import AnyConfig, QuantConfig
 from nc.nn import QuantEmbedding, QuantLinear
@@ -120,17 +120,21 @@ def groups_of_layers(model: torch.nn.Module, call: Call, layers: Sequence[str]) 
     alive = []  # a tensor that is freed would lend its address to another one
 
     def note(name: str) -> Any:
-        def hook(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], torch.Tensor):
-                alive.append(args[0])
-                place[name] = (args[0].data_ptr(), args[0].shape)
+        def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            source = next(iter((*args, *kwargs.values())), None)
+            if isinstance(source, torch.Tensor):
+                alive.append(source)
+                place[name] = (source.data_ptr(), source.shape)
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(note(name)) for name in layers]
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True) for name in layers
+    ]
     try:
+        args, kwargs = copied(call)
         with evaluating(model):
-            model(*call[0], **call[1])
+            model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()

@@ -9,6 +9,7 @@ For others it is a random projection of the outputs, whose expected square is th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,12 +17,19 @@ from typing import Any
 import torch
 
 from nc.api.tune.distance import floats_of, kept_positions, logits_of
-from nc.api.tune.identity import Call
+from nc.api.tune.identity import Call, copied
 from nc.errors import InputError
 from nc.process.modes import evaluating
 
-#: Name of a layer, what it was called with, and what it returned.
-_Seen = tuple[str, tuple[Any, ...], torch.Tensor]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seen:
+    """Name of a layer, what it was called with, and what it returned."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: torch.Tensor
 
 
 def noise_of(
@@ -32,6 +40,8 @@ def noise_of(
 ) -> dict[str, dict[str, float]]:
     """Return what each option of each layer costs: nats per row of logits, or the part of the power.
 
+    Layers that no call reaches, or whose outputs nothing reads, are left out: nothing is known of them.
+
     Args:
         model: the float model, on whose inputs each layer is judged alone.
         calls: calibration data.
@@ -39,14 +49,15 @@ def noise_of(
         seed: of the drawn labels and projections.
 
     Raises:
-        InputError: the outputs have no gradient.
+        InputError: the outputs have no gradient, or are no numbers; all positions are padding.
     """
     random = torch.Generator().manual_seed(seed)
     totals = {name: dict.fromkeys(each, 0.0) for name, each in options.items()}
-    divisor = 0.0
+    divisor, reached = 0.0, set()
     for call in calls:
+        args, kwargs = copied(call)
         with _recorded(model, options) as seen:
-            outputs = model(*call[0], **call[1])
+            outputs = model(*args, **kwargs)
             loss, part = _loss(call, outputs, random)
         if loss.grad_fn is None:
             msg = (
@@ -54,16 +65,24 @@ def noise_of(
                 "what they cost can't be estimated: is there a no_grad or inference_mode inside of it?"
             )
             raise InputError(msg)
-        gradients = torch.autograd.grad(loss, [output for _, _, output in seen], allow_unused=True)
-        for (name, inputs, output), gradient in zip(seen, gradients, strict=True):
+        gradients = torch.autograd.grad(loss, [each.output for each in seen], allow_unused=True)
+        for each, gradient in zip(seen, gradients, strict=True):
             if gradient is None:
-                continue  # it has no influence on the outputs
+                continue
+            reached.add(name := each.name)
             with torch.no_grad():
                 for option, module in options[name].items():
-                    change = (module(*inputs) - output).float()
+                    change = (module(*each.args, **each.kwargs) - each.output).float()
                     totals[name][option] += float((gradient * change).sum(-1).double().square().sum())
         divisor += part
-    return {name: {key: value / divisor for key, value in each.items()} for name, each in totals.items()}
+    if not divisor:
+        msg = "The calibration data has nothing but padding (attention_mask is 0 everywhere)."
+        raise InputError(msg)
+    return {
+        name: {key: value / divisor for key, value in each.items()}
+        for name, each in totals.items()
+        if name in reached
+    }
 
 
 def _loss(call: Call, outputs: Any, random: torch.Generator) -> tuple[torch.Tensor, float]:
@@ -72,6 +91,9 @@ def _loss(call: Call, outputs: Any, random: torch.Generator) -> tuple[torch.Tens
     if logits is not None:
         keep = kept_positions(call, logits)
         found = logits.float()[keep].log_softmax(-1)
+        if bool(found.isnan().any()):
+            msg = "The float model's logits hold NaN on calibration data."
+            raise InputError(msg)
         drawn = torch.multinomial(found.detach().exp(), 1, generator=random)
         return found.gather(-1, drawn).sum(), 2.0 * len(found)
     floats = [each.float() for each in floats_of(outputs)]
@@ -88,15 +110,19 @@ def _recorded(model: torch.nn.Module, names: Mapping[str, Any]) -> Iterator[list
     seen: list[_Seen] = []
 
     def hook_of(name: str) -> Any:
-        def hook(_: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        def hook(
+            _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+        ) -> torch.Tensor:
             tracked = output if output.requires_grad else output.detach().requires_grad_()
-            inputs = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
-            seen.append((name, inputs, tracked))
+            inputs, named = copied((args, kwargs))
+            seen.append(_Seen(name, inputs, named, tracked))
             return tracked.clone()  # what comes may change it in place
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_hook(hook_of(name)) for name in names]
+    hooks = [
+        model.get_submodule(name).register_forward_hook(hook_of(name), with_kwargs=True) for name in names
+    ]
     try:
         with evaluating(model), torch.enable_grad():
             yield seen

@@ -15,6 +15,8 @@ from nc.config.auto import AutoConfig
 
 #: Notes of a search that is not whole.
 CTRL_C = "The search was ended by Ctrl-C."
+#: The part of the budget in which times are measured, where metrics are computed elsewhere.
+_TIMES = 0.8
 OUT_OF_TIME = "The budget ended before all points were measured."
 
 
@@ -77,6 +79,9 @@ class Run:
         self.elsewhere = elsewhere
         self._key, self._trials, self._end, self._progress = key, trials, end, progress
         self._open: list[_Open] = []
+        now = time.monotonic()
+        # metrics elsewhere are computed when all times were measured
+        self._last = end if elsewhere is None else now + _TIMES * (end - now)
 
     def key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
         """Return what determines the result of a configuration."""
@@ -99,7 +104,7 @@ class Run:
 
     def is_over(self) -> bool:
         """Whether the budget has ended; the first time that is noted."""
-        if time.monotonic() <= self._end:
+        if time.monotonic() <= self._last:
             return False
         self.note(OUT_OF_TIME)
         return True
@@ -140,15 +145,18 @@ class Run:
             return
         self.say(f"{len(self._open)} metrics elsewhere")
         waiting, self._open = self._open, []
-        for index, value in self.elsewhere.values(lambda: self._end - time.monotonic()):
-            each = waiting[index]
-            if isinstance(value, str):
-                self.note(f"{each.name} is left out: {value}")
-                continue
-            result = dataclasses.replace(each.result, metric=value)
-            self._trials.keep(each.key, result)
-            self._append(each.name, each.config, result, each.estimated)
-            self.say(f"{each.name}'s metric")
+        try:
+            for index, value in self.elsewhere.values(lambda: self._end - time.monotonic()):
+                each = waiting[index]
+                if isinstance(value, str):
+                    self.note(f"{each.name} is left out: {value}")
+                    continue
+                result = dataclasses.replace(each.result, metric=value)
+                self._trials.keep(each.key, result)
+                self._append(each.name, each.config, result, each.estimated)
+                self.say(f"{each.name}'s metric")
+        except KeyboardInterrupt:
+            self.note(CTRL_C)
 
     def _append(
         self,

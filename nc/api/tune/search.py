@@ -23,7 +23,7 @@ from nc.api.tune.table import Tried, steps_of, table_of
 from nc.api.tune.trials import Result
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
-from nc.errors import BackendError, NCError
+from nc.errors import ArtefactError, BackendError, NCError
 
 #: Names of points that are always measured.
 AUTO, BF16 = "auto", "bf16"
@@ -64,9 +64,9 @@ class GraphSearch:
                 self._automatic()
             if tried:
                 self._front_between(points, {name: options[name] for name in tried}, tried, given=given)
-            run.settle()
         except KeyboardInterrupt:
             run.note(CTRL_C)
+        run.settle()
         return front_of_points(run.points, run.notes)
 
     # ---- points ----
@@ -204,7 +204,11 @@ class GraphSearch:
         except BackendError as error:
             run.note(f"{name} is left out: {error}")
             return None
-        run.add(name, config, result, estimated=estimated, model=None if here else q_model)
+        try:
+            run.add(name, config, result, estimated=estimated, model=None if here else q_model)
+        except ArtefactError as error:
+            run.note(f"{name} is left out: {error}")
+            return None
         return q_model, result
 
     def _converted(

@@ -10,13 +10,13 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nc.errors import ArtefactError
 from nc.process.warn import warn
+from nc.storage.atomic import replaced
 
 SCHEMA = 2
 
@@ -90,11 +90,9 @@ class Trials:
             return
         document = {"schema": SCHEMA, "key": dict(key), "result": dataclasses.asdict(result)}
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=path.parent, prefix=".trial-", delete=False
-            ) as file:
-                json.dump(document, file, indent=1, sort_keys=True, allow_nan=False)
-            Path(file.name).replace(path)
+            with replaced(path) as staged:
+                text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+                staged.write_text(text, encoding="utf-8")
         except OSError as error:
             msg = f"The trial {path} could not be written: {error}"
             raise ArtefactError(msg) from error

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -17,15 +17,16 @@ from nc.api.preparation.make import automatic, preparation
 from nc.api.quantized import as_call
 from nc.api.tune.elsewhere import Elsewhere
 from nc.api.tune.front import REFERENCE, Front
-from nc.api.tune.identity import Call, KeptCalls, Metric, SeenCalls, key_of
-from nc.api.tune.low_bit import LowBitSearch, default_candidates, request_of
+from nc.api.tune.identity import Call, KeptCalls, Metric, SeenCalls, described, key_of
+from nc.api.tune.low_bit import LowBitSearch, default_candidates, plans_of, request_of
 from nc.api.tune.run import Run, TuneProgress
 from nc.api.tune.search import AUTO, BF16, GraphSearch
 from nc.api.tune.trials import Trials
 from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
-from nc.errors import ConfigError
+from nc.errors import ConfigError, StateError
+from nc.planning.layer_plan import WeightPlan
 from nc.process.torch_settings import check_default_device
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -106,12 +107,18 @@ def tune(
             bits = _bits(target_bits)
             options = named or default_candidates(model)
             first = preparation(model, request_of(next(iter(options.values())), backend))
+            plans = plans_of(model, options)
             calls = KeptCalls()
             _calibrated(first, run_fn, calls.note)
+            if not calls.all:
+                msg = "Nothing was calibrated: run_fn did not call the prepared model."
+                raise StateError(msg)
             timed = _mix(mix, calls, example_inputs)
-            key = key_of(model, f"{model}, {bits} bits", backend, metric, calls.hash, timed)
+            form = f"{model} {described(getattr(model, 'config', None))} {_layers(plans.values())}"
+            key = {} if trials is None else key_of(model, form, backend, metric, calls.hash, timed)
             run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
-            return LowBitSearch(model, options, metric, calls, timed, backend, run).front(bits, points)
+            search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run)
+            return search.front(bits, points)
         prepared = automatic(
             model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named
         )
@@ -119,10 +126,11 @@ def tune(
         _calibrated(prepared, run_fn, seen.note)
         timed = _mix(mix, seen, example_inputs)
         module = prepared.graph.module
-        key = key_of(module, str(module.graph), prepared.first.asked, metric, seen.hash, timed)
+        form, asked_for = str(module.graph), prepared.first.asked
+        key = {} if trials is None else key_of(module, form, asked_for, metric, seen.hash, timed)
         run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
-        search = GraphSearch(model, prepared, metric, timed, run)
-        return search.front(points, given=candidates is not None, automatically=automatically)
+        whole = GraphSearch(model, prepared, metric, timed, run)
+        return whole.front(points, given=candidates is not None, automatically=automatically)
     finally:
         if elsewhere is not None:
             elsewhere.close()
@@ -141,6 +149,11 @@ def _mix(mix: Sequence[Any] | None, seen: SeenCalls, example_inputs: Any) -> lis
     """Return the calls that are timed."""
     calls = [as_call(each) for each in mix] if mix is not None else seen.frequent()
     return calls or [as_call(example_inputs)]
+
+
+def _layers(plans: Iterable[WeightPlan]) -> list[str]:
+    """Return the layers that some plan quantizes: a result's average of bits is over these."""
+    return sorted({decision.operator for plan in plans for decision in plan.quantized})
 
 
 def _bits(target: object) -> float:

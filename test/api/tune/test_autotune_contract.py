@@ -10,6 +10,8 @@ Different on purpose: the best is the model that was judged, not one that is qua
 with duplicates gives a model and not None; what fails is passed over.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -199,7 +201,17 @@ def test_a_sampler_that_never_ends_is_stopped_by_max_trials():
 @pytest.mark.parametrize("position", [2, -1, 0.5, "first"])
 def test_a_sampler_that_gives_no_position(position):
     with pytest.raises(nc.ConfigError, match=r"sampler gave .*: expected positions from 0 to 1\."):
-        TuningConfig([RTNConfig(bits=[4, 8])], lambda source: [position])
+        TuningConfig([RTNConfig(bits=[4, 8])], lambda source: [position]).configs()
+
+
+def test_samplers_that_repeat_themselves_or_give_nothing():
+    assert len(TuningConfig([RTNConfig(bits=[4, 8])], lambda _: itertools.cycle([0, 1])).configs()) == 2
+    assert len(TuningConfig([RTNConfig(bits=[4, 8])], lambda _: itertools.repeat(0)).configs()) == 1
+    asked = []
+    config = TuningConfig([RTNConfig(bits=[4, 8])], lambda _: asked.append(1) or iter(()))
+    assert asked == []  # it is asked when the search begins
+    with pytest.raises(nc.ConfigError, match="sampler gave no position"):
+        config.configs()
 
 
 def as_tensor(row):

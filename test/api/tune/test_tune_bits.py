@@ -9,7 +9,7 @@ from torch import nn
 
 import nc
 from nc.api.tune.distance import closeness
-from nc.errors import ConfigError
+from nc.errors import ConfigError, StateError
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +165,61 @@ def test_default_candidates_fit_the_layers():
     assert len(front.measured) == 3
     assert front.measured[0].metric == 1.0
     assert all(point.metric < 1 for point in front.measured[1:])
+
+
+class Experts(nn.Module):
+    """The second expert is never called, the third layer reads its weight by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.read = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return nn.functional.linear(self.experts[0](x).relu(), self.read.weight, self.read.bias)
+
+
+def test_layers_that_calibration_tells_nothing_of_have_the_most_bits():
+    torch.manual_seed(0)
+    model = Experts().eval()
+    data = [torch.randn(8, 32) for _ in range(8)]
+
+    def calibrate(prepared):
+        for batch in data:
+            prepared(batch)
+
+    front = nc.tune(model, data[0], calibrate, candidates=CANDIDATES, target_bits=7, points=1)
+    assert any("tells nothing of 2 layers" in n and "experts.1" in n and "read" in n for n in front.notes)
+    (point,) = (p for p in front.measured if p.name != "fp32")
+    plan = nc.prepare(model, point.config).plan
+    assert [str(plan[name].form.dtype) for name in ("experts.1", "read")] == ["int8", "int8"]
+
+
+def test_run_fn_in_inference_mode(model):
+    def calibrate(prepared):
+        with torch.inference_mode():
+            for ids in DATA:
+                prepared(input_ids=ids.clone())
+
+    front = nc.tune(
+        model, {"input_ids": DATA[0]}, calibrate, candidates=CANDIDATES, target_bits=4.5, points=1
+    )
+    assert len(front.measured) == 2
+
+
+def test_nothing_to_calibrate_with_and_nothing_to_quantize(model):
+    with pytest.raises(StateError, match="run_fn did not call"):
+        nc.tune(model, {"input_ids": DATA[0]}, lambda _: None, candidates=CANDIDATES, target_bits=4)
+    empty = {"none": nc.WeightOnlyConfig("int4", group_size=32).exclude(nn.Linear)}
+    with pytest.raises(ConfigError, match="none of them quantizes a layer"):
+        tuned(model, candidates=empty)
+
+
+def test_trials_are_of_the_layers_that_bits_are_averaged_over(model, tmp_path):
+    one = tuned(model, points=1, target_bits=4.5, trials=tmp_path)
+    few = {"few": nc.WeightOnlyConfig("int4", group_size=32, white_list=["model.layers.0.mlp.up_proj"])}
+    alone = tuned(model, candidates=few, points=1, target_bits=8, trials=tmp_path)
+    both = tuned(model, candidates={**few, **CANDIDATES}, points=9, target_bits=8, trials=tmp_path)
+    assert {p.name: p.result.bits for p in alone.measured}["few"] == pytest.approx(5.0)
+    assert {p.name: p.result.bits for p in both.measured}["few"] > 20
+    assert one.measured[0].result.bits == 32

@@ -4,6 +4,7 @@ import concurrent.futures
 import math
 import multiprocessing
 import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from torch import nn
 
 import nc
 from nc.api.tune import elsewhere
+from nc.api.tune import run as running
+from nc.api.tune.elsewhere import Elsewhere
+from nc.api.tune.run import CTRL_C, OUT_OF_TIME, Run
+from nc.api.tune.trials import Trials
 from nc.errors import ConfigError
 
 DATA = [torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) for i in range(6)]
@@ -102,7 +107,7 @@ def test_a_metric_that_does_not_end_is_given_up_with_the_budget(model):
 
     pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
-        front = tuned(model, metric=waits, executor=pool, budget=12)
+        front = tuned(model, metric=waits, executor=pool, budget=12)  # of which 9.6 s are for times
     finally:
         hold.set()
         pool.shutdown()
@@ -129,3 +134,57 @@ def test_a_number_that_is_none_is_left_out(model):
         front = tuned(model, metric=odd, executor=pool)
     assert [point.name for point in front.measured] == ["fp32"]
     assert any("nan" in note for note in front.notes)
+
+
+def test_a_budget_that_ends_keeps_what_was_measured(model, monkeypatch):
+    """Times are measured in a part of the budget, so that there is time for their metrics."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        made = Elsewhere(pool, power)
+        run = Run({}, Trials(None), time.monotonic() + 100, None, made)
+        assert not run.is_over()
+        later = time.monotonic() + 85
+        monkeypatch.setattr(running.time, "monotonic", lambda: later)
+        assert run.is_over()
+        assert run.notes == [OUT_OF_TIME]
+
+
+def test_ctrl_c_while_times_are_measured_gives_what_was_sent(model):
+    phases = []
+
+    def progress(at):
+        phases.append(at.phase)
+        if at.phase == "rows":
+            raise KeyboardInterrupt
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        front = tuned(model, executor=pool, progress=progress)
+    assert [point.name for point in front.measured] == ["fp32", "static"]
+    assert CTRL_C in front.notes
+
+
+def test_an_executor_that_takes_no_work_is_a_typed_error(model):
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(ConfigError, match="takes no work: RuntimeError"):
+        tuned(model, executor=pool)
+
+
+def test_an_executor_that_ends_on_the_way_gives_reasons(model):
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+
+    def progress(at):
+        if at.phase == "auto":
+            pool.shutdown()
+
+    front = tuned(model, executor=pool, progress=progress)
+    assert [point.name for point in front.measured] == ["fp32"]
+    assert any("static is left out: it could not be sent: RuntimeError" in note for note in front.notes)
+
+
+def test_a_metric_that_cannot_be_sent_is_said_at_the_first_point(model):
+    context = multiprocessing.get_context("spawn")
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool,
+        pytest.raises(ConfigError, match="can't be sent the metric"),
+    ):
+        tuned(model, metric=lambda given: power(given), executor=pool)

@@ -13,6 +13,7 @@ import torch
 from models import path
 from suites.low_bit import exact, form, layer_with, ran, weight
 from suites.low_bit_c import HERE, TESTED, bound, rounded
+from suites.reports import said
 from torch import nn
 
 import nc
@@ -364,7 +365,7 @@ def test_without_a_compiler_others_compute_and_the_report_says_why():
     assert [layer.kernel for layer in report.layers] == ["bag (M <= 8), blocks"]
     assert (
         "kernel c int8 is not used for 1 layers: its C code can't be loaded: there is no C compiler"
-        in str(report)
+        in said(report)
     )
     x = torch.randn(2, 64)
     assert "quantized::embedding_bag_4bit_rowwise_offsets" in ran(lambda: q(x))

@@ -15,6 +15,7 @@ import weakref
 import pytest
 import torch
 from suites.low_bit import exact, form, layer_with, native, ran, weight
+from suites.reports import said
 from torch import nn
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
@@ -744,16 +745,16 @@ def test_the_report_names_kernels_and_why_not_others():
     assert [layer.kernel for layer in report.layers] == ["bag (M <= 8), blocks"] * 2
     assert all(layer.speed is None for layer in report.layers)
     assert report.bandwidth is None
-    assert "GB/s" not in str(report)
+    assert "GB/s" not in said(report)
     assert (
         'kernel int4pack is not used for 2 layers: it multiplies bf16 only; ask for act_dtype="bf16"'
-        in str(report)
+        in said(report)
     )
     assert (
         "kernel c fp32 is not used for 2 layers: its C code can't be loaded: there is no C compiler"
-        in str(report)
+        in said(report)
     )
-    assert "int8pack" not in str(report)
+    assert "int8pack" not in said(report)
     assert {layer.kernel for layer in nc.report(set_backend(q, "reference")).layers} == {"reference"}
 
 

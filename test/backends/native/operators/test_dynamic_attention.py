@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Function, quantized, worst_db
+from suites.reports import said
 from torch import nn
 from torch.nn import functional as F
 
@@ -298,7 +299,7 @@ def test_attention_with_dynamic_linears_is_five_functions():
     q = quantized(Attention().eval(), x, asked(), "native")
     assert names(q, x) == [f"c:{n}" for n in ("round_rows", "row_product", "dynamic_attention", "round_rows", "row_product")]  # fmt: skip
     assert [how for how, _ in ran(q).values()] == ["int8", "int8"]
-    assert "function c:dynamic_attention (f32, f32, f32 -> f32)" in str(q.report())
+    assert "function c:dynamic_attention (f32, f32, f32 -> f32)" in said(q.report())
     for sizes in ((2, 30, 48), (1, 1, 48), (3, 17, 48), (2, 200, 48)):
         other = torch.randn(sizes)
         assert worst_db([q.reference(other)], [q(other)]) > 48

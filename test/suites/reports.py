@@ -1,0 +1,6 @@
+"""What reports say, without the breaks of their lines."""
+
+
+def said(report):
+    """Return the text of a report, each run of spaces and line breaks as one space."""
+    return " ".join(str(report).split())
