@@ -137,7 +137,7 @@ def test_trials_are_taken_again_and_one_of_another_metric_is_not(model, tmp_path
         return 1.0
 
     tuned(model, trials=tmp_path / "trials", metric=metric, points=1)
-    assert asked  # nothing of another metric is taken
+    assert any(given is model for given in asked)  # fp32's too: nothing of another metric is taken
     again = tuned(model, trials=tmp_path / "trials")
     known = {point.name: point.result for point in first.measured}
     fixed = ["fp32", "static", "rows", "auto"]
