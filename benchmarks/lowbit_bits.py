@@ -26,13 +26,12 @@ WIDTHS = (2, 3, 4, 5, 6, 8)
 
 
 def candidates(subject: Subject, widths: tuple[int, ...] = WIDTHS) -> dict[str, Any]:
-    """Return GPTQ with each width."""
+    """Return two-sided GPTQ with each width, the best of one width for all in the tables of lowbit.py."""
     import nc
 
+    options = {"group_size": 64, "scale_dtype": "fp16", "solver": nc.GPTQ(two_sided="gptaq")}
     return {
-        f"int{bits}": nc.WeightOnlyConfig(
-            f"int{bits}", group_size=64, scale_dtype="fp16", solver=nc.GPTQ(), white_list=subject.layers
-        )
+        f"int{bits}": nc.WeightOnlyConfig(f"int{bits}", **options, white_list=subject.layers)
         for bits in widths
     }
 

@@ -85,6 +85,12 @@ def changed(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> dict[str
     }
 
 
+def outside(subject: Subject) -> list[str]:
+    """Linears that are not quantized."""
+    inside = set(subject.layers)
+    return [n for n, m in subject.model.named_modules() if isinstance(m, torch.nn.Linear) and n not in inside]
+
+
 def refuse(why: str) -> None:
     """End, because the tool has no such thing."""
     msg = f"not offered: {why}"

@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from common import Made, Task, changed, refuse, serve
+from common import Made, Task, changed, outside, refuse, serve
 
 
 def make(task: Task) -> Made:
@@ -33,11 +32,6 @@ def make(task: Task) -> Made:
     options: dict[str, Any] = (
         {"iters": 50, "lr": 5e-3} if light else {"iters": 0, "disable_opt_rtn": task.method == "RTN"}
     )
-    outside = [
-        n
-        for n, m in subject.model.named_modules()
-        if isinstance(m, torch.nn.Linear) and n not in set(subject.layers)
-    ]
     tuner = AutoRound(
         subject.model,
         Tokens(),
@@ -53,7 +47,7 @@ def make(task: Task) -> Made:
         enable_torch_compile=False,
         disable_model_free=True,
         to_quant_block_names=subject.blocks,
-        layer_config={n: {"bits": 16, "data_type": "float"} for n in outside},
+        layer_config={n: {"bits": 16, "data_type": "float"} for n in outside(subject)},
         **options,
     )
     model, _ = tuner.quantize()

@@ -16,11 +16,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common import outside
 from lowbit_subjects import load
 
 GROUP, SCALE_BITS = 64, 16
@@ -60,11 +60,6 @@ def main() -> None:
             dataset=str(texts),
             enable_torch_compile=False,
         )
-        outside = [
-            n
-            for n, m in subject.model.named_modules()
-            if isinstance(m, torch.nn.Linear) and n not in set(subject.layers)
-        ]
         tuner = AutoRound(
             subject.model,
             tokenizer,
@@ -76,7 +71,7 @@ def main() -> None:
             device_map="cpu",
             amp=False,
             enable_torch_compile=False,
-            layer_config={n: {"bits": 16, "data_type": "float"} for n in outside},
+            layer_config={n: {"bits": 16, "data_type": "float"} for n in outside(subject)},
             **METHODS[options.method],
         )
         model, _ = tuner.quantize()

@@ -14,10 +14,10 @@ from nc.api.auto.prepared import PreparedAuto
 from nc.api.model_checks import check_model
 from nc.api.preparation.make import automatic
 from nc.api.quantized import QuantizedModel, as_call
+from nc.api.tune.calibrate import calibrate, request_of
 from nc.api.tune.choices import Choices, Taken
 from nc.api.tune.front import Front, FrontPoint
 from nc.api.tune.identity import SeenCalls, key_of, tensors_of
-from nc.api.tune.low_bit import request_of
 from nc.api.tune.run import CTRL_C, OUT_OF_TIME, TuneProgress
 from nc.api.tune.tune import tune
 from nc.api.workflow import convert
@@ -112,9 +112,9 @@ def autoquant(
         )
         taken = choose(front, min_sqnr_db)
         measured = {point.name for point in front.measured}
-        if _ENDED.isdisjoint(front.notes) and measured.issuperset(
-            candidates
-        ):  # what failed may work next time
+        # what failed may work next time
+        is_whole = _ENDED.isdisjoint(front.notes) and measured.issuperset(candidates)
+        if is_whole:
             choices.keep(key, taken)
     if taken.config is None:
         warn(f"autoquant leaves the model as it is: {taken.why}")
@@ -166,11 +166,7 @@ def _calibrated(
     asked = request_of(StaticQuantConfig(), backend, example_inputs)
     prepared = automatic(model, AutoConfig(), asked, candidates)
     seen = SeenCalls()
-    hook = prepared.register_forward_pre_hook(seen.note, with_kwargs=True)
-    try:
-        run(prepared)
-    finally:
-        hook.remove()
+    calibrate(prepared, run, seen.note)
     return prepared, seen.hash
 
 

@@ -10,8 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc.algorithms.solvers import GPTQ
-from nc.api.preparation.make import Request, preparation
+from nc.api.preparation.make import preparation
 from nc.api.preparation.weights import PreparedWeights, without_cache
+from nc.api.tune.calibrate import request_of
 from nc.api.tune.distance import closeness, none_lost
 from nc.api.tune.front import REFERENCE, Front, front_of_points
 from nc.api.tune.identity import Call, KeptCalls, Metric, copied
@@ -68,19 +69,6 @@ def plans_of(model: torch.nn.Module, candidates: Mapping[str, AnyConfig]) -> dic
     return plans
 
 
-def request_of(config: AnyConfig, backend: str, example_inputs: Any = None) -> Request:
-    """Return what is asked of a preparation."""
-    return Request(
-        config=config,
-        inplace=False,
-        example_inputs=example_inputs,
-        backend=backend,
-        dynamic_shapes=None,
-        strict=False,
-        placement="inputs",
-    )
-
-
 class LowBitSearch:
     """One call of `tune` with `target_bits`.
 
@@ -111,9 +99,7 @@ class LowBitSearch:
         self._mix, self._backend, self._run = mix, backend, run
         self._calibration, self._judged = calls.split()
         if self._judged is self._calibration:
-            run.note(
-                f"{len(calls.all)} of calibration are too few calls to hold some out: all of them judge too."
-            )
+            run.note("There are too few calls to hold some out: those that calibrate judge too.")
         self._plans = plans
         # transforms change what other layers read: two layers can't have one and the other
         self._mixable = [name for name, plan in self._plans.items() if not plan.transforms]

@@ -15,9 +15,9 @@ from nc.config.auto import AutoConfig
 
 #: Notes of a search that is not whole.
 CTRL_C = "The search was ended by Ctrl-C."
+OUT_OF_TIME = "The budget ended before all points were measured."
 #: The part of the budget in which times are measured, where metrics are computed elsewhere.
 _TIMES = 0.8
-OUT_OF_TIME = "The budget ended before all points were measured."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

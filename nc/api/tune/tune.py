@@ -15,10 +15,11 @@ import torch
 from nc.api.model_checks import check_model
 from nc.api.preparation.make import automatic, preparation
 from nc.api.quantized import as_call
+from nc.api.tune.calibrate import calibrate, request_of
 from nc.api.tune.elsewhere import Elsewhere
 from nc.api.tune.front import REFERENCE, Front
 from nc.api.tune.identity import Call, KeptCalls, Metric, SeenCalls, described, key_of
-from nc.api.tune.low_bit import LowBitSearch, default_candidates, plans_of, request_of
+from nc.api.tune.low_bit import LowBitSearch, default_candidates, plans_of
 from nc.api.tune.run import Run, TuneProgress
 from nc.api.tune.search import AUTO, BF16, GraphSearch
 from nc.api.tune.trials import Trials
@@ -109,7 +110,7 @@ def tune(
             first = preparation(model, request_of(next(iter(options.values())), backend))
             plans = plans_of(model, options)
             calls = KeptCalls()
-            _calibrated(first, run_fn, calls.note)
+            calibrate(first, run_fn, calls.note)
             if not calls.all:
                 msg = "Nothing was calibrated: run_fn did not call the prepared model."
                 raise StateError(msg)
@@ -123,7 +124,7 @@ def tune(
             model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named
         )
         seen = SeenCalls()
-        _calibrated(prepared, run_fn, seen.note)
+        calibrate(prepared, run_fn, seen.note)
         timed = _mix(mix, seen, example_inputs)
         module = prepared.graph.module
         form, asked_for = str(module.graph), prepared.first.asked
@@ -134,15 +135,6 @@ def tune(
     finally:
         if elsewhere is not None:
             elsewhere.close()
-
-
-def _calibrated(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> None:
-    """Call a prepared model with calibration data, and take its calls down."""
-    hook = prepared.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        run_fn(prepared)
-    finally:
-        hook.remove()
 
 
 def _mix(mix: Sequence[Any] | None, seen: SeenCalls, example_inputs: Any) -> list[Call]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from suites.small_llama import small_llama
 from torch import nn
 
 import nc
@@ -12,23 +13,6 @@ from nc.api.tune.distance import closeness
 from nc.api.tune.front import rank_correlation
 from nc.api.tune.low_bit_noise import noise_of
 from nc.errors import InputError
-
-
-def language_model():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
-    return model
 
 
 def with_layer(model, name, layer):
@@ -48,7 +32,7 @@ def options_of(model, names, bits):
 
 
 def test_the_estimate_is_the_divergence_that_one_layer_causes():
-    model = language_model()
+    model = small_llama()
     random = torch.Generator().manual_seed(1)
     calls = [((), {"input_ids": torch.randint(0, 64, (8, 32), generator=random)}) for _ in range(24)]
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
@@ -70,7 +54,7 @@ def test_the_estimate_is_the_divergence_that_one_layer_causes():
 
 
 def test_padding_counts_for_nothing():
-    model = language_model()
+    model = small_llama()
     ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[:, 20:] = 0
@@ -206,7 +190,7 @@ def test_layers_that_are_called_by_keyword():
 
 
 def test_padding_alone_and_nan_are_typed_errors():
-    model = language_model()
+    model = small_llama()
     ids = torch.randint(0, 64, (2, 8))
     options = {"model.layers.0.mlp.up_proj": {"same": model.model.layers[0].mlp.up_proj}}
     with pytest.raises(InputError, match="nothing but padding"):

@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 import torch
-import transformers
+from suites.small_llama import small_llama
 from torch import nn
 
 import nc
@@ -14,20 +14,7 @@ from nc.errors import ConfigError, StateError
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    made = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.mul_(3)
-    return made
+    return small_llama()
 
 
 DATA = [torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(i)) for i in range(8)]

@@ -1,0 +1,39 @@
+"""Preparations of a search, and their calibration, of which a note is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nc.api.preparation.make import Request
+from nc.config import AnyConfig
+
+
+def request_of(config: AnyConfig, backend: str, example_inputs: Any = None) -> Request:
+    """Return what is asked of a preparation."""
+    return Request(
+        config=config,
+        inplace=False,
+        example_inputs=example_inputs,
+        backend=backend,
+        dynamic_shapes=None,
+        strict=False,
+        placement="inputs",
+    )
+
+
+def calibrate(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> None:
+    """Call a prepared model with calibration data, and take its calls down.
+
+    Args:
+        prepared: it.
+        run_fn: calls it.
+        note: of `SeenCalls`.
+    """
+    hook = prepared.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        run_fn(prepared)
+    finally:
+        hook.remove()
