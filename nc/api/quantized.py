@@ -6,6 +6,7 @@ It is an engine model behind the user's signature, with its reference, its repor
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
@@ -184,6 +185,8 @@ class QuantizedModel(FixedModule):
             )
             raise UnsupportedError(msg)
         profile = profile_in_child(self.graph, get_backend(self.backend), inputs)
+        if [x.shape for x in inputs] != [x.shape for x in self.graph.example]:
+            profile = dataclasses.replace(profile, limits=None)
         return build(self.graph, self.engine.report(), self.chosen, profile, self.verdict)
 
     def save(self, output_dir: str | Path = "saved_results", example_inputs: Any = None) -> None:

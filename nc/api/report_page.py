@@ -20,6 +20,7 @@ from nc.api.op_report import OpReport
 from nc.api.page_pictures import STYLE as PICTURES
 from nc.api.page_pictures import configuration, pictures
 from nc.api.page_strip import SCRIPT, STYLE, strip
+from nc.api.page_times import times
 from nc.backends import cpu
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
@@ -28,9 +29,6 @@ from nc.graph.plan import Applied
 from nc.graph.qdq import Finding
 from nc.text.html_page import SORTING, bullets, document, escaped, table
 from nc.text.table import folded
-
-#: Steps and kernels that the table of times has at most.
-_MOST_KERNELS = 12
 
 
 class Shown(Protocol):
@@ -79,7 +77,7 @@ def page_of(report: Shown, title: str = "", above: str = "", below: str = "") ->
         "<h2>The model, operator by operator</h2>",
         strip(report.ops, report.profile),
         _next_steps(report),
-        _times(report),
+        times(report.profile, report.ops),
         pictures(report.evidence),
         _not_int8(report),
         "<h2>All operators</h2>",
@@ -111,19 +109,6 @@ def _next_steps(report: Shown) -> str:
     """Return what to do next."""
     steps = bullets(next_steps(report))
     return f"<h2>What to do next</h2>{steps}" if steps else ""
-
-
-def _times(report: Shown) -> str:
-    """Return the kernels that take most of the time."""
-    if report.profile is None:
-        return ""
-    by_kernel: dict[str, float] = {}
-    for step in report.profile.steps:
-        by_kernel[f"{step.role}: {step.kernel}"] = by_kernel.get(f"{step.role}: {step.kernel}", 0.0) + step.ms
-    total = sum(by_kernel.values()) or 1.0
-    largest = sorted(by_kernel.items(), key=lambda each: -each[1])[:_MOST_KERNELS]
-    rows = [(name, f"{ms:.3f}", f"{ms / total:.1%}") for name, ms in largest]
-    return "<h2>Where the time goes</h2>" + table(("kernel", "ms", "share"), rows)
 
 
 def _table(report: Shown) -> str:

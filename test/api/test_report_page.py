@@ -81,6 +81,7 @@ def test_the_page_says_what_the_report_says(q_model, tmp_path, profiled):
         assert op.operator in words
         assert op.reason in words
     assert ("Where the time goes" in words) == profiled
+    assert ("At this limit the call takes" in words) == profiled
     assert torch.__version__ in words
     kinds = [cell[0] for cell in page.cells if cell[0] != "conversion"]
     assert kinds == [op.ran if op.ran in ("int8", "bf16", "fp32") else "other" for op in report.ops]
@@ -94,6 +95,22 @@ def test_the_page_says_what_the_report_says(q_model, tmp_path, profiled):
     widest = max(range(len(weights)), key=weights.__getitem__)
     own = [cell for cell in page.cells if cell[0] != "conversion"]
     assert max(own, key=lambda cell: cell[2]) == own[widest]
+
+
+def test_inputs_of_other_sizes_have_no_limit(q_model):
+    """The plan's multiply-adds are those of the example inputs."""
+    if q_model.engine.profile is None:
+        pytest.skip("this engine has no profile")
+    assert q_model.report(profile_inputs=torch.randn(8, 32)).profile.limits is not None
+    other = nc.quantize(
+        nn.Sequential(nn.Linear(32, 8)).eval(),
+        nc.StaticQuantConfig(),
+        lambda m: m(torch.randn(8, 32)),
+        example_inputs=torch.randn(8, 32),
+        dynamic_shapes={"input": {0: torch.export.Dim("rows")}},
+        measure=False,
+    )
+    assert other.report(profile_inputs=torch.randn(5, 32)).profile.limits is None
 
 
 def test_conversions_and_low_bit_weights_have_cells(q_model):

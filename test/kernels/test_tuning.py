@@ -48,8 +48,20 @@ def test_the_c_code_reads_them():
     ("text", "expected"), [("2048K\n", 2**21), ("1M\n", 2**20), ("512", 512), (None, 2**20)]
 )
 def test_the_second_cache(text, expected, tmp_path, monkeypatch):
-    path = tmp_path / "size"
     if text is not None:
-        path.write_text(text)
-    monkeypatch.setattr(caches, "_SIZE", path)
+        of_cache(tmp_path, 2, text)
+    monkeypatch.setattr(caches, "_FOLDER", tmp_path)
     assert caches.second.__wrapped__() == expected
+
+
+def test_the_last_cache_is_the_largest(tmp_path, monkeypatch):
+    monkeypatch.setattr(caches, "_FOLDER", tmp_path)
+    assert caches.last.__wrapped__() == 2**25  # where the system does not tell
+    for index, text in ((0, "32K\n"), (2, "512K\n"), (3, "16M\n")):
+        of_cache(tmp_path, index, text)
+    assert caches.last.__wrapped__() == 2**24
+
+
+def of_cache(folder, index, text):
+    (folder / f"index{index}").mkdir()
+    (folder / f"index{index}" / "size").write_text(text)

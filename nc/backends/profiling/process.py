@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from nc.backends.base import Backend, check_available
+from nc.backends.profiling.hardware import measured
 from nc.backends.profiling.onednn_verbose import TIMESTAMPS
 from nc.backends.profiling.profile import Profile
 from nc.backends.spawn import end_with_parent, run_module
@@ -106,4 +107,5 @@ def main(directory: str, module: str, name: str, threads: str, parent: str) -> N
     inputs = torch.load(folder / "inputs.pt", weights_only=True)
     options = {"isolate": "never"} if "isolate" in backend.options else {}  # this is a process of its own
     engine = backend.lower(store.read(folder / "model").graph(), verify="off", **options)
-    (folder / "profile.json").write_text(json.dumps(dataclasses.asdict(engine.profile(inputs))))
+    profile = dataclasses.replace(engine.profile(inputs), limits=measured(int(threads)))
+    (folder / "profile.json").write_text(json.dumps(dataclasses.asdict(profile)))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nc.backends.profiling import scaling
+from nc.backends.profiling.hardware import Limits
 from nc.backends.profiling.onednn_verbose import ExecutedPrimitive
 from nc.backends.profiling.scaling import Prediction
 
@@ -74,6 +75,8 @@ class Profile:
         threads: of torch.
         predictions: for other numbers of threads, in their order; () where the engine does not know how its
             steps divide.
+        limits: of this CPU with these threads; None where they were not measured, or the multiply-adds of
+            the plan are those of other sizes.
     """
 
     steps: tuple[EngineCall, ...]
@@ -81,6 +84,7 @@ class Profile:
     calls: int
     threads: int
     predictions: tuple[Prediction, ...] = ()
+    limits: Limits | None = None
 
     def parts(self) -> dict[str, float]:
         """Share of the steps' time by role; they sum to 1."""
@@ -145,7 +149,8 @@ class Profile:
             for step in data["steps"]
         ]
         predictions = tuple(Prediction.from_dict(each) for each in data.get("predictions", ()))
-        return cls(**{**data, "steps": tuple(steps), "predictions": predictions})
+        limits = None if data.get("limits") is None else Limits.from_dict(data["limits"])
+        return cls(**{**data, "steps": tuple(steps), "predictions": predictions, "limits": limits})
 
 
 def repeat(call: Callable[[], object]) -> None:

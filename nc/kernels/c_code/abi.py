@@ -269,7 +269,15 @@ NORM = Enumeration("NORM_", ("none", "layer", "rms"))
 CELL = Enumeration("CELL_", ("lstm", "gru", "rnn", "rnn_relu"))
 #: How `low_bit_blocks` stores codes.
 CODING = Enumeration("CODING_", ("table", "integer", "e4m3", "e5m2"))
-ENUMERATIONS = (STATUS, ISA, DTYPE, OPERATOR, MASK, FOLLOWER, ADDED, ACTIVATION, NORM, CELL, CODING)
+#: Numbers that are multiplied, and by which instruction set: what `peak` can measure.
+PRODUCT = Enumeration(
+    "PRODUCT_",
+    (
+        *("int8_avx2", "int8_avx_vnni", "int8_avx512_vnni", "int8_amx"),
+        *("bf16_avx512_bf16", "bf16_amx", "fp32_avx2", "fp32_avx512"),
+    ),
+)
+ENUMERATIONS = (STATUS, ISA, DTYPE, OPERATOR, MASK, FOLLOWER, ADDED, ACTIVATION, NORM, CELL, CODING, PRODUCT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

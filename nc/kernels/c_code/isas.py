@@ -31,6 +31,7 @@ OF_SOURCES = {
     "float_attention": ("avx512",),
     "low_bit": tuple(ISAS),
     "low_bit_blocks": ("avx2", "avx512", "amx"),
+    "peak": tuple(ISAS),
     "recurrent": ("avx2", "avx512_vnni"),
     "rows": ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx"),
     "runner": (),
