@@ -8,11 +8,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nc.api.advice import accuracy_lines, next_steps, reason_lines, ways_out
 from nc.api.op_report import OpReport
 from nc.api.report_page import numbers_of, page_of
+from nc.api.tune.page import section
 from nc.backends.base import EngineReport, OpRun
 from nc.backends.profiling import scaling
 from nc.backends.profiling.profile import Profile
@@ -26,6 +27,9 @@ from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.shares import fractions, shares_of
 from nc.text.table import flowing, folded, format_table, listed
+
+if TYPE_CHECKING:
+    from nc.api.tune.front import Front
 
 #: Columns of the text.
 _COLUMNS = 80
@@ -114,17 +118,25 @@ class Report:
             "ran_int8": self.ran_int8,
         }
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, front: Front | None = None) -> None:
         """Write it as one page that needs nothing else (.html), or as plain values (.json).
 
+        Args:
+            path: of the file.
+            front: of `nc.tune`, which the page shows too.
+
         Raises:
-            ConfigError: another ending.
+            ConfigError: another ending; `front` is given for plain values.
         """
         target = Path(path)
         if target.suffix not in (".html", ".json"):
             msg = f"{target}: a report is saved as .html or .json."
             raise ConfigError(msg)
-        text = page_of(self) if target.suffix == ".html" else numbers_of(self)
+        if front is not None and target.suffix == ".json":
+            msg = f"{target}: front= is for a page; save the front itself as .json."
+            raise ConfigError(msg)
+        below = "" if front is None else section(front.to_dict())
+        text = page_of(self, below=below) if target.suffix == ".html" else numbers_of(self)
         target.write_text(text, encoding="utf-8")
 
     def summary(self) -> str:

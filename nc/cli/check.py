@@ -16,6 +16,38 @@ from nc.text.html_page import table
 _MAX_DROP = 0.01
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """With what the artefact is compared, and the limits; the command's options say what they mean."""
+
+    fp32: str | None
+    metric: str | None
+    baseline: Path | None
+    max_drop: float | None
+    min_speedup: float | None
+    min_baseline_speedup: float | None
+
+    def why_senseless(self) -> str:
+        """Return why options do not go together; "" if they do."""
+        limits = (self.metric, self.min_speedup, self.min_baseline_speedup)
+        texts = {
+            "Give --fp32, --baseline, or both: what is it compared with?": (
+                self.fp32 is None and self.baseline is None
+            ),
+            "--min-speedup is against the float model: give --fp32.": (
+                self.min_speedup is not None and self.fp32 is None
+            ),
+            "--min-baseline-speedup needs --baseline.": (
+                self.min_baseline_speedup is not None and self.baseline is None
+            ),
+            "--max-drop is of a metric: give --metric.": self.max_drop is not None and self.metric is None,
+            "Nothing is asked of the artefact: give --metric, --min-speedup or --min-baseline-speedup.": all(
+                limit is None for limit in limits
+            ),
+        }
+        return next((text for text, wrong in texts.items() if wrong), "")
+
+
 @click.command()
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--fp32", metavar="PKG.MODULE:FACTORY", help="Returns the float model that DIR was made from.")
@@ -33,17 +65,7 @@ _MAX_DROP = 0.01
 )
 @click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page.")
 @command
-def check(
-    folder: Path,
-    fp32: str | None,
-    metric: str | None,
-    baseline: Path | None,
-    max_drop: float | None,
-    min_speedup: float | None,
-    min_baseline_speedup: float | None,
-    seconds: float,
-    page: Path | None,
-) -> None:
+def check(folder: Path, seconds: float, page: Path | None, **options: Any) -> None:
     """Decide whether the artefact in DIR may be published; exit code 0 if it may, 1 if not.
 
     Quality and speed are measured on this machine against the float model (--fp32), against the artefact in
@@ -58,16 +80,16 @@ def check(
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
 
-    why = _why_senseless(fp32, metric, baseline, max_drop, min_speedup, min_baseline_speedup)
-    if why:
+    asked = _Asked(**options)
+    if why := asked.why_senseless():
         raise inputs.RequestError(why)
-    function = None if metric is None else inputs.named_function(metric)
+    function = None if asked.metric is None else inputs.named_function(asked.metric)
     q_model = inputs.captured(load(folder), folder)
     others: dict[str, tuple[Any, float | None]] = {}
-    if fp32 is not None:
-        others["fp32"] = inputs.make_model(fp32), min_speedup
-    if baseline is not None:
-        others["baseline"] = load(baseline), min_baseline_speedup
+    if asked.fp32 is not None:
+        others["fp32"] = inputs.make_model(asked.fp32), asked.min_speedup
+    if asked.baseline is not None:
+        others["baseline"] = load(asked.baseline), asked.min_baseline_speedup
     args, kwargs = example_call(q_model.graph)
     ours = None if function is None else gate.scores(function, q_model)
     compared = []
@@ -83,7 +105,7 @@ def check(
                 seconds,
             )
         )
-    most = _MAX_DROP if max_drop is None else max_drop
+    most = _MAX_DROP if asked.max_drop is None else asked.max_drop
     reasons = [why for each in compared for why in each.why_not(most, others[each.what][1])]
     result = {
         "passed": not reasons,
@@ -99,25 +121,3 @@ def check(
     click.echo(json.dumps(result))
     if reasons:
         sys.exit(1)
-
-
-def _why_senseless(
-    fp32: str | None,
-    metric: str | None,
-    baseline: Path | None,
-    max_drop: float | None,
-    min_speedup: float | None,
-    min_baseline_speedup: float | None,
-) -> str:
-    """Return why options do not go together; "" if they do."""
-    limits = (metric, min_speedup, min_baseline_speedup)
-    texts = {
-        "Give --fp32, --baseline, or both: what is it compared with?": fp32 is None and baseline is None,
-        "--min-speedup is against the float model: give --fp32.": min_speedup is not None and fp32 is None,
-        "--min-baseline-speedup needs --baseline.": min_baseline_speedup is not None and baseline is None,
-        "--max-drop is of a metric: give --metric.": max_drop is not None and metric is None,
-        "Nothing is asked of the artefact: give --metric, --min-speedup or --min-baseline-speedup.": all(
-            limit is None for limit in limits
-        ),
-    }
-    return next((text for text, wrong in texts.items() if wrong), "")

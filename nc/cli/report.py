@@ -28,10 +28,22 @@ if TYPE_CHECKING:
     help="Write node data for Google's Model Explorer (.json), for the fp32 model's torch.export program.",
 )
 @click.option(
+    "--front",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="Of `nc.tune`, saved as .json: the page shows it too.",
+)
+@click.option(
     "--profile/--no-profile", default=True, show_default=True, help="Time each kernel on the example inputs."
 )
 @command
-def report(folder: Path, other: Path | None, page: Path | None, explorer: Path | None, profile: bool) -> None:
+def report(
+    folder: Path,
+    other: Path | None,
+    page: Path | None,
+    explorer: Path | None,
+    front: Path | None,
+    profile: bool,
+) -> None:
     """Show what runs for each operator of the artefact in DIR, where the time goes, and why.
 
     The page is one file that needs no network. With OTHER_DIR it compares both artefacts.
@@ -48,9 +60,10 @@ def report(folder: Path, other: Path | None, page: Path | None, explorer: Path |
         if target is not None and target.suffix != suffix:
             msg = f"{name} {target}: expected a name that ends in {suffix}."
             raise RequestError(msg)
-    if other is not None and page is None:
-        msg = f"{other}: two artefacts are compared on a page; give --html FILE.html."
-        raise RequestError(msg)
+    for given, what in ((other, "two artefacts are compared"), (front, "a front is shown")):
+        if given is not None and page is None:
+            msg = f"{given}: {what} on a page; give --html FILE.html."
+            raise RequestError(msg)
     q_model = load(folder)
     if not isinstance(q_model, QuantizedModel):
         if page is not None or explorer is not None:
@@ -66,18 +79,37 @@ def report(folder: Path, other: Path | None, page: Path | None, explorer: Path |
             )
         click.echo(f"written to {explorer}")
     if page is not None:
-        below = ""
+        below = "" if front is None else _section(front)
         if other is not None:
             second = load(other)
             if not isinstance(second, QuantizedModel):
                 msg = f"{other} holds a {type(second).__name__} with low-bit weights, which has no page."
                 raise RequestError(msg)
-            below = comparison(found, _report(second, profile), (str(folder), str(other)))
+            below += comparison(found, _report(second, profile), (str(folder), str(other)))
         with writing(page):
             page.write_text(page_of(found, below=below), encoding="utf-8")
         click.echo(f"written to {page}")
     if page is None and explorer is None:
         click.echo(str(found))
+
+
+def _section(front: Path) -> str:
+    """Return the section of a front.
+
+    Raises:
+        RequestError: the file holds none.
+    """
+    from nc.api.tune.page import section
+    from nc.cli.inputs import RequestError
+
+    try:
+        return section(json.loads(front.read_text(encoding="utf-8")))
+    except OSError as error:
+        msg = f"--front {front}: it can't be read: {error}."
+        raise RequestError(msg) from error
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        msg = f"--front {front}: it is not what front.save({front.name!r}) of nc.tune writes: {error!r}."
+        raise RequestError(msg) from error
 
 
 def _report(q_model: QuantizedModel, profile: bool) -> Report:

@@ -13,6 +13,8 @@ import nc
 from nc.api.model_explorer import node_data
 from nc.api.page_compare import differences
 from nc.api.page_strip import cells_of
+from nc.api.tune.front import Front, FrontPoint
+from nc.api.tune.trials import Result
 from nc.backends.profiling.profile import EngineCall, Profile
 from nc.cli.main import main
 from nc.errors import ConfigError
@@ -136,6 +138,63 @@ def test_plain_values_and_other_endings(q_model, tmp_path):
     with pytest.raises(ConfigError, match=r"\.html or \.json"):
         q_model.report().save(tmp_path / "report.pdf")
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.fixture
+def front():
+    """A front with a point whose name is markup."""
+    given = {"sqnr_db": 30.0, "spread": (1.0, 1.1), "weight_bytes": 100}
+    points = [
+        FrontPoint(
+            name=name,
+            config=nc.StaticQuantConfig(),
+            result=Result(metric=metric, ms=ms, fp32_ratio=4 / ms, **given),
+            drop=1.0 - metric,
+        )
+        for name, metric, ms in (("fp32", 1.0, 4.0), (NAME, 0.875, 2.0))
+    ]
+    return Front(measured=tuple(points), notes=("a <note>",))
+
+
+def test_the_page_shows_the_front_where_it_was_tuned(q_model, front, tmp_path):
+    q_model.report().save(tmp_path / "report.html", front=front)
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    words = "".join(page.words)
+    assert "img" not in page.tags
+    assert "What was measured when it was tuned: accuracy and latency" in words
+    assert all(text in words for text in (NAME, "0.875", "a <note>"))
+    assert (
+        words.index("All operators") < words.index("when it was tuned") < words.index("Where this was made")
+    )
+    with pytest.raises(ConfigError, match="front= is for a page"):
+        q_model.report().save(tmp_path / "report.json", front=front)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_command_shows_a_front(q_model, front, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nc.save(q_model, "m")
+    front.save("front.json")
+
+    def run(*words):
+        return CliRunner().invoke(main, ["report", "m", "--no-profile", "--front", *words])
+
+    assert run("front.json", "--html", "out.html").exit_code == 0
+    words = "".join(Page((tmp_path / "out.html").read_text(encoding="utf-8")).words)
+    assert "What was measured when it was tuned" in words
+    assert NAME in words
+    assert "a front is shown on a page; give --html FILE.html" in run("front.json").output
+    document = json.loads((tmp_path / "front.json").read_text())
+    wrong = ["[", "[]", "1", "{}", "[" * 100_000, json.dumps({**document, "points": [{}]})]
+    wrong += [json.dumps({**document, "points": []}), json.dumps({**document, "rank_correlation": "x"})]
+    for text in wrong:
+        (tmp_path / "wrong.json").write_text(text)
+        done = run("wrong.json", "--html", "no.html")
+        assert done.exit_code == 2, text[:100]
+        assert "it is not what front.save('wrong.json') of nc.tune writes" in done.output
+    (tmp_path / "wrong.json").write_bytes(b"\xff")
+    assert run("wrong.json", "--html", "no.html").exit_code == 2
+    assert not (tmp_path / "no.html").exists()
 
 
 def test_a_model_of_a_thousand_operators_stays_small(tmp_path):

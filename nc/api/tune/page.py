@@ -1,4 +1,4 @@
-"""A front as one page: a picture and a table, without scripts and without requests."""
+"""A front as one page, or as a section of a report's: a picture and a table, without scripts and requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,35 @@ def page_of(front: Mapping[str, Any]) -> str:
     Args:
         front: from `Front.to_dict`.
     """
-    axis = _SIZE if front["by_size"] else _TIME
+    title = f"Accuracy and {_axis(front).name}"
+    return document(
+        title,
+        f"<h1>{title}</h1>{_measured(front)}<h2>Configurations</h2>{_configurations(front['points'])}",
+    )
+
+
+def section(front: Mapping[str, Any]) -> str:
+    """Return a front as a section of a report's page.
+
+    Args:
+        front: from `Front.to_dict`, through JSON too.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError, IndexError: it is not what `to_dict` gives.
+    """
+    return (
+        f"<h2>What was measured when it was tuned: accuracy and {_axis(front).name}</h2>{_measured(front)}"
+        f"<h3>Configurations</h3>{_configurations(front['points'])}"
+    )
+
+
+def _axis(front: Mapping[str, Any]) -> _Axis:
+    return _SIZE if front["by_size"] else _TIME
+
+
+def _measured(front: Mapping[str, Any]) -> str:
+    """Return the picture, the table, and what the estimates were worth."""
+    axis = _axis(front)
     points, names = sorted(front["points"], key=axis.of), set(front["front"])
     correlation = front["rank_correlation"]
     said = (
@@ -40,12 +68,8 @@ def page_of(front: Mapping[str, Any]) -> str:
         else []
     )
     said.append(f"The measured front is {'' if front['monotone'] else 'not '}monotone in the estimate.")
-    title = f"Accuracy and {axis.name}"
-    return document(
-        title,
-        f"<h1>{title}</h1>{_picture(points, names, axis)}{_table(points, names)}"
-        f"{bullets((*said, *front['notes']))}"
-        f"<h2>Configurations</h2>{_configurations(points)}",
+    return (
+        f"{_picture(points, names, axis)}{_table(points, names)}{bullets((*said, *map(str, front['notes'])))}"
     )
 
 

@@ -109,7 +109,7 @@ def measured(threads: int) -> Limits:
     for precision in _PRODUCTS:
         for product in _products(precision, usable):
             with ThreadPoolExecutor(threads) as pool:  # ctypes releases the GIL
-                rate = sum(pool.map(lambda _, number=product: library.nc_peak(number), range(threads)))  # type: ignore[misc]
+                rate = sum(pool.map(lambda _, number=product: library.nc_peak(number), range(threads)))
             if rate:  # 0: the operating system lends no tiles
                 rates[precision] = rate
                 break

@@ -77,7 +77,8 @@ def test_products_above_the_users_limit_are_not_run():
 
 def test_without_the_code_the_reason_is_told(monkeypatch):
     def load(_):
-        raise BackendUnavailableError("there is no C compiler")
+        msg = "there is no C compiler"
+        raise BackendUnavailableError(msg)
 
     monkeypatch.setattr(hardware.build, "load", load)
     assert hardware.measured.__wrapped__(1) == Limits(missing="there is no C compiler")
