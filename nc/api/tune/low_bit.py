@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,6 +16,7 @@ from nc.api.tune.calibrate import request_of
 from nc.api.tune.distance import closeness, none_lost
 from nc.api.tune.front import REFERENCE, Front, front_of_points
 from nc.api.tune.identity import Call, KeptCalls, Metric, copied
+from nc.api.tune.low_bit_costs import LayerCosts
 from nc.api.tune.low_bit_layers import (
     bytes_of,
     groups_of_layers,
@@ -23,7 +24,6 @@ from nc.api.tune.low_bit_layers import (
     size_of_plan,
     stored,
     weight_of,
-    without_solvers,
 )
 from nc.api.tune.low_bit_noise import noise_of
 from nc.api.tune.measure import doubts, score, timed
@@ -40,8 +40,10 @@ from nc.process.modes import evaluating
 
 #: Bits that a layer may have by default.
 BITS = (2, 3, 4, 5, 6, 8)
-#: Rows of activations for the estimate.
-_ROWS = 4096
+#: Candidates that are enough for a mixture, and the part of the budget after which no more are converted.
+_ENOUGH, _PART_OF_CANDIDATES = 3, 0.5
+#: Rows of activations for the estimate, and how often labels are drawn for each where there are fewer.
+_ROWS, _MOST_DRAWS = 4096, 8
 #: How far from the target further averages are, in bits.
 _AROUND = (0.5, -0.5, 1.0, -1.0, 1.5, -1.5, 2.0, -2.0)
 
@@ -82,6 +84,7 @@ class LowBitSearch:
         mix: calls that are timed.
         backend: as for `prepare`.
         run: where points go.
+        fused: see `nc.tune`.
     """
 
     def __init__(
@@ -94,9 +97,11 @@ class LowBitSearch:
         mix: Sequence[Call],
         backend: str,
         run: Run,
+        *,
+        fused: bool,
     ) -> None:
         self._model, self._candidates, self._metric = model, candidates, metric
-        self._mix, self._backend, self._run = mix, backend, run
+        self._mix, self._backend, self._run, self._fused = mix, backend, run, fused
         self._calibration, self._judged = calls.split()
         if self._judged is self._calibration:
             run.note("There are too few calls to hold some out: those that calibrate judge too.")
@@ -118,80 +123,82 @@ class LowBitSearch:
     def front(self, target: float, points: int) -> Front:
         """Return the front, by size."""
         run = self._run
-        run.total = points + 1
+        run.total = len(self._candidates) + points + 1
         try:
             self._reference()
-            table, groups = self._table() if self._mixable else ([], [])
-            self._points(target, points, table, groups)
+            self._mixed_points(target, points, self._estimates(target))
         except KeyboardInterrupt:
             run.note(CTRL_C)
         run.settle()
         return front_of_points(run.points, run.notes, by_size=True)
 
-    def _points(
-        self,
-        target: float,
-        points: int,
-        table: Sequence[Mapping[str, Cost]],
-        groups: Sequence[Sequence[str]],
-    ) -> None:
-        """Measure the target's assignment, the candidates near to it, and averages around it."""
-        uniform = {
-            name: self._bits(size_of_plan(plan, self._model, self._layers))
-            for name, plan in self._plans.items()
-        }
-        best = within(table, target * self._count / 8)
-        is_mixed = bool(table) and best is not None
-        if is_mixed:
-            assert best is not None
-            self._mixed(best, groups)
-        elif table:
+    def _mixed_points(self, target: float, points: int, estimates: LayerCosts) -> None:
+        """Measure the target's assignment, and averages around it."""
+        table, groups = self._table(estimates)
+        if not table:
+            return
+        first = within(table, target * self._count / 8)
+        if first is None:
             least = self._bits(sum(min(c.price for c in row.values()) for row in table))
             self._run.note(f"No assignment has {target:g} bits on average; the least is {least:.2f}.")
-        ordered = sorted(
-            uniform, key=lambda name: (uniform[name] > target + 0.005, abs(uniform[name] - target))
-        )
-        wanted: list[Callable[[], None]] = [lambda name=name: self._uniform(name) for name in ordered]  # type: ignore[misc]
-        around = [
-            each
+        ends = [self._bits(sum(end(c.price for c in row.values()) for row in table)) for end in (min, max)]
+        around = (
+            within(table, (target + step) * self._count / 8)
             for step in _AROUND
-            if table
-            and min(uniform.values()) < target + step < max(uniform.values())
-            and (each := within(table, (target + step) * self._count / 8)) is not None
-        ]
-        others: list[Callable[[], None]] = [lambda each=each: self._mixed(each, groups) for each in around]  # type: ignore[misc]
-        # what lies beside the target in size tells most, then the picture of the whole
-        first, rest = wanted[:2], [call for pair in _alternate(others, wanted[2:]) for call in pair]
-        for measure in (*first, *rest)[: points - is_mixed]:
-            measure()
+            if ends[0] < target + step < ends[1]
+        )
+        for each in itertools.islice(filter(None, itertools.chain([first], around)), points):
+            self._mixed(each, groups)
 
     def _bits(self, size: float) -> float:
         return 8 * size / self._count
 
     # ---- estimates ----
 
-    def _table(self) -> tuple[list[dict[str, Cost]], list[list[str]]]:
-        """Return what each candidate costs each group of layers, and the groups."""
-        options: dict[str, dict[str, torch.nn.Module]] = {name: {} for name in self._layers}
-        for name in self._mixable:
-            config = self._candidates[name]
-            if self._run.is_over():
-                return [], []
-            self._run.say(f"{name}, rounded to nearest")
-            rounded = preparation(self._model, request_of(without_solvers(config), self._backend))
-            assert isinstance(rounded, PreparedWeights)
-            quantized = rounded.quantized()
-            for layer in self._layers:
-                options[layer][name] = quantized.get_submodule(layer)
+    def _estimates(self, target: float) -> LayerCosts:
+        """Measure each candidate for the whole model, and return what it costs each layer."""
+        configs = {name: self._candidates[name] for name in self._mixable}
+        known = self._run.find_estimates(configs)
+        models: dict[str, torch.nn.Module] = {}
+        bits = {n: self._bits(size_of_plan(p, self._model, self._layers)) for n, p in self._plans.items()}
+        left_out = []
+        for name in sorted(bits, key=lambda name: abs(bits[name] - target)):
+            if len(models) >= _ENOUGH and self._run.spent() > _PART_OF_CANDIDATES:
+                left_out.append(name)
+                continue
+            wanted = known is None and name in configs
+            found = self._measured(name, self._candidates[name], None, wanted=wanted)
+            if found is not None:
+                models[name] = found
+        if left_out:
+            self._run.note(f"Half of the budget went into candidates; left out: {', '.join(left_out)}.")
+        if known is not None or not models or self._run.is_over():
+            return known or LayerCosts()
         self._run.say("what each layer costs")
+        calls, draws = _some(self._calibration)
+        options = {n: {o: m.get_submodule(n) for o, m in models.items()} for n in self._layers}
         with without_cache(self._model):
-            noise = noise_of(self._model, _some(self._calibration), options)
-            groups = groups_of_layers(self._model, self._calibration[0], self._layers)
-        table = []
+            noise = noise_of(self._model, calls, options, draws=draws)
+        sizes = {n: {o: float(stored(m.get_submodule(n))) for o, m in models.items()} for n in self._layers}
+        estimates = LayerCosts(noise=noise, sizes=sizes).finite()
+        if estimates.candidates() == set(configs):
+            self._run.keep_estimates(configs, estimates)
+        return estimates
+
+    def _table(self, estimates: LayerCosts) -> tuple[list[dict[str, Cost]], list[list[str]]]:
+        """Return what each candidate costs each group of layers, and the groups."""
+        if not estimates.sizes:
+            return [], []
+        noise, table = estimates.noise, []
+        groups = [[name] for name in self._layers]
+        if self._fused:
+            with without_cache(self._model):
+                groups = groups_of_layers(self._model, self._calibration[0], self._layers)
         for group in groups:
-            sizes = {name: sum(stored(options[layer][name]) for layer in group) for name in self._mixable}
+            options = estimates.sizes[group[0]]
+            sizes = {name: sum(estimates.sizes[layer][name] for layer in group) for name in options}
             known = all(layer in noise for layer in group)
-            names = self._mixable if known else [max(sizes, key=lambda name: sizes[name])]
+            names = list(options) if known else [max(sizes, key=lambda name: sizes[name])]
             table.append(
                 {
                     name: Cost(sum(noise[layer][name] for layer in group) if known else 0.0, sizes[name])
@@ -233,16 +240,10 @@ class LowBitSearch:
         run.add(REFERENCE, float_config(), result)
         self._fp32_ms = result.ms
 
-    def _uniform(self, name: str) -> None:
-        self._measured(name, self._candidates[name], None)
-
     def _mixed(self, assignment: Assignment, groups: Sequence[Sequence[str]]) -> None:
         chosen = {
             layer: option for group, option in zip(groups, assignment.options, strict=True) for layer in group
         }
-        if len(set(assignment.options)) == 1:
-            self._uniform(assignment.options[0])
-            return
         name = f"{self._bits(assignment.price):.2f} bits"
         options = {name: self._candidates[name] for name in self._mixable}
         config = joined(self._model, chosen, options)
@@ -253,29 +254,49 @@ class LowBitSearch:
             return
         self._measured(name, config, (assignment.error, assignment.price))
 
-    def _measured(self, name: str, config: AnyConfig, estimated: tuple[float, float] | None) -> None:
-        """Convert and measure a point, where it is new and there is time."""
+    def _measured(
+        self, name: str, config: AnyConfig, estimated: tuple[float, float] | None, *, wanted: bool = False
+    ) -> torch.nn.Module | None:
+        """Convert and measure a point, where it is new and there is time.
+
+        Args:
+            name: for people.
+            config: of the point.
+            estimated: see `FrontPoint`.
+            wanted: return the model, even if its result is known.
+
+        Returns:
+            The model; None where it is not wanted, can't be had or is of no use.
+        """
         run = self._run
         if run.same_as(config) is not None or run.is_over():
-            return
+            return None
         run.say(name)
         result = run.find(config)
-        model = None
-        if result is None:
+        q_model = None
+        if wanted or result is None:
             try:
                 q_model = self._converted(config)
             except NCError as error:
                 run.note(f"{name} could not be converted: {error}")
-                return
-            result = self._result(q_model, scored=run.elsewhere is None)
-            if not math.isfinite(result.metric) and run.elsewhere is None:
-                run.note(f"{name} is left out: its outputs on calibration data hold NaN or infinite values.")
-                return
-            model = None if run.elsewhere is None else q_model
+                return None
+        here = run.elsewhere is None
         try:
-            run.add(name, config, result, estimated=estimated, model=model)
+            if result is not None:
+                run.add(name, config, result, estimated=estimated)
+            else:
+                assert q_model is not None
+                result = self._result(q_model, scored=here)
+                if here and not math.isfinite(result.metric):
+                    run.note(
+                        f"{name} is left out: its outputs on calibration data hold NaN or infinite values."
+                    )
+                    return None
+                run.add(name, config, result, estimated=estimated, model=None if here else q_model)
         except ArtefactError as error:
             run.note(f"{name} is left out: {error}")
+            return None
+        return q_model if wanted else None
 
     def _converted(self, config: AnyConfig) -> torch.nn.Module:
         prepared = preparation(self._model, request_of(config, self._backend))
@@ -310,14 +331,8 @@ class LowBitSearch:
         )
 
 
-def _alternate(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield pairs of two rows, and what is left of the longer one."""
-    for index in range(max(len(one), len(other))):
-        yield (*one[index : index + 1], *other[index : index + 1])
-
-
-def _some(calls: Sequence[Call]) -> list[Call]:
-    """Return the first calls that have rows enough for the estimate."""
+def _some(calls: Sequence[Call]) -> tuple[list[Call], int]:
+    """Return the first calls that have rows enough for the estimate, and how often each is drawn from."""
     found, rows = [], 0
     for call in calls:
         if rows >= _ROWS:
@@ -327,4 +342,4 @@ def _some(calls: Sequence[Call]) -> list[Call]:
         # of numbers the last dimension is what a row holds, of token ids each one is a row
         sizes = [t.numel() // (max(1, t.shape[-1]) if t.is_floating_point() else 1) for t in tensors]
         rows += max(sizes, default=1)
-    return found
+    return found, min(_MOST_DRAWS, max(1, _ROWS // max(rows, 1)))

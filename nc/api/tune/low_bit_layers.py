@@ -21,18 +21,6 @@ from nc.planning.matching import matches_of
 from nc.process.modes import evaluating
 
 
-def without_solvers(config: AnyConfig) -> AnyConfig:
-    """Return a configuration with the same formats that rounds to nearest: it needs no data."""
-    document = config.to_dict()
-
-    def cleared(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: None if key == "solver" else cleared(each) for key, each in value.items()}
-        return [cleared(each) for each in value] if isinstance(value, list) else value
-
-    return type(config).from_dict(cleared(document))
-
-
 def joined(
     model: torch.nn.Module, chosen: Mapping[str, str], candidates: Mapping[str, AnyConfig]
 ) -> AnyConfig | None:

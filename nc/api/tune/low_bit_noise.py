@@ -36,6 +36,8 @@ def noise_of(
     model: torch.nn.Module,
     calls: Sequence[Call],
     options: Mapping[str, Mapping[str, torch.nn.Module]],
+    *,
+    draws: int = 1,
     seed: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Return what each option of each layer costs: nats per row of logits, or the part of the power.
@@ -46,7 +48,8 @@ def noise_of(
         model: the float model, on whose inputs each layer is judged alone.
         calls: calibration data.
         options: layer → name of an option → the module that takes the layer's place.
-        seed: of the drawn labels and projections.
+        draws: of labels, or projections, for each call. All their gradients are held at once.
+        seed: of these.
 
     Raises:
         InputError: the outputs have no gradient, or are no numbers; all positions are padding.
@@ -58,23 +61,29 @@ def noise_of(
         args, kwargs = copied(call)
         with _recorded(model, options) as seen:
             outputs = model(*args, **kwargs)
-            loss, part = _loss(call, outputs, random)
-        if loss.grad_fn is None:
+            losses = [_loss(call, outputs, random) for _ in range(draws)]
+        if losses[0][0].grad_fn is None:
             msg = (
                 f"The outputs of {type(model).__name__} have no gradient with respect to its layers, so that "
                 "what they cost can't be estimated: is there a no_grad or inference_mode inside of it?"
             )
             raise InputError(msg)
-        gradients = torch.autograd.grad(loss, [each.output for each in seen], allow_unused=True)
-        for each, gradient in zip(seen, gradients, strict=True):
-            if gradient is None:
+        sources = [each.output for each in seen]
+        by_draw = [
+            torch.autograd.grad(loss, sources, allow_unused=True, retain_graph=i + 1 < draws)
+            for i, (loss, _) in enumerate(losses)
+        ]
+        for each, *gradients in zip(seen, *by_draw, strict=True):
+            if gradients[0] is None:
                 continue
             reached.add(name := each.name)
             with torch.no_grad():
                 for option, module in options[name].items():
                     change = (module(*each.args, **each.kwargs) - each.output).float()
-                    totals[name][option] += float((gradient * change).sum(-1).double().square().sum())
-        divisor += part
+                    totals[name][option] += sum(
+                        float((gradient * change).sum(-1).double().square().sum()) for gradient in gradients
+                    )
+        divisor += sum(part for _, part in losses)
     if not divisor:
         msg = "The calibration data has nothing but padding (attention_mask is 0 everywhere)."
         raise InputError(msg)

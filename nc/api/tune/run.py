@@ -9,6 +9,7 @@ from typing import Any
 
 from nc.api.tune.elsewhere import Elsewhere
 from nc.api.tune.front import FrontPoint
+from nc.api.tune.low_bit_costs import LayerCosts
 from nc.api.tune.trials import Result, Trials
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
@@ -79,7 +80,7 @@ class Run:
         self.elsewhere = elsewhere
         self._key, self._trials, self._end, self._progress = key, trials, end, progress
         self._open: list[_Open] = []
-        now = time.monotonic()
+        self._begin = now = time.monotonic()
         # metrics elsewhere are computed when all times were measured
         self._last = end if elsewhere is None else now + _TIMES * (end - now)
 
@@ -90,6 +91,17 @@ class Run:
     def find(self, config: AnyConfig | AutoConfig) -> Result | None:
         """Return the result of a trial that was kept."""
         return self._trials.find(self.key_of(config))
+
+    def find_estimates(self, configs: Mapping[str, AnyConfig]) -> LayerCosts | None:
+        """Return the estimates for some candidates that were kept."""
+        return self._trials.read(self._estimates_key(configs), LayerCosts.from_dict)
+
+    def keep_estimates(self, configs: Mapping[str, AnyConfig], costs: LayerCosts) -> None:
+        """Keep the estimates for some candidates."""
+        self._trials.write(self._estimates_key(configs), dataclasses.asdict(costs))
+
+    def _estimates_key(self, configs: Mapping[str, AnyConfig]) -> dict[str, Any]:
+        return {**self._key, "estimates": {name: config.to_dict() for name, config in configs.items()}}
 
     def same_as(self, config: AnyConfig | AutoConfig) -> str | None:
         """Return the name of the point that has this configuration."""
@@ -108,6 +120,10 @@ class Run:
             return False
         self.note(OUT_OF_TIME)
         return True
+
+    def spent(self) -> float:
+        """Return the part of the budget that is over."""
+        return (time.monotonic() - self._begin) / max(self._last - self._begin, 1e-9)
 
     def note(self, text: str) -> None:
         """Keep what is to be said, once."""

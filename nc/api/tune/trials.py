@@ -10,15 +10,16 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nc.errors import ArtefactError
 from nc.process.warn import warn
 from nc.storage.atomic import replaced
 
 SCHEMA = 2
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,19 +66,7 @@ class Trials:
 
     def find(self, key: Mapping[str, Any]) -> Result | None:
         """Return the result of a trial; None where there is none, or its file is damaged."""
-        path = self._path(key)
-        if path is None or not path.exists():
-            return None
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            result = document["result"]
-            if {**document["key"], "schema": SCHEMA} != json.loads(_text(key)):
-                msg = "it is of another trial"
-                raise ValueError(msg)
-            return Result(**{**result, "spread": tuple(result["spread"])})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            warn(f"The trial {path} is damaged, and is measured again: {error}")
-            return None
+        return self.read(key, lambda result: Result(**{**result, "spread": tuple(result["spread"])}))
 
     def keep(self, key: Mapping[str, Any], result: Result) -> None:
         """Write a trial.
@@ -85,10 +74,38 @@ class Trials:
         Raises:
             ArtefactError: it can't be written.
         """
+        self.write(key, dataclasses.asdict(result))
+
+    def read(self, key: Mapping[str, Any], made: Callable[[Any], Found]) -> Found | None:
+        """Return what was kept; None where there is nothing, or its file is damaged.
+
+        Args:
+            key: all that determines it.
+            made: takes the plain values; TypeError, ValueError, KeyError and AttributeError mean damage.
+        """
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if {**document["key"], "schema": SCHEMA} != json.loads(_text(key)):
+                msg = "it is of another trial"
+                raise ValueError(msg)
+            return made(document["result"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warn(f"The trial {path} is damaged, and is measured again: {error}")
+            return None
+
+    def write(self, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Keep plain values.
+
+        Raises:
+            ArtefactError: they can't be written.
+        """
         path = self._path(key)
         if path is None:
             return
-        document = {"schema": SCHEMA, "key": dict(key), "result": dataclasses.asdict(result)}
+        document = {"schema": SCHEMA, "key": dict(key), "result": values}
         try:
             with replaced(path) as staged:
                 text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)

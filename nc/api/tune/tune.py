@@ -49,6 +49,7 @@ def tune(
     progress: Callable[[TuneProgress], object] | None = None,
     executor: Executor | None = None,
     target_bits: float | None = None,
+    fused: bool = False,
 ) -> Front:
     """Find how much accuracy each speed costs: a front of models that were converted and measured.
 
@@ -58,9 +59,10 @@ def tune(
     measured one by one: with the metric, and in turns with the float model. fp32, bf16 where the CPU has it,
     each candidate alone and `"auto"` are always among the points.
 
-    With `target_bits` the candidates quantize weights alone, and what they cost is bytes: the first mixed
-    point has the least estimated error of all assignments with so many bits on average. Others around it, and
-    the candidates, follow. The model is not captured.
+    With `target_bits` the candidates quantize weights alone, and what they cost is bytes. Each is converted
+    and measured for the whole model, and what it costs each layer is estimated. The first mixed point has the
+    least estimated error of all assignments with so many bits on average; others around it follow. The model
+    is not captured.
 
     Args:
         model: a trained fp32 model.
@@ -74,8 +76,7 @@ def tune(
         budget: for all, in seconds or as "90s", "30min", "2h". The float model is measured in any case.
         trials: folder for one file per measured point. A search with the same model, data, metric, machine
             and versions takes what it finds there.
-        points: of the front between the candidates, beside those that are always measured; with `target_bits`
-            all but fp32.
+        points: of the front between the candidates, beside those that are always measured.
         mix: inputs, as in calls, whose times are added up; None: the most frequent sizes of `run_fn`.
         backend: as for `prepare`.
         automatically: whether `"auto"` is among the points.
@@ -84,6 +85,8 @@ def tune(
             measured here. Any `concurrent.futures.Executor`; the metric must be one that it can send. None:
             here.
         target_bits: of the weights that candidates quantize, on average, with scales and zero points.
+        fused: with `target_bits`, give layers that read one tensor one format: engines such as vLLM compute
+            them as one layer.
 
     Returns:
         The front. Ctrl-C ends the search, and the front so far is returned.
@@ -102,6 +105,9 @@ def tune(
     if type(points) is not int or points < 1:
         msg = f"points={points!r}: expected a whole number from 1."
         raise ConfigError(msg)
+    if type(fused) is not bool or (fused and target_bits is None):
+        msg = f"fused={fused!r}: expected True or False, and True only with target_bits=."
+        raise ConfigError(msg)
     named = _named(candidates, weights=target_bits is not None)
     try:
         if target_bits is not None:
@@ -118,7 +124,7 @@ def tune(
             form = f"{model} {described(getattr(model, 'config', None))} {_layers(plans.values())}"
             key = {} if trials is None else key_of(model, form, backend, metric, calls.hash, timed)
             run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
-            search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run)
+            search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run, fused=fused)
             return search.front(bits, points)
         prepared = automatic(
             model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named

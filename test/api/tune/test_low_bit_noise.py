@@ -53,6 +53,15 @@ def test_the_estimate_is_the_divergence_that_one_layer_causes():
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_two_draws_of_a_call_are_one_of_each_of_two():
+    model = small_llama()
+    call = ((), {"input_ids": torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))})
+    options = options_of(model, ["model.layers.0.self_attn.v_proj", "lm_head"], (4,))
+    twice, again = noise_of(model, [call], options, draws=2), noise_of(model, [call, call], options)
+    assert twice == {name: pytest.approx(each, rel=1e-6) for name, each in again.items()}
+    assert twice != {name: pytest.approx(each) for name, each in noise_of(model, [call], options).items()}
+
+
 def test_padding_counts_for_nothing():
     model = small_llama()
     ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
