@@ -6,7 +6,7 @@
         --method "opt RTN" --out FILE
     python benchmarks/lowbit_bits.py --data DIR --weights FILE
 
-All linears of the blocks have 2 to 8 bits in groups of 64, symmetric, with fp16 scales. Both are judged on
+All linears of the blocks have 2 to 6 bits in groups of 64, symmetric, with fp16 scales. Both are judged on
 data that they have not seen, by what judges the tables of lowbit.py.
 """
 
@@ -22,7 +22,7 @@ from lowbit import Row, judge
 from lowbit_subjects import Subject, load, settings
 from safetensors import safe_open
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
+WIDTHS = (2, 3, 4, 5, 6)
 
 
 def candidates(subject: Subject, widths: tuple[int, ...] = WIDTHS) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def candidates(subject: Subject, widths: tuple[int, ...] = WIDTHS) -> dict[str, 
     }
 
 
-def ours(subject: Subject, target: float, setting: str) -> Row:
-    """Return what `nc.tune` gives for a target."""
+def ours(subject: Subject, target: float, setting: str, trials: Path | None) -> Row:
+    """Return what `nc.tune` gives for a target, after its front."""
     import nc
 
     def run_fn(prepared: Any) -> None:
@@ -53,6 +53,7 @@ def ours(subject: Subject, target: float, setting: str) -> Row:
         target_bits=target,
         points=1,
         budget="2h",
+        trials=trials,
         progress=lambda p: print(p, flush=True),
     )
     print(front)
@@ -86,11 +87,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--target", type=float, required=True)
     parser.add_argument("--weights", type=Path, help="of AutoScheme; without it nc.tune is measured")
+    parser.add_argument("--trials", type=Path, help="of nc.tune, for another target with the same estimates")
     options = parser.parse_args()
     setting = settings(options.data)["setting"]
     subject = load(options.data, "smollm2")
     row = (
-        ours(subject, options.target, setting)
+        ours(subject, options.target, setting, options.trials)
         if options.weights is None
         else theirs(subject, options.weights, options.target, setting)
     )

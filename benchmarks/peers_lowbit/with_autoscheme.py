@@ -1,4 +1,4 @@
-"""AutoScheme of AutoRound 0.16: bits per layer for an average, of 2 to 8 bits in groups of 64, symmetric.
+"""AutoScheme of AutoRound 0.16: bits per layer for an average, of 2 to 6 bits in groups of 64, symmetric.
 
 python benchmarks/peers_lowbit/with_autoscheme.py --data DIR --target 3.25 --method "opt RTN" --out FILE
 
@@ -51,7 +51,7 @@ def main() -> None:
         texts = Path(folder) / "texts.json"
         texts.write_text(json.dumps([{"text": tokenizer.decode(row)} for row in rows]), encoding="utf-8")
         length = min(len(tokenizer(tokenizer.decode(row))["input_ids"]) for row in rows)
-        schemes = [f"W{bits}A16G{GROUP}" for bits in (2, 3, 4, 5, 6, 8)]
+        schemes = [f"W{bits}A16G{GROUP}" for bits in (2, 3, 4, 5, 6)]
         scheme = AutoScheme(
             avg_bits=options.target,
             options=schemes,

@@ -181,6 +181,8 @@ class LowBitSearch:
             noise = noise_of(self._model, calls, options, draws=draws)
         sizes = {n: {o: float(stored(m.get_submodule(n))) for o, m in models.items()} for n in self._layers}
         estimates = LayerCosts(noise=noise, sizes=sizes).finite()
+        for name in sorted(set(models) - estimates.candidates()):
+            self._run.note(f"{name} is not mixed with others: it gives NaN or infinite values in a layer.")
         if estimates.candidates() == set(configs):
             self._run.keep_estimates(configs, estimates)
         return estimates
