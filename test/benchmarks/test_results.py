@@ -253,12 +253,14 @@ def test_a_cell_has_other_figures_of_its_row_beside_it(module):
     assert markdown.Column("x", "a", beside=("c",)).cell([row]) == "a"
 
 
-def test_products_of_registers_have_a_rate(module):
-    """Of each kind that this CPU has, on two threads at once."""
+def test_limits_of_the_cpu_are_a_row(module, monkeypatch, tmp_path):
     peak = module("peak")
-    if not peak.flags.compiler(""):
-        pytest.skip("there is no C compiler")
-    has = peak.cpu.detected()
-    for flag, name in (each for products in peak.KINDS.values() for each in products):
-        if flag in has:
-            assert peak.rate(name, 2) > 1e9
+    limits = peak.hardware.Limits(multiply_adds={"int8": 2.5e12, "fp32": 4e11})
+    monkeypatch.setattr(peak.hardware, "measured", lambda _: limits)
+    assert peak.measured(2, tmp_path / "kernels.jsonl") == {"int8": 2500.0, "fp32": 400.0}
+    (row,) = map(json.loads, (tmp_path / "kernels.jsonl").read_text().splitlines())
+    assert row["what"] == {"measured": "limit", "threads": 2}
+    assert row["figures"]["int8"] == {"value": 2500.0, "unit": "1e9 multiply-adds/s"}
+    monkeypatch.setattr(peak.hardware, "measured", lambda _: peak.hardware.Limits(missing="no compiler"))
+    with pytest.raises(SystemExit, match="no compiler"):
+        peak.measured(2, None)

@@ -61,6 +61,18 @@ def test_this_cpu_has_a_limit_for_each_precision_that_it_multiplies():
 
 
 @needs_compiler
+def test_each_kind_of_product_that_this_cpu_has_can_be_measured():
+    library = build.load("peak")
+    library.nc_peak.restype = hardware.ctypes.c_double
+    usable = hardware.limit.used(library)
+    for precision, names in hardware._PRODUCTS.items():
+        for name in names:
+            if name in usable and not cpu.lacks(hardware.ISAS[name]):
+                rate = library.nc_peak(PRODUCT.number(f"{precision}_{name}"))
+                assert rate > 1e8 or name == "amx"  # the operating system may lend no tiles
+
+
+@needs_compiler
 def test_products_above_the_users_limit_are_not_run():
     library = build.load("peak")
     library.nc_peak.restype = hardware.ctypes.c_double
