@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from nc.api.op_report import OpReport
 from nc.backends.profiling.hardware import Limits
+from nc.backends.profiling.latency import milliseconds
 from nc.backends.profiling.profile import EngineCall, Profile
 from nc.text.html_page import escaped, table
 
@@ -58,8 +59,8 @@ def limit_text(profile: Profile, ops: Sequence[OpReport]) -> str:
         ""
         if least is None
         else (
-            f" At this limit the call takes {least:.2f} ms, {least / profile.call_ms:.0%} of what it takes; "
-            "conversions and operators without products are not in it."
+            f" At this limit the call takes {milliseconds(least)}, {least / profile.call_ms:.1%} of its time;"
+            " conversions and operators without products are not in it."
         )
     )
     threads = f"{profile.threads} thread{'s' if profile.threads > 1 else ''}"
@@ -72,7 +73,7 @@ def _part(steps: Sequence[EngineCall], limits: Limits | None, ops: Sequence[OpRe
         return ""
     names = {name for step in steps if not step.converts for name in step.operators}
     least = limits.least_ms([op for op in ops if op.operator in names], from_memory=limits.exceeds_cache(ops))
-    return "" if least is None else f"{least / (_ms(steps) or 1.0):.0%}"
+    return "" if least is None else f"{least / (_ms(steps) or 1.0):.1%}"
 
 
 def _ms(steps: Sequence[EngineCall]) -> float:

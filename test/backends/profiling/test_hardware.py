@@ -134,12 +134,12 @@ def test_the_page_has_the_part_of_the_limit():
     text = times(profile(limits), ops)
     assert ">of the limit<" in text
     rows = [row.split("</tr>")[0] for row in text.split("<tr>")]
-    assert next(row for row in rows if "onednn::q" in row).endswith("<td>50%</td>")
+    assert next(row for row in rows if "onednn::q" in row).endswith("<td>50.0%</td>")
     assert next(row for row in rows if "aten::to" in row).endswith("<td></td>")
     assert next(row for row in rows if "softmax" in row).endswith("<td></td>")
     assert limit_text(profile(limits), ops) == (
         "The limit: 2 threads of this CPU do int8 2, fp32 1 billion multiply-adds in a second. At this limit the "
-        "call takes 0.50 ms, 10% of what it takes; conversions and operators without products are not in it."
+        "call takes 0.50 ms, 10.0% of its time; conversions and operators without products are not in it."
     )
 
 

@@ -353,6 +353,7 @@ class Recorder:
         node: fx.Node,
         factors: int = 1,
         also: Sequence[fx.Node] = (),
+        first: int = 0,
         shown: Mapping[str, Value] | None = None,
     ) -> None:
         """Append a call of a function in C, to be made when its result, the first of the tensors, is read.
@@ -364,6 +365,7 @@ class Recorder:
             node: what it is for.
             factors: how many of the tensors that it reads a profile names.
             also: other nodes that it computes.
+            first: position of the first of these, behind the first result.
             shown: fields that are others where results that nothing reads are kept.
         """
         now = [value.tensor if isinstance(value, PlanTensor) else value for value in tensors]
@@ -373,7 +375,8 @@ class Recorder:
         packed = function.packed(fields)
         self._wait(lambda: call_packed(function, packed, now))
         written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
-        kernel = ExecutedPrimitive("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
+        named = tuple(reads[first : first + factors])
+        kernel = ExecutedPrimitive("function", f"c:{function.name}", named, written, 0.0)
         operators = dict.fromkeys(name for n in (node, *also) for name in describe(n, CONVERTERS).operators)
         step = dataclasses.replace(describe(node, CONVERTERS), operators=tuple(operators), kernels=(kernel,))
         kept = None if shown is None else function.packed({**fields, **shown})

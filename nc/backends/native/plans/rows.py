@@ -233,10 +233,12 @@ def chain(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> list[PlanT
     sums = recorder.new(product.sizes, contiguous_strides(product.sizes), torch.float32)
     normed = _kept(recorder, product.sizes, keeps=a["keeps_normed"])
     factors = [recorder.optional_constant(a[name]) for name in ("norm_weight", "norm_bias")]
-    tensors = [memory, sums, normed or _NOTHING, *product.tensors, product.other or _NOTHING]
+    results = [memory, sums, normed or _NOTHING]
+    tensors = [*results, *product.tensors, product.other or _NOTHING]
     tensors += [_NOTHING if factor is None else factor for factor in factors]
     fields = product.fields | _followers(a) | {"keeps": a["keeps_sum"], "isa": NUMBERS[found.isa]}
-    recorder.call_function(found.chain, fields, tensors, node, 0, shown={"keeps": True})
+    shown, first = {"keeps": True}, len(results) - 1
+    recorder.call_function(found.chain, fields, tensors, node, factors=2, first=first, shown=shown)
     return [sums, normed or sums, _in_shape(memory, product.sizes)]
 
 

@@ -59,6 +59,9 @@ def test_blocks_round_where_rows_are_made(rows, act_sym, front, norm):
     report = [op for op in q.report().ops if op.kind == "linear"]
     assert [op.ran for op in report] == ["int8"] * 4
     assert [op.kernel.split()[1] for op in report] == ["c:row_chain"] * 3 + ["c:row_product"]
+    linears = {op.operator for op in report}
+    roles = {step.role for step in q.engine.steps((x,)) if linears & set(step.operators)}
+    assert roles == {"int8"}  # what follows a product in its kernel does not make it one of floats
 
 
 @pytest.mark.parametrize("rows", [5, 200])
