@@ -180,6 +180,7 @@ def main() -> None:
         "nc SmoothQuant": quantized(nc.SmoothQuantConfig),
         "nc dynamic": quantized(nc.DynamicQuantConfig),
         "NNCF": peers.PEERS["NNCF"],
+        "NNCF transformer": peers.PEERS["NNCF transformer"],
         "NNCF accuracy control": accuracy_control(options.max_drop),
         "INC autotune": autotune(options.max_drop),
     }
