@@ -5,8 +5,8 @@
     .venv/bin/python benchmarks/tuned.py --task spam --only fp32 "nc tune" "INC autotune"
 
 The metric is the task's first figure; all tools search with the evaluation data, and are judged on it. NNCF's
-accuracy control runs in OpenVINO; Neural Compressor's autotune needs IPEX and the packages that migrations.py
-names. The times of all are of the same minutes.
+accuracy control runs in OpenVINO; Neural Compressor's autotune needs IPEX, the packages that migrations.py
+names, and peft. The times of all are of the same minutes.
 """
 
 from __future__ import annotations
