@@ -461,6 +461,22 @@ MUTATIONS = (
         ("kernel_checks", "row_chain"),
     ),
     Mutation(
+        "chain-factors",
+        "a profile names what a chain multiplies, so that it counts as int8",
+        "backends/native/plans/rows.py",
+        "factors=2, first=first",
+        "factors=0, first=first",
+        ("row_chain",),
+    ),
+    Mutation(
+        "tune-draws",
+        "each draw of labels counts in the mean",
+        "api/tune/low_bit_noise.py",
+        "divisor += sum(part for _, part in losses)",
+        "divisor += losses[0][1]",
+        ("low_bit_noise",),
+    ),
+    Mutation(
         "rows-pairs-fit",
         "no weight whose pairs of products overflow 16 bits is multiplied with AVX2",
         "backends/native/plans/rows.py",

@@ -237,8 +237,8 @@ def chain(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> list[PlanT
     tensors = [*results, *product.tensors, product.other or _NOTHING]
     tensors += [_NOTHING if factor is None else factor for factor in factors]
     fields = product.fields | _followers(a) | {"keeps": a["keeps_sum"], "isa": NUMBERS[found.isa]}
-    shown, first = {"keeps": True}, len(results) - 1
-    recorder.call_function(found.chain, fields, tensors, node, factors=2, first=first, shown=shown)
+    first = len(results) - 1
+    recorder.call_function(found.chain, fields, tensors, node, factors=2, first=first, shown={"keeps": True})
     return [sums, normed or sums, _in_shape(memory, product.sizes)]
 
 
