@@ -132,6 +132,9 @@ def autotune(max_drop: float) -> Candidate:
                 run_fn=calibrated(task),
                 example_inputs=task.calibration[0],
             )
+        if found is None:
+            msg = "none of its models is within the loss"
+            raise RuntimeError(msg)
         return found, "-", "-"
 
     return run
