@@ -68,29 +68,27 @@ class KernelCheck:
         db: the smallest SQNR of a fp32 result; infinity where there is none.
         unread: names of tensors that the engine does not keep; they were judged together with the next ones.
         faults: what is wrong, in execution order.
-        outputs_only: no kernel was looked at, because the outputs agree so well that none can be wrong;
-            `tensors` are the outputs.
+        few_places: only a few places of each tensor were compared, see `nc.proof.few_places`.
     """
 
-    tensors: int
-    quanta: float
-    db: float
-    unread: tuple[str, ...]
-    faults: tuple[Fault, ...]
-    outputs_only: bool = False
+    tensors: int = 0
+    quanta: float = 0.0
+    db: float = math.inf
+    unread: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    few_places: bool = False
 
     def __str__(self) -> str:
         """Return a line of a report."""
-        if self.outputs_only:
-            return f"none, because the outputs agree to {self.db:.0f} dB"
         if self.faults:
             return f"{len(self.faults)} of {self.tensors} tensors are wrong, the first of {self.faults[0]}"
         fp32 = "" if math.isinf(self.db) else f", fp32 results to {self.db:.0f} dB"
         together = (
             f"; {len(self.unread)} that are in no memory were judged with the next" if self.unread else ""
         )
+        where = " at a few places each" if self.few_places else ""
         return (
-            f"{self.tensors} tensors, codes within {max(self.quanta, 0.01):.2f} quanta of their "
+            f"{self.tensors} tensors{where}, codes within {max(self.quanta, 0.01):.2f} quanta of their "
             f"rounding{fp32}{together}"
         )
 
@@ -123,16 +121,33 @@ def check_kernels(
     }
     read = {node: given[node] for node in outputs_of(module)}
     places = places_of(module, quantized)
-    inner = {node: _as_in_graph(node, values[node.name]) for node in places if node.name in values}
+    inner = {node: as_in_graph(node, values[node.name]) for node in places if node.name in values}
     read |= {node: value for node, value in inner.items() if value is not None}
     points = points_at(module, [node for node in read if node in inner], quantized)
-    locals_ = recompute(module, inputs, read)
+    unread = tuple(name_of(node) for node in places if node not in read)
+    return checked(points, read, recompute(module, inputs, read), unread)
+
+
+def checked(
+    points: Sequence[Point],
+    read: Mapping[fx.Node, torch.Tensor],
+    locals_: Mapping[fx.Node, Local],
+    unread: tuple[str, ...],
+) -> KernelCheck:
+    """Compare values with what they should be.
+
+    Args:
+        points: those that are compared.
+        read: point's node → the engine's value, or some places of it.
+        locals_: point's node → what it should be there.
+        unread: see `KernelCheck`.
+    """
     errors = [_error(point, read[point.node], locals_[point.node]) for point in points]
     return KernelCheck(
         tensors=len(points),
         quanta=max((error.quanta for error in errors), default=0.0),
         db=min((error.db for error in errors), default=math.inf),
-        unread=tuple(name_of(node) for node in places if node not in read),
+        unread=unread,
         faults=tuple(
             Fault(name_of(point.node), point.operator, point.operators, error.wrong)
             for point, error in zip(points, errors, strict=True)
@@ -153,18 +168,25 @@ class _Error:
     wrong: str = ""
 
 
-def _as_in_graph(node: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
+def as_in_graph(node: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
     """Return an engine's value in the form that the graph has it in.
 
-    None is returned where it is rounded otherwise, for example to bf16.
+    None is returned where it is rounded otherwise, see `is_comparable`.
     """
-    if node.target is not quantize_per_tensor:
-        return value if value.dtype is torch.float32 else None
-    dtype = Quantize.of(node).dtype
-    if value.dtype is dtype:
+    if not is_comparable(node, value.dtype):
+        return None
+    if node.target is not quantize_per_tensor or value.dtype is Quantize.of(node).dtype:
         return value
-    shift = _SHIFTS.get((value.dtype, dtype))
-    return None if shift is None else (value.to(torch.int16) + shift).to(dtype)
+    dtype = Quantize.of(node).dtype
+    return (value.to(torch.int16) + _SHIFTS[value.dtype, dtype]).to(dtype)
+
+
+def is_comparable(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether an engine's value of this dtype can be compared: not one that is rounded, as to bf16."""
+    if node.target is not quantize_per_tensor:
+        return dtype is torch.float32
+    of_graph = Quantize.of(node).dtype
+    return dtype is of_graph or (dtype, of_graph) in _SHIFTS
 
 
 def _error(point: Point, value: torch.Tensor, local: Local) -> _Error:

@@ -271,7 +271,7 @@ def _judged(
     outputs = called(running, example)
     if judge is None or running.values is None:
         return running, outputs
-    check = judge.kernels(example, *running.values(example, judge.names), example=True)
+    check = judge.kernels(example, *running.values(example, judge.names))
     return dataclasses.replace(running, checked=check), outputs
 
 

@@ -10,11 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from nc.backends.native.plans.proven import Showing
 from nc.backends.verify import agreement_db, reference_outputs, required_db, shapes
 from nc.graph.qdq import QDQGraph
+from nc.graph.views import returned
+from nc.kernels.onednn.descriptions import Desc
 from nc.numerics.metrics import worst_sqnr_db
-from nc.proof.kernels import LEAST_DB, KernelCheck, check_kernels, compared_names
+from nc.proof.few_places import FewPlaces
+from nc.proof.intermediates import Point, points_at
+from nc.proof.kernels import KernelCheck, check_kernels, compared_names, is_comparable
 
 
 class Judge:
@@ -28,21 +34,18 @@ class Judge:
     """
 
     def __init__(self, graph: QDQGraph, *, new_sizes: bool = True, always: bool = True) -> None:
-        self._graph, self._always = graph, always
-        self.new_sizes = new_sizes
+        self._graph, self.always, self.new_sizes = graph, always, new_sizes
         self._quantized = frozenset(d.operator for d in graph.plan.quantized)
         #: Names of the nodes whose values `kernels` can use.
         self.names = compared_names(graph.module, self._quantized)
+        self._nodes = {node.name: node for node in graph.module.graph.nodes if node.name in self.names}
+        #: Gives the points where values of these names are known.
+        self._points = functools.lru_cache(8)(self._points_at)
         #: Gives the graph's own outputs for its example.
         self.expected = functools.cache(functools.partial(reference_outputs, graph))
 
     def kernels(
-        self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[Any],
-        values: Mapping[str, torch.Tensor],
-        *,
-        example: bool,
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any], values: Mapping[str, torch.Tensor]
     ) -> KernelCheck:
         """Compare values that an engine had inside of one call; see `nc.proof.kernels`.
 
@@ -50,20 +53,60 @@ class Judge:
             inputs: flat inputs.
             outputs: what the engine gives for them.
             values: name of a node of the quantized graph → the engine's value.
-            example: the inputs are those of the graph's example.
 
         Raises:
             ArtefactCorruptError: the file of the graph's weights was written into.
         """
-        known = self._graph.expected
-        if example and not self._always and known is not None and shapes(known) == shapes(outputs):
-            db = worst_sqnr_db(known, outputs)
-            if db >= LEAST_DB:
-                return KernelCheck(len(known), 0.0, db, (), (), outputs_only=True)
         self._graph.intact()
         copies = [tensor.clone() for tensor in inputs]
         with torch.device("cpu"):  # whatever the user's default is: it is their call that wants new sizes
             return check_kernels(self._graph.module, self._quantized, copies, outputs, values)
+
+    def few_places(
+        self,
+        inputs: Sequence[torch.Tensor],
+        values: Mapping[str, Desc],
+        outputs: Sequence[Desc | None],
+        wanted: Showing | None,
+    ) -> FewPlaces:
+        """Return a comparison of a few places of an engine's values, see `nc.proof.few_places`.
+
+        Args:
+            inputs: flat inputs.
+            values: name of a node of the quantized graph → how the engine has its value in memory.
+            outputs: how the engine's outputs are; None for what is no tensor.
+            wanted: the values to compare; None: all.
+
+        Raises:
+            ArtefactCorruptError: the file of the graph's weights was written into.
+        """
+        self._graph.intact()
+        module = self._graph.module
+        descs = {
+            node: values[name]
+            for name, node in self._nodes.items()
+            if name in values and is_comparable(node, values[name].dtype)
+        }
+        descs |= {
+            leaf: desc
+            for leaf, desc in zip(returned(module), outputs, strict=True)
+            if desc is not None and isinstance(leaf, fx.Node) and leaf.op == "call_function"
+        }
+        points = self._points(frozenset(descs))
+        chosen = points if wanted is None else [point for point in points if self._shows(point, wanted)]
+        with torch.no_grad(), torch.device("cpu"):
+            return FewPlaces(module, points, chosen, inputs, {n: desc.sizes for n, desc in descs.items()})
+
+    def _shows(self, point: Point, wanted: Showing) -> bool:
+        is_output = point.node.name not in self.names
+        return (
+            point.node.name in wanted.names
+            or (is_output and wanted.outputs)
+            or not wanted.operators.isdisjoint(point.operators)
+        )
+
+    def _points_at(self, nodes: frozenset[fx.Node]) -> tuple[Point, ...]:
+        return points_at(self._graph.module, [n for n in nodes if n.name in self.names], self._quantized)
 
     def why_unlike(self, outputs: Sequence[Any]) -> str:
         """Why outputs for the example are not what the graph computes; "" where they are."""

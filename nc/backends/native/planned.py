@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from nc.backends.native import operators, recurrent
 from nc.backends.native.operators import dynamic_attention, int8_attention
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.checks import PlanChecks, PlanJudge
+from nc.backends.native.plans.checks import Made, PlanChecks, PlanJudge
 from nc.backends.native.plans.execution_plan import (
     AtenCall,
     Entry,
@@ -28,7 +28,7 @@ from nc.backends.native.plans.execution_plan import (
 )
 from nc.backends.native.plans.in_turn import predicted
 from nc.backends.native.plans.operands import PackedWeights
-from nc.backends.native.plans.plan_instance import PlanInstance
+from nc.backends.native.plans.plan_instance import PlanInstance, See
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator
@@ -126,17 +126,15 @@ class PlannedModel:
     def __call__(self, *inputs: torch.Tensor) -> Sequence[Any]:
         """Flat outputs."""
         inputs = tuple(map(_regular, inputs))
-        plan = self._found(inputs)
-        return (
-            self._otherwise().call(*inputs)
-            if isinstance(plan, Unavailable)
-            else self._context(plan).run(inputs)
-        )
+        plan, outputs = self._found(inputs)
+        if isinstance(plan, Unavailable):
+            return self._otherwise().call(*inputs)
+        return self._context(plan).run(inputs) if outputs is None else outputs
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         """Make the plan for these inputs; raises BackendError where there can be none."""
         with torch.no_grad():
-            found = self._found(tuple(map(_regular, inputs)))
+            found, _ = self._found(tuple(map(_regular, inputs)))
         if isinstance(found, Unavailable):
             raise BackendError(found.reason)
 
@@ -144,7 +142,7 @@ class PlannedModel:
         """Every entry of the plan for these inputs, with the time that it took in one run."""
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
-            plan = self._found(inputs)
+            plan, _ = self._found(inputs)
             if isinstance(plan, Unavailable):
                 return tuple(self._otherwise().steps(inputs))
             times = self._separate(plan).clocked(inputs)
@@ -157,7 +155,7 @@ class PlannedModel:
         """
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
-            plan = self._found(inputs)
+            plan, _ = self._found(inputs)
             if isinstance(plan, Unavailable):
                 return self._otherwise().profile(inputs)
             separate = self._separate(plan)
@@ -283,20 +281,25 @@ class PlannedModel:
             dict.fromkeys(plan.reason for plan in list(self._plans.values()) if isinstance(plan, Unavailable))
         )
 
-    def _found(self, inputs: tuple[torch.Tensor, ...]) -> ExecutionPlan | Unavailable:
-        """Return the plan for inputs, made if need be, or why there is none."""
+    def _found(
+        self, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[ExecutionPlan | Unavailable, Sequence[Any] | None]:
+        """Return the plan for inputs, made if need be, or why there is none.
+
+        Its outputs for them are returned too where it was compared now.
+        """
         key = _key(inputs)
-        plan = self._plans.get(key)
+        plan, outputs = self._plans.get(key), None
         if plan is None:
             with self._recording:
                 plan = self._plans.get(key)  # of a thread that was here first
                 if plan is None:
-                    plan = self._record(inputs)
+                    plan, outputs = self._record(inputs)
                     self._keep(key, plan)
                     # small pieces that a plan keeps pin the large ones that making it needed for a moment
                     give_back_small_pieces()
         self._used[key] = next(self._clock)  # not before: inputs may be wrong
-        return plan
+        return plan, outputs
 
     def _separate(self, plan: ExecutionPlan) -> PlanInstance:
         """Return a context of its own, which runs entries one by one."""
@@ -304,8 +307,10 @@ class PlannedModel:
             arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
             return PlanInstance(plan, self._source.maker, self._runner, arena, together=False)
 
-    def _record(self, inputs: tuple[torch.Tensor, ...]) -> ExecutionPlan | Unavailable:
-        """Return a new plan, or why there is none.
+    def _record(
+        self, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[ExecutionPlan | Unavailable, Sequence[Any] | None]:
+        """Return a new plan, or why there is none; and its outputs where it was compared.
 
         Raises:
             VerificationError: neither the plan nor what takes its place computes what the quantized graph
@@ -315,14 +320,18 @@ class PlannedModel:
         try:
             plan = recorder.record(inputs)
         except BackendError as error:
-            return Unavailable(str(error))
+            return Unavailable(str(error)), None
+        watched = recorder.watched()
 
-        def look(names: frozenset[str]) -> tuple[Sequence[Any], Mapping[str, torch.Tensor]]:
-            watched = [each for each in recorder.watched() if not names.isdisjoint(each.names)]
-            return self._separate(shown(plan)).watch([tensor.clone() for tensor in inputs], watched)
+        def look(inputs: Sequence[torch.Tensor], names: Collection[str], see: See) -> Sequence[Any]:
+            with torch.inference_mode(False):
+                instance = PlanInstance(
+                    shown(plan), self._source.maker, self._runner, self._arena(plan), together=False
+                )
+            return instance.watch(inputs, [w for w in watched if not set(names).isdisjoint(w.names)], see)
 
-        why = self.checks.why_wrong(_key(inputs), inputs, look)
-        return Unavailable(why) if why else plan
+        why, outputs = self.checks.compare(_key(inputs), inputs, Made(plan, watched, look))
+        return (Unavailable(why), None) if why else (plan, outputs)
 
     def _keep(self, key: _Key, plan: ExecutionPlan | Unavailable) -> None:
         """Keep a new plan; the caller holds the lock."""
@@ -336,18 +345,22 @@ class PlannedModel:
             del self._used[gone]
 
     def _context(self, plan: ExecutionPlan) -> PlanInstance:
-        memory = self._memory
-        found = memory.contexts.get(plan)
+        found = self._memory.contexts.get(plan)
         if found is None:
-            needed = plan.arena + plan.scratchpad
             with torch.inference_mode(False):  # torch's operators write into this memory in any mode
-                if needed > memory.arena.numel():
-                    memory.contexts.clear()  # they point into the memory that goes now
-                    memory.arena = torch.empty(needed, dtype=torch.uint8, device="cpu")
-                found = memory.contexts[plan] = PlanInstance(
-                    plan, self._source.maker, self._runner, memory.arena
-                )
+                arena = self._arena(plan)
+                found = PlanInstance(plan, self._source.maker, self._runner, arena)
+            self._memory.contexts[plan] = found
         return found
+
+    def _arena(self, plan: ExecutionPlan) -> torch.Tensor:
+        """Return this thread's memory, enough for a plan."""
+        memory, needed = self._memory, plan.arena + plan.scratchpad
+        if needed > memory.arena.numel():
+            memory.contexts.clear()  # they point into the memory that goes now
+            memory.arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # before there is more
+            memory.arena = torch.empty(needed, dtype=torch.uint8, device="cpu")
+        return memory.arena
 
 
 def _packed_only(module: fx.GraphModule) -> set[str]:

@@ -1,21 +1,57 @@
-"""Compare each plan with the quantized graph when it is made, and remember which sizes were compared."""
+"""Compare each plan with the quantized graph when it is made, and remember which sizes were compared.
+
+All of the first one is compared, and of the others a few places of what kernels make that were not compared
+for such sizes yet. That happens in the call that wants the plan, whose outputs are those of the caller.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from nc.backends.native.plans.execution_plan import Constant, ExecutionPlan, MemoryPart, Slot, Watched
+from nc.backends.native.plans.plan_instance import See
+from nc.backends.native.plans.proven import Kernel, Proven, Showing, desc_of, kernel_of, shown_by
 from nc.errors import ArtefactCorruptError, VerificationError
+from nc.kernels.onednn.descriptions import Desc
 from nc.process.warn import warn
 from nc.proof.kernels import Fault, KernelCheck
+from nc.proof.sizes import UnknownSizes
 
 #: Sizes of which it is remembered that they were compared: plans that were given up are made again without.
 _MOST_SIZES = 4096
 
-#: Names of values → the outputs of one call of a plan, and the values inside of it by these names.
-Look = Callable[[frozenset[str]], tuple[Sequence[Any], Mapping[str, torch.Tensor]]]
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """A plan that was made, and how to look into a call of it.
+
+    Attributes:
+        plan: the plan.
+        watched: its tensors that stand for values of the graph that was lowered.
+        look: runs it on some inputs, shows those of the values that are named, and returns the outputs.
+    """
+
+    plan: ExecutionPlan
+    watched: Sequence[Watched]
+    look: Callable[[Sequence[torch.Tensor], Collection[str], See], Sequence[Any]]
+
+
+class PlacesCheck(Protocol):
+    """A comparison of values at a few places; see `nc.proof.few_places`."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the values that it wants to see."""
+
+    def see(self, names: tuple[str, ...], value: torch.Tensor) -> None:
+        """Keep what is wanted of a value."""
+
+    def check(self, outputs: Sequence[Any]) -> KernelCheck:
+        """Return what it found."""
 
 
 class PlanJudge(Protocol):
@@ -23,16 +59,28 @@ class PlanJudge(Protocol):
 
     names: frozenset[str]
     new_sizes: bool
+    always: bool
 
     def kernels(
-        self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[Any],
-        values: Mapping[str, torch.Tensor],
-        *,
-        example: bool,
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any], values: Mapping[str, torch.Tensor]
     ) -> KernelCheck:
         """Compare the values inside of one call."""
+
+    def few_places(
+        self,
+        inputs: Sequence[torch.Tensor],
+        values: Mapping[str, Desc],
+        outputs: Sequence[Desc | None],
+        wanted: Showing | None,
+    ) -> PlacesCheck:
+        """Return a comparison of a few places of the values that show whether kernels are right.
+
+        Args:
+            inputs: flat inputs.
+            values: name → how the plan has it in memory.
+            outputs: how the outputs are; None for what is no tensor.
+            wanted: the values to compare; None: all.
+        """
 
     def why_unlike_for(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> str:
         """Why outputs are not what the graph computes; "" where they are."""
@@ -55,38 +103,91 @@ class PlanChecks:
     def __init__(self, judge: PlanJudge | None, otherwise: Callable[..., Sequence[Any]]) -> None:
         self._judge, self._otherwise = judge, otherwise
         self._known: dict[Hashable, str] = {}
+        self._proven = Proven()
         self.first: KernelCheck | None = None
         self.others = self.wrong = 0
         self.why_stopped = ""
 
-    def why_wrong(self, key: Hashable, inputs: Sequence[torch.Tensor], look: Look) -> str:
-        """Why the plan for these inputs must not be used; "" where it may be.
+    def compare(
+        self, key: Hashable, inputs: Sequence[torch.Tensor], made: Made
+    ) -> tuple[str, Sequence[Any] | None]:
+        """Compare a new plan.
+
+        Returns:
+            Why the plan for these inputs must not be used, "" where it may be; and its outputs for them, None
+            where they are not known.
 
         Raises:
             VerificationError: neither the plan nor what takes its place computes what the quantized graph
                 computes for new sizes.
         """
-        judge = self._judge
-        if judge is None or (self.first is not None and not judge.new_sizes):
-            return ""
+        judge, is_first = self._judge, self.first is None
+        if judge is None or (not is_first and not judge.new_sizes):
+            return "", None
         if key in self._known:
-            return self._known[key]
-        if self.first is None:
-            self.first = judge.kernels(inputs, *look(judge.names), example=True)
-            return self._remember(key, self.first)
+            return self._known[key], None
         if self.why_stopped:
-            return ""
+            return "", None
         try:
-            check = judge.kernels(inputs, *look(judge.names), example=False)
+            check, outputs = self._compared(judge, inputs, made, all_places=is_first and judge.always)
         except ArtefactCorruptError as error:  # the packed weights are whole, so the model goes on
+            if is_first:
+                raise
             self.why_stopped = str(error)
             warn(f"Kernels for new input sizes can't be compared any more: {error}")
-            return ""
+            return "", None
+        if is_first:
+            self.first = check
+            return self._remember(key, check), outputs
         self.others += 1
         self.wrong += bool(check.faults)
         if check.faults:
             self._warn_of(check.faults[0], inputs, judge)
-        return self._remember(key, check)
+        return self._remember(key, check), outputs
+
+    def _compared(
+        self, judge: PlanJudge, inputs: Sequence[torch.Tensor], made: Made, *, all_places: bool
+    ) -> tuple[KernelCheck, Sequence[Any] | None]:
+        """Return what a comparison found, and the outputs of the plan where it is right."""
+        kernels = [kernel_of(entry) for entry in made.plan.entries]
+        found = None if all_places else self._at_few_places(judge, inputs, made, kernels)
+        if found is not None and not found[0].faults:
+            self._proven.add(kernels)
+            return found
+        values: dict[str, torch.Tensor] = {}
+
+        def see(names: tuple[str, ...], value: torch.Tensor) -> None:
+            values.update(dict.fromkeys(names, value.clone()))
+
+        outputs = made.look([tensor.clone() for tensor in inputs], judge.names, see)
+        check = judge.kernels(inputs, outputs, values)
+        if not check.faults:
+            self._proven.add(kernels)
+        return check, None
+
+    def _at_few_places(
+        self, judge: PlanJudge, inputs: Sequence[torch.Tensor], made: Made, kernels: Sequence[Kernel]
+    ) -> tuple[KernelCheck, Sequence[Any] | None] | None:
+        """Return what few places of what new kernels make are: for the first plan of what all make.
+
+        None is returned where few places can't be told apart from the others.
+        """
+        wanted = None
+        if self.first is not None:
+            new = self._proven.new(kernels)
+            if not new:
+                return KernelCheck(), None
+            wanted = shown_by(made.plan.entries, new, made.watched)
+        values = {name: desc_of(each.ref) for each in made.watched for name in each.names}
+        refs = (ref if isinstance(ref, (Constant, Slot, MemoryPart)) else None for ref in made.plan.outputs)
+        outputs = [None if ref is None else desc_of(ref) for ref in refs]
+        try:
+            comparison = judge.few_places(inputs, values, outputs, wanted)
+        except UnknownSizes:
+            return None
+        found = made.look(inputs, comparison.names, comparison.see)
+        with torch.no_grad(), torch.device("cpu"):  # whatever the user's default is
+            return comparison.check(found), found
 
     def _remember(self, key: Hashable, check: KernelCheck) -> str:
         """Keep why a plan must not be used, and return it."""

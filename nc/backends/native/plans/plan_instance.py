@@ -41,6 +41,8 @@ class _Fill:
     offset: int = 0
 
 
+#: Is shown a tensor, and the names of the values that it holds.
+See = Callable[[tuple[str, ...], torch.Tensor], None]
 #: A part of a plan: it reads and writes tensors by their number.
 _Run = Callable[[list[Any]], None]
 
@@ -130,25 +132,21 @@ class PlanInstance:
             times.append(1e3 * (time.perf_counter() - start))
         return times
 
-    def watch(
-        self, inputs: Sequence[torch.Tensor], watched: Iterable[Watched]
-    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Run once; calls must not go `together`.
+    def watch(self, inputs: Sequence[torch.Tensor], watched: Iterable[Watched], see: See) -> list[Any]:
+        """Run once and return the outputs; calls must not go `together`.
 
-        Returns:
-            The outputs, and copies of the tensors that were watched, by the names that they stand for.
+        `see` gets each tensor that is watched, and the names that it stands for, while it holds their values.
         """
         tensors = self._given(inputs)
-        found: dict[str, torch.Tensor] = {}
         done = 0
         for each in sorted(watched, key=lambda w: w.behind):
             for part in self._parts[done : each.behind]:
                 part(tensors)
             done = max(done, each.behind)
-            found |= dict.fromkeys(each.names, _filled(self._tensor(each.ref), tensors).clone())
+            see(each.names, _filled(self._tensor(each.ref), tensors))
         for part in self._parts[done:]:
             part(tensors)
-        return self._results(tensors), found
+        return self._results(tensors)
 
     def _given(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """All tensors of a call by their number; those that operators will make are None yet."""
