@@ -21,12 +21,15 @@ from nc import (
     WeightOnlyConfig,
     available_backends,
 )
-from nc.backends.native import lower, operators, planned
+from nc.backends.native import judge, lower, operators, planned
 from nc.backends.native.operators import dynamic_attention
+from nc.backends.native.plans import plan_instance
+from nc.backends.native.plans.execution_plan import FunctionCall
 from nc.backends.passes import Pass
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import call_function, run_with
 from nc.graph.views import returned, set_argument
+from nc.kernels.onednn.descriptions import DST
 from nc.ops import quantize_per_tensor
 from nc.proof import kernels
 from nc.proof.kernels import check_kernels, compared_names
@@ -421,3 +424,68 @@ def test_what_has_no_bound_times_0_has_none(function):
                 slacks[node] = found
                 assert not bool(found.isnan().any())
                 assert bool(found.isinf().all())
+
+
+#: Where a kernel is wrong → rows and columns of its result [rows, columns].
+WRONG_AT = {
+    "the last block of rows": (slice(96, None), slice(None)),
+    "the last row": (slice(-1, None), slice(None)),
+    "the last column": (slice(None), slice(-1, None)),
+    "the second panel of columns": (slice(None), slice(32, 64)),
+    "the piece of the second thread": (slice(52, None), slice(None)),
+    "one row of each block": (slice(5, None, 16), slice(None)),
+}
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Let the kernel of one operator be wrong at some places where there are 103 rows."""
+    found = {"where": None}
+    real = plan_instance.PlanInstance._calls
+
+    def calls(self, entries):
+        execute = real(self, entries)
+        (entry,) = entries if len(entries) == 1 else (None,)
+        if found["where"] is None or entry is None or "0" not in entry.step.operators:
+            return execute
+        refs = entry.tensors if isinstance(entry, FunctionCall) else [entry.tensors[DST][1]]
+
+        def wrong(tensors):
+            execute(tensors)
+            result = plan_instance._filled(self._tensor(refs[0]), tensors)
+            result = result[: 103 * 96].view(103, 96)
+            rows, columns = found["where"]
+            result[rows, columns] = result[rows, columns] + 9
+
+        return wrong
+
+    monkeypatch.setattr(plan_instance.PlanInstance, "_calls", calls)
+    return found
+
+
+@pytest.mark.needs_plans
+@pytest.mark.parametrize("where", WRONG_AT)
+def test_a_fault_in_a_part_of_new_sizes_is_found(spoiled, where):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 8))
+    q = quantized(model, torch.randn(64, 96), StaticQuantConfig(), backend="native")
+    spoiled["where"] = WRONG_AT[where]
+    with pytest.warns(NCWarning, match=r"sizes \(103, 96\) compute something else.*'0'"):
+        q(torch.randn(103, 96))
+
+
+@pytest.mark.needs_plans
+def test_kernels_are_compared_once_for_a_class_of_sizes(monkeypatch):
+    """Sizes with the same rest of a block are alike to the kernels in C; the reference runs for none."""
+    torch.manual_seed(0)
+    q = quantized(deep(), torch.randn(64, 32), StaticQuantConfig(), backend="native")
+    looks, wholes = [], []
+    look, whole = judge.Judge.few_places, judge.Judge.kernels
+    monkeypatch.setattr(judge.Judge, "few_places", lambda *a: looks.append(a[-1]) or look(*a))
+    monkeypatch.setattr(judge.Judge, "kernels", lambda *a: wholes.append(0) or whole(*a))
+    for rows in (103, 135, 167):
+        q(torch.randn(rows, 32))
+    assert q.report().details["sizes compared"] == "3 beside the example's, none wrong"
+    assert not wholes
+    assert len(looks) <= 2
+    assert all(showing is not None and len(showing.operators) < 12 for showing in looks)
