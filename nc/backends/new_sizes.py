@@ -1,7 +1,8 @@
 """Compare an engine's outputs with the quantized graph's the first time that inputs have new sizes.
 
 Engines choose kernels by sizes, and some of these are wrong for few sizes only. This is for engines that show
-no values inside of a call.
+no values inside of a call. The graph computes the first and the last sample of a batch. What is no match is
+compared as a whole: samples of a graph may depend on each other.
 """
 
 from __future__ import annotations
@@ -53,15 +54,20 @@ class NewSizes:
         outputs = self._run(inputs)
         if torch._C._is_tracing():  # the graph's operators would become part of the trace
             return outputs
-        expected = self._of_graph(inputs)
         why = "" if self._known_wrong is None else self._known_wrong([tensor.clone() for tensor in inputs])
+        ends = None if why else _ends(inputs)
+        if ends is not None:
+            expected = self._of_graph(_samples(inputs, ends))
+            got = _samples(outputs, ends)
+            if all(map(_tells, (*inputs, *expected))) and not self._why_unlike(expected, got):
+                self._note(sizes, is_right=True)
+                return outputs
+        expected = self._of_graph(inputs)
         if not why:
             if not all(map(_tells, (*inputs, *expected))):
                 return outputs
             why = self._why_unlike(expected, outputs)
-        if len(self._is_right) > _MOST_KEPT:
-            self._is_right = {_sizes(self._graph.example): True}
-        self._is_right[sizes] = not why
+        self._note(sizes, is_right=not why)
         if not why:
             return outputs
         warn(
@@ -70,6 +76,12 @@ class NewSizes:
             "compare."
         )
         return expected
+
+    def _note(self, sizes: tuple[tuple[int, ...], ...], *, is_right: bool) -> None:
+        """Keep whether the engine is right for some sizes."""
+        if len(self._is_right) > _MOST_KEPT:
+            self._is_right = {_sizes(self._graph.example): True}
+        self._is_right[sizes] = is_right
 
     def _why_unlike(self, expected: Sequence[Any], outputs: Sequence[Any]) -> str:
         if shapes(expected) != shapes(outputs):
@@ -93,6 +105,24 @@ class NewSizes:
         with torch.no_grad(), torch.device("cpu"):  # whatever the user's default is
             outputs: Sequence[Any] = self._graph.module(*(tensor.clone() for tensor in inputs))
             return outputs
+
+
+def _ends(inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the indices of the first and the last sample; None where a batch has no others."""
+    counts = {len(tensor) if tensor.dim() else 0 for tensor in inputs}
+    count = counts.pop() if len(counts) == 1 else 0
+    return torch.tensor([0, count - 1], dtype=torch.int64, device="cpu") if count > 2 else None
+
+
+def _samples(values: Sequence[Any], indices: torch.Tensor) -> list[Any]:
+    """Return some samples of each tensor with as many as the last index says, others as they are."""
+    count = int(indices[-1]) + 1
+    return [
+        value.index_select(0, indices)
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == count
+        else value
+        for value in values
+    ]
 
 
 def _tells(value: Any) -> bool:

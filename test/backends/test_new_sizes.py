@@ -60,6 +60,48 @@ def test_each_size_is_compared_once():
     assert run.details() == {"sizes compared": "2 beside the example's, none wrong"}
 
 
+def test_the_graph_computes_two_samples_of_a_batch():
+    rows = []
+    run, graph = checked(lambda out, x: out)
+    own = graph.module.forward
+    graph.module.forward = lambda x: rows.append(len(x)) or own(x)
+    run([torch.randn(64, 16)])
+    assert rows == [64, 2]  # the first is the engine of this test
+
+
+@pytest.mark.parametrize("wrong", [slice(0, 1), slice(-1, None), slice(32, None), slice(None)])
+def test_an_end_of_a_batch_that_is_wrong_is_found(wrong):
+    def run_wrong(out, x):
+        out = out.clone()
+        if len(x) == 64:
+            out[wrong] += 5
+        return out
+
+    run, graph = checked(run_wrong)
+    x = torch.randn(64, 16)
+    with pytest.warns(NCWarning, match="computes something else"):
+        got = run([x])
+    own = graph.module.forward(x)
+    torch.testing.assert_close(got[0], own[0], rtol=0, atol=0)
+
+
+def test_samples_that_depend_on_each_other_are_compared_as_a_whole():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.layer(x - x.mean(0))
+
+    graph = quantized(Centred(), torch.randn(4, 16)).graph
+    run = NewSizes(lambda inputs: graph.module(*inputs), graph, "The engine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run([torch.randn(9, 16)])
+    assert run.details() == {"sizes compared": "1 beside the example's, none wrong"}
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_inputs_that_tell_nothing_are_not_judged(value):
     run, _ = checked(lambda out, x: out + 1e-9 if value == 0 else out)
