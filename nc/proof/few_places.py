@@ -27,7 +27,7 @@ from nc.proof.sizes import KnownSizes
 from nc.proof.teacher_forcing import Local
 
 #: By rank, the most indices of each dimension.
-_MOST = {1: (96,), 2: (24, 48), 3: (3, 24, 32), 4: (2, 12, 10, 24), 5: (2, 8, 4, 6, 12)}
+_MOST = {1: (96,), 2: (24, 32), 3: (3, 20, 24), 4: (2, 12, 6, 16), 5: (2, 8, 4, 4, 12)}
 
 
 def few(shape: Sequence[int]) -> Places:

@@ -167,9 +167,11 @@ _Rule = Callable[[Placing, fx.Node, Places], PlacedValue | None]
 
 def at(value: torch.Tensor, places: Places) -> torch.Tensor:
     """Return a tensor at some places."""
-    for dim, indices in enumerate(places):
-        if indices is not None:
-            value = value.index_select(dim, indices)
+    shares = {dim: len(each) / value.shape[dim] for dim, each in enumerate(places) if each is not None}
+    for dim in sorted(shares, key=shares.__getitem__):  # what leaves the least comes first
+        indices = places[dim]
+        assert indices is not None
+        value = value.index_select(dim, indices)
     return value
 
 

@@ -43,6 +43,7 @@ class Function:
         return self.row.packed(**fields)
 
 
+@functools.cache
 def function_of(library: ctypes.CDLL, name: str, shown: str = "") -> Function:
     """Return a function of a library.
 
