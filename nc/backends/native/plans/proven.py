@@ -157,6 +157,9 @@ def _numbers(call: FunctionCall) -> tuple[Hashable, ...]:
 
 
 def _content(tensor: torch.Tensor) -> Hashable:
-    if tensor.numel() * tensor.element_size() > _MOST_BYTES or tensor.layout is not torch.strided:
-        return tuple(tensor.shape), tensor.data_ptr()
-    return tuple(tensor.shape), tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    """Return what a constant holds, or where it is if that is much; of what is expanded the memory counts."""
+    memory = tensor.untyped_storage()
+    if memory.nbytes() > _MOST_BYTES:
+        return tensor.dtype, memory.data_ptr(), tensor.storage_offset()
+    held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory)
+    return tensor.dtype, tensor.storage_offset(), held.numpy().tobytes()
