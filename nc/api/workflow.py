@@ -122,9 +122,9 @@ def convert(
             used if one cannot compute this model, and the report says why.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
             Backend "native" compares each kernel by itself, given its own inputs; the others compare outputs.
-        verify_sizes: compare for new input sizes too, in the first call with these sizes, which takes longer
-            by one call of the reference. Kernels that are wrong are not used, with an `NCWarning`. Not with
-            verify="off".
+        verify_sizes: compare for new input sizes too, in the first call with these sizes: on "native" a few
+            places of what kernels make that were not compared for such sizes, on other engines the outputs of
+            two samples. Kernels that are wrong are not used, with an `NCWarning`. Not with verify="off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or
             "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`;

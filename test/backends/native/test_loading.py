@@ -99,7 +99,7 @@ def test_an_engine_that_gives_what_is_expected_is_right_and_the_graph_is_not_run
     assert runs == []
     reports = [each.report().to_dict() | {"verdict": None} for each in (loaded, q_model)]
     kernels = [report["details"].pop("kernels compared") for report in reports]
-    assert kernels[0].startswith("none, because the outputs agree to")
+    assert "tensors at a few places each, codes within" in kernels[0]
     assert "codes within" in kernels[1]
     assert reports[0] == reports[1]
 
@@ -175,7 +175,7 @@ def test_codes_come_back_for_kernels_that_want_another_layout(folder, q_model, m
 @native
 def test_sizes_that_can_not_be_planned_get_the_codes_too(folder, q_model, monkeypatch):
     loaded = load(folder, backend="native")
-    monkeypatch.setattr(planning.PlannedModel, "_record", lambda self, inputs: Unavailable("no plan"))
+    monkeypatch.setattr(planning.PlannedModel, "_record", lambda self, inputs: (Unavailable("no plan"), None))
     x = torch.randn(3, 5, 64)
     torch.testing.assert_close(loaded(x), q_model.reference(x), rtol=0.05, atol=0.05)
 
