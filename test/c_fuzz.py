@@ -742,7 +742,7 @@ def case_recurrent() -> str:
     projection = random.choice((0, random.randrange(1, hidden))) if kind == "lstm" and hidden > 1 else 0
     reverse, isas = (
         random.random() < 0.5,
-        [name for name in recurrent._code().isas if not cpu.lacks(ISAS[name])],
+        [name for name in recurrent._code().isas if not cpu.code_lacks(ISAS[name])],
     )
     options = (
         {"proj_size": projection} if projection else {"nonlinearity": "relu"} if kind == "rnn_relu" else {}

@@ -1548,8 +1548,8 @@ MUTATIONS = (
         "compiled-sets",
         "instruction sets that were not compiled are not chosen",
         "backends/low_bit/compiled.py",
-        "if name in compiled and not cpu.lacks(ISAS[name]))",
-        "if not cpu.lacks(ISAS[name]))",
+        "if name in compiled and not cpu.code_lacks(ISAS[name]))",
+        "if not cpu.code_lacks(ISAS[name]))",
         ("c_build",),
     ),
     Mutation(

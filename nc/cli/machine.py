@@ -148,7 +148,7 @@ def _machine() -> list[tuple[str, str]]:
     engines = [package for name in backend_names() for package in get_backend(name).packages]
     rows = [
         ("CPU", cpu.model_name()),
-        ("features", (", ".join(cpu.features()) or "none that int8 kernels use") + cpu.why_narrow()),
+        ("features", (", ".join(cpu.machine_features()) or "none that int8 kernels use") + cpu.why_narrow()),
         ("cores", str(found)),
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
         ("Python", platform.python_version()),

@@ -393,9 +393,9 @@ def test_the_c_code_of_either_instruction_set_computes_the_reference(
     packed = [
         part for c, s, b in zip(codes, scales, biases, strict=True) for part in (*recurrent.pack(c, s), b)
     ] + [None] * 4
-    features_of_cpu = cpu.features() if vnni else ("avx2",)
+    features_of_cpu = cpu.machine_features() if vnni else ("avx2",)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "features", lambda: features_of_cpu)
+        patch.setattr(cpu, "machine_features", lambda: features_of_cpu)
         assert recurrent._code().isa() == ("avx512_vnni" if "avx512_vnni" in features_of_cpu else "avx2")
         got = recurrent.layers(x, hx, packed, kind, 1, False, False, features, hidden)
     params = [c * s[:, None] for c, s in zip(codes, scales, strict=True)] + biases

@@ -53,7 +53,7 @@ def sapphire_rapids(monkeypatch):
 )
 def test_the_limit_hides_features_and_instruction_sets(monkeypatch, name, features, permitted):
     monkeypatch.setenv("NC_MAX_ISA", name)
-    assert cpu.features() == features
+    assert cpu.machine_features() == features
     assert limit.permitted() == permitted
     assert compiled.of_this_cpu(isas.ISAS) == tuple(reversed(permitted))
     assert cpu.limits() == ((f"NC_MAX_ISA={name}",) if features != ALL else ())
@@ -64,14 +64,14 @@ def test_the_limit_hides_features_and_instruction_sets(monkeypatch, name, featur
 def test_features_are_those_that_both_limits_leave(monkeypatch):
     monkeypatch.setenv("NC_MAX_ISA", "avx512_vnni")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    assert cpu.features() == ("avx2", "avx512f")
+    assert cpu.machine_features() == ("avx2", "avx512f")
     assert cpu.limits() == ("ONEDNN_MAX_CPU_ISA=AVX512_CORE", "NC_MAX_ISA=avx512_vnni")
 
 
 @pytest.mark.parametrize("name", ["AVX2", "avx2 ", "sse2", "1"])
 def test_a_limit_that_names_nothing_is_an_error(monkeypatch, name):
     monkeypatch.setenv("NC_MAX_ISA", name)
-    for ask in (limit.limit, limit.permitted, cpu.features, cpu.limits):
+    for ask in (limit.limit, limit.permitted, cpu.machine_features, cpu.limits):
         with pytest.raises(
             ConfigError, match=f"NC_MAX_ISA='{name}' names no instruction set. Set it to one of avx2, "
         ):

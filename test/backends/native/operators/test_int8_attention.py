@@ -236,7 +236,7 @@ def test_the_report_says_which_function_computed_both_products(shape):
 
 
 def test_a_cpu_without_vnni_takes_the_parts(monkeypatch):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx512f"))
     assert "avx512_vnni" in int8_attention.why_unavailable()
     assert ["avx512_vnni" in why for why in refused(case())] == [True]
     case().check(whole=False)

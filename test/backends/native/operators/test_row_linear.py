@@ -369,7 +369,7 @@ def test_a_weight_whose_pairs_do_not_fit_is_left_to_fbgemm_with_avx2(monkeypatch
 
 
 def test_a_model_that_is_quantized_for_avx2_has_the_function(monkeypatch):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     model = nn.Linear(40, 24)
     nn.init.ones_(model.weight)
     q, x = dynamic(model, torch.randn(3, 40)), torch.randn(5, 40)
