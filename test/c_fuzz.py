@@ -4,7 +4,7 @@
 
 Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one,
 so a read or write outside of it ends this process. What no function may write is compared with what it was.
-With --sanitize the C code is compiled with the address and undefined-behaviour sanitizers of gcc
+With --record the results go to a file, for isas.py. With --sanitize the C code is compiled with the address and undefined-behaviour sanitizers of gcc
 (sanitizers.py), whose message is the last that this process prints.
 """
 
@@ -50,6 +50,8 @@ from nc.numerics import affine, int16_pairs
 PAGE = mmap.PAGESIZE
 FREE = 0xAB
 _libc = ctypes.CDLL(None, use_errno=True)
+#: What each call wrote, with the name of its case, in order.
+RESULTS: list[tuple[str, list[torch.Tensor]]] = []
 DTYPES = c_functions.NUMBERS
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -103,6 +105,7 @@ def call(function: Function, fields, tensors, writes=(0,), *, at_end: bool | Non
     call_once(function, fields, copies)
     for index, copy in enumerate(copies):
         copy.finish(index in writes)
+    RESULTS.append((function.name, [t.clone() for i, t in enumerate(tensors) if i in writes]))
 
 
 def close(got, expected, relative, absolute=0.0):
@@ -815,7 +818,7 @@ def random_rows() -> tuple[torch.Tensor, torch.Tensor, bool]:
     for special in (0.0, 1e-40, 7.0, -7.0):
         if rows and random.random() < 0.3:
             x[random.randrange(rows)] = special
-    memory = torch.empty(row_format.CODES.held(rows, inputs), dtype=torch.uint8)
+    memory = torch.zeros(row_format.CODES.held(rows, inputs), dtype=torch.uint8)
     return x, memory, random.random() < 0.5
 
 
@@ -844,7 +847,7 @@ def case_round_rows() -> str:
         "per_row": per_row,
         "isa": NUMBERS[isa],
     }
-    ranges = [] if per_row else [torch.empty(rows, 2)]
+    ranges = [] if per_row else [torch.zeros(rows, 2)]
     call(row_format.code(row_format.CODES).rounds, fields, [memory, x, *ranges], (0, 2))
     codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
     if rows:
@@ -1029,6 +1032,8 @@ def main() -> None:
     parser.add_argument(
         "--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers of gcc"
     )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--quiet", action="store_true", help="print no case that is right")
     options = parser.parse_args()
     if not options.sanitize:  # whose messages say more
         faulthandler.enable()
@@ -1039,9 +1044,18 @@ def main() -> None:
         for case in range(options.cases):
             random.seed(f"{name} {options.seed + case}")
             torch.manual_seed(random.randrange(2**31))
-            print(f"{name} --seed {options.seed + case}", end=": ", flush=True)
-            print(CASES[name](), flush=True)
+            if not options.quiet:
+                print(f"{name} --seed {options.seed + case}", end=": ", flush=True)
+            first = len(RESULTS)
+            what = CASES[name]()
+            RESULTS[first:] = [
+                (f"{name} --seed {options.seed + case}, {what}: {of}", y) for of, y in RESULTS[first:]
+            ]
+            if not options.quiet:
+                print(what, flush=True)
         print(f"{name}: {options.cases} cases", flush=True)
+    if options.record:
+        torch.save(RESULTS, options.record)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,14 @@ def main() -> None:
         default=[str(found) for name in TESTS for found in _HERE.rglob(f"test_{name}.py")],
         help="files of pytest",
     )
+    parser.add_argument(
+        "--emulate", metavar="NAME", help="an instruction set that this CPU may lack: see isas.py"
+    )
     options = parser.parse_args()
+    if options.emulate:
+        from isas import emulation  # which loads nc
+
+        os.environ.update(emulation(options.emulate))
     us, jobs = str(Path(__file__)), range(options.jobs)
     each = -(-options.cases // options.jobs)
     # each process runs a part of the cases, and of the tests

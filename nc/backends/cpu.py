@@ -160,7 +160,10 @@ def fbgemm_accumulates_wide() -> bool:
     It takes no notice of oneDNN's limits; to count them all the same costs accuracy, where somebody sets
     them, and is never wrong.
     """
-    return "avx512_vnni" in machine_features() and env.FBGEMM_ENABLE_INSTRUCTIONS.get().upper() not in _FBGEMM_NARROW
+    return (
+        "avx512_vnni" in machine_features()
+        and env.FBGEMM_ENABLE_INSTRUCTIONS.get().upper() not in _FBGEMM_NARROW
+    )
 
 
 def why_narrow() -> str:

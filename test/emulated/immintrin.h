@@ -148,9 +148,22 @@ EMULATED __m512 emulated_scalef(__m512 a, __m512 b)
 #define _mm512_scalef_ps emulated_scalef
 
 /* SIMDe keeps the sign of -0. */
-EMULATED __m512 emulated_abs(__m512 v) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff))); }
+EMULATED __m512 emulated_abs(__m512 v)
+{
+    const __m512i all_but_sign = _mm512_set1_epi32(0x7fffffff);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), all_but_sign));
+}
 #undef _mm512_abs_ps
 #define _mm512_abs_ps emulated_abs
+
+/* 1 / v with as few bits as a CPU may give, so that code which needs more is noticed: SIMDe gives all of them. */
+EMULATED __m512 emulated_rcp14(__m512 v)
+{
+    const __m512i all = _mm512_castps_si512(_mm512_div_ps(_mm512_set1_ps(1), v));
+    return _mm512_castsi512_ps(_mm512_and_si512(all, _mm512_set1_epi32(~0x1ff)));
+}
+#undef _mm512_rcp14_ps
+#define _mm512_rcp14_ps emulated_rcp14
 
 /* Odd products, then even ones, each added with one rounding. */
 EMULATED __m512i emulated_dpbf16(__m512i sums, __m512i x, __m512i w)

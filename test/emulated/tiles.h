@@ -2,6 +2,8 @@
  * immintrin.h beside it. Where the CPU would raise a fault, and where a product would read what no load has
  * written, it says why and ends the process.
  */
+#ifndef EMULATED_TILES_H
+#define EMULATED_TILES_H
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -176,3 +178,4 @@ TILES void emulated_dpbf16ps(int to, int x, int w)
 #define _tile_dpbusd(to, x, w) emulated_dpb(to, x, w, 0)
 #define _tile_dpbssd(to, x, w) emulated_dpb(to, x, w, 1)
 #define _tile_dpbf16ps emulated_dpbf16ps
+#endif

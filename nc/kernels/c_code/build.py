@@ -91,6 +91,11 @@ def sources() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _HERE.glob("*.c")))
 
 
+def all_sources() -> str:
+    """Return a hash of all sources, headers and flags, whatever is emulated."""
+    return flags.short_hash("".join(flags.source_hash(_HERE / f"{name}.c") for name in sources()).encode())
+
+
 def is_shipped(name: str) -> bool:
     """Whether the installed package has a library of a source, be it one that can't be loaded here."""
     return (_HERE / f"{name}.so").exists()

@@ -30,7 +30,9 @@ def compiler(named: str) -> str:
 def source_hash(source: Path, options: Sequence[str] = ()) -> str:
     """Return what a library of a source says that it was made of: source, all headers, flags and options."""
     files = (source, *sorted(source.parent.glob("*.h")))
-    content = b"\0".join((*(path.read_bytes() for path in files), *map(str.encode, (made_header(), *FLAGS, *options))))
+    content = b"\0".join(
+        (*(path.read_bytes() for path in files), *map(str.encode, (made_header(), *FLAGS, *options)))
+    )
     return short_hash(content)
 
 

@@ -53,7 +53,11 @@ def test_weights_of_all_operators_are_compared_with_the_cache():
 def test_this_cpu_has_a_limit_for_each_precision_that_it_multiplies():
     found = hardware.measured(1)
     assert found.missing == ""
-    assert ("fp32" in found.multiply_adds) == ("int8" in found.multiply_adds) == (not cpu.machine_lacks(("avx2",)))
+    assert (
+        ("fp32" in found.multiply_adds)
+        == ("int8" in found.multiply_adds)
+        == (not cpu.machine_lacks(("avx2",)))
+    )
     assert ("bf16" in found.multiply_adds) == (not cpu.machine_lacks(("avx512f", "avx512_bf16")))
     assert all(1e8 < rate < 1e14 for rate in found.multiply_adds.values())
     assert hardware.measured(1) is found
