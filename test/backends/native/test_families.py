@@ -33,7 +33,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention, self.norm = Attention(64, 4), nn.LayerNorm(64)
-        self.up, self.down = nn.Linear(64, 200), nn.Linear(200, 64)
+        self.up, self.down = nn.Linear(64, 192), nn.Linear(192, 64)
 
     def forward(self, x):
         x = self.norm(x + self.attention(x))

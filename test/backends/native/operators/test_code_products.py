@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import Attention, Function, quantized
 from suites.code_products import ADDED, OPERATIONS, ZERO_POINTS, check, fits, multiply, product_of, weight_for
+from suites.cpus import as_cpu
 from suites.rows_code import isas_to_test
 from torch import nn
 from torch.nn import functional as F
@@ -294,7 +295,7 @@ def test_other_cpus_have_kernels_in_onednn(monkeypatch, feature):
         monkeypatch.setattr(row_format, "isas", lambda form, isa=isa: (isa,))
         assert code_products.why_unavailable() == why
     monkeypatch.setattr(row_format, "isas", lambda form: ())
-    monkeypatch.setattr(cpu, "machine_features", lambda: ())
+    as_cpu(monkeypatch)
     assert code_products.why_unavailable() == "there is no avx2"
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import quantized
 from suites.code_products import OPERATIONS, ZERO_POINTS, check, convolve, fits, product_of
+from suites.cpus import as_cpu
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,7 +98,7 @@ def test_channels_that_are_computed_twice_are_not_added_in_place(channels):
 def test_other_cpus_have_kernels_in_onednn(monkeypatch, feature):
     monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", feature))
     assert depthwise.why_unavailable() == f"oneDNN has kernels for {feature}"
-    monkeypatch.setattr(cpu, "machine_features", lambda: ())
+    as_cpu(monkeypatch)
     assert depthwise.why_unavailable() == "this CPU has no avx2"
 
 
