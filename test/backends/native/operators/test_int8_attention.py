@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
-from nc.backends import available_backends
+from nc.backends import available_backends, cpu
 from nc.backends.native.operators import int8_attention
 from nc.graph.fx_utils import call_function
 from nc.kernels import caches
