@@ -164,8 +164,9 @@ test-exhaustive-native: setup-native
 test-everything:
 	$(PYTHON) .ci/matrix.py --record $(if $(ALL),--all)
 
-mutations: setup setup-native
+mutations: setup setup-native setup-emulated
 	.venv-native/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
+	.venv-emulated/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 	.venv/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 
 # The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.

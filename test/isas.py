@@ -36,7 +36,8 @@ from nc.process import env
 
 _HERE = Path(__file__).parent
 _TESTED = Path(tested.__file__)
-_SIMDE = Path(sysconfig.get_path("purelib")) / "cmeel.prefix" / "include"
+#: Where `make setup-emulated` puts SIMDe.
+SIMDE = Path(sysconfig.get_path("purelib")) / "cmeel.prefix" / "include"
 #: Name of an instruction set → what limits oneDNN, torch's operators and FBGEMM to it ("": nothing does).
 LIMITS = {
     "avx2": ("AVX2", "avx2", "AVX2"),
@@ -98,9 +99,9 @@ def emulation(name: str) -> dict[str, str]:
     Raises:
         SystemExit: SIMDe is not installed.
     """
-    if not _SIMDE.exists():
-        sys.exit(f"{_SIMDE} does not exist: run `make setup-emulated`, and use the Python of .venv-emulated.")
-    headers = os.pathsep.join(map(str, (_HERE / "emulated", _SIMDE)))
+    if not SIMDE.exists():
+        sys.exit(f"{SIMDE} does not exist: run `make setup-emulated`, and use the Python of .venv-emulated.")
+    headers = os.pathsep.join(map(str, (_HERE / "emulated", SIMDE)))
     return {
         **environment("avx2"),
         VARIABLE: name,

@@ -1,8 +1,8 @@
 """An instruction set that nc's own tests emulate, by the environment variable `NC_EMULATE`.
 
 The C sources are compiled for a CPU with AVX2 alone, against a header of the tests that gives all other
-intrinsics in portable C. The C code then counts on an instruction set that this CPU may lack. What is concluded
-about torch, FBGEMM and oneDNN stays that of the CPU itself: see `nc.backends.cpu`.
+intrinsics in portable C. The C code then counts on an instruction set that this CPU may lack. What is
+concluded about torch, FBGEMM and oneDNN is still of the CPU itself: see `nc.backends.cpu`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def emulated() -> str:
     name = env.NC_EMULATE.get()
     if name and (name not in ISAS or not env.NC_EMULATE_HEADERS.get()):
         msg = (
-            f"{env.NC_EMULATE.name}={name!r} is for nc's own tests, which name one of {', '.join(ISAS)} and say in "
-            f"{env.NC_EMULATE_HEADERS.name} where their headers are. Unset it; {env.NC_MAX_ISA.name} limits "
+            f"{env.NC_EMULATE.name}={name!r} is for nc's own tests, which name one of {', '.join(ISAS)}, and say "
+            f"in {env.NC_EMULATE_HEADERS.name} where their headers are. Unset it; {env.NC_MAX_ISA.name} limits "
             "instruction sets."
         )
         raise ConfigError(msg)
