@@ -30,9 +30,9 @@ def emulated() -> str:
     name = env.NC_EMULATE.get()
     if name and (name not in ISAS or not env.NC_EMULATE_HEADERS.get()):
         msg = (
-            f"{env.NC_EMULATE.name}={name!r} is for nc's own tests, which name one of {', '.join(ISAS)}, and say "
-            f"in {env.NC_EMULATE_HEADERS.name} where their headers are. Unset it; {env.NC_MAX_ISA.name} limits "
-            "instruction sets."
+            f"{env.NC_EMULATE.name}={name!r} is for nc's own tests, which name one of {', '.join(ISAS)}, and "
+            f"say in {env.NC_EMULATE_HEADERS.name} where their headers are. Unset it; {env.NC_MAX_ISA.name} "
+            "limits instruction sets."
         )
         raise ConfigError(msg)
     return name
