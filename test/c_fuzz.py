@@ -1000,25 +1000,25 @@ CASES = {
 }
 
 
-def possible() -> dict[str, str]:
-    """For each function, why it can't run here; "" when it can."""
+def why_not(name: str) -> str:
+    """Why a function can't run here; "" when it can. Loads no library but that of the function."""
+    codes, bf16 = ((row_format.why_unavailable, form) for form in (row_format.CODES, row_format.BF16))
     why = {
-        "int8_attention": int8_attention.why_unavailable(),
-        "float_attention": float_attention.why_unavailable(),
-        "dynamic_attention": dynamic_attention.why_unavailable(),
-        "low_bit": compiled.why_unavailable(),
-        "low_bit_blocks": compiled_blocks.why_unavailable(),
-        "recurrent": recurrent.why_unavailable(),
-        "round_rows": row_format.why_unavailable(row_format.CODES),
-        "bf16_rows": row_format.why_unavailable(row_format.BF16),
-        "bf16_product": row_format.why_unavailable(row_format.BF16),
-        "row_product": row_format.why_unavailable(row_format.CODES),
-        "norm_rows": row_format.why_unavailable(row_format.CODES),
-        "row_chain": row_format.why_unavailable(row_format.CODES),
-        "code_product": row_format.why_unavailable(row_format.CODES),
-        "depthwise": "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2",
+        "int8_attention": (int8_attention.why_unavailable,),
+        "float_attention": (float_attention.why_unavailable,),
+        "dynamic_attention": (dynamic_attention.why_unavailable,),
+        "low_bit": (compiled.why_unavailable,),
+        "low_bit_blocks": (compiled_blocks.why_unavailable,),
+        "recurrent": (recurrent.why_unavailable,),
+        "bf16_rows": bf16,
+        "bf16_product": bf16,
+        **dict.fromkeys(("round_rows", "row_product", "norm_rows", "row_chain", "code_product"), codes),
+        "depthwise": (
+            lambda: "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2",
+        ),
     }
-    return {name: why.get(name, c_functions.why_unavailable()) for name in CASES}
+    ask, *of = why.get(name, (c_functions.why_unavailable,))
+    return ask(*of)
 
 
 def main() -> None:
@@ -1038,7 +1038,7 @@ def main() -> None:
     if not options.sanitize:  # whose messages say more
         faulthandler.enable()
     for name in options.functions:
-        if why := possible()[name]:
+        if why := why_not(name):
             print(f"{name}: skipped: {why}", flush=True)
             continue
         for case in range(options.cases):
