@@ -72,10 +72,11 @@ def _of_library(name: str) -> dict[str, Any]:
 
 def tested_on() -> str:
     """Return on which instruction sets the C code of this installation was tested, as a sentence."""
-    sets = [f"{name} ({', '.join(hows)})" for name, hows in tested.TESTED.items()]
-    same = build.all_sources() == tested.SOURCES
-    of = "The C code was" if same else "The C code has changed since it was"
-    return f"{of} tested on {', '.join(sets) or 'no instruction set'}."
+    if not tested.TESTED:
+        return "No record says on which instruction sets the C code was tested."
+    of = "The C code was" if build.all_sources() == tested.SOURCES else "The C code has changed since it was"
+    sets = ", ".join(f"{name} ({', '.join(hows)})" for name, hows in tested.TESTED.items())
+    return f"{of} tested on {sets}."
 
 
 def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:

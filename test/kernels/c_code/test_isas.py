@@ -255,3 +255,5 @@ def test_doctor_says_what_was_tested(monkeypatch):
     assert doctor.tested_on() == "The C code was tested on avx2 (emulated, real), amx (emulated)."
     monkeypatch.setattr(tested, "SOURCES", "of others")
     assert doctor.tested_on().startswith("The C code has changed since it was tested on avx2 ")
+    monkeypatch.setattr(tested, "TESTED", {})
+    assert doctor.tested_on() == "No record says on which instruction sets the C code was tested."
