@@ -30,7 +30,7 @@ def fuzz(*options):
 
 def test_some_random_sizes():
     found = fuzz("--cases", "12")
-    for name, why in ((name, c_fuzz.why_not(name)) for name in c_fuzz.CASES):
+    for name, why in c_fuzz.possible().items():
         assert (f"{name}: skipped" if why else f"{name}: 12 cases") in found
 
 
@@ -74,7 +74,7 @@ def recorded(name):
 
 @pytest.mark.parametrize("name", c_fuzz.CASES)
 def test_another_size_is_refused(name):
-    if why := c_fuzz.why_not(name):
+    if why := c_fuzz.possible()[name]:
         pytest.skip(why)
     for function, fields, tensors in recorded(name):
         packed = function.packed(fields)
@@ -86,7 +86,7 @@ def test_another_size_is_refused(name):
 
 @pytest.mark.parametrize("name", c_fuzz.CASES)
 def test_another_count_of_tensors_is_refused(name):
-    if why := c_fuzz.why_not(name):
+    if why := c_fuzz.possible()[name]:
         pytest.skip(why)
     for function, fields, tensors in recorded(name):
         nothing = [torch.empty(0)] * 30
@@ -96,7 +96,7 @@ def test_another_count_of_tensors_is_refused(name):
 
 
 def test_an_attention_with_fewer_followers_than_it_says_is_refused():
-    if why := c_fuzz.why_not("int8_attention"):
+    if why := c_fuzz.possible()["int8_attention"]:
         pytest.skip(why)
     ((function, fields, tensors),) = recorded("int8_attention")
     for change in ({"before": fields["before"] + 1}, {"behind": fields["behind"] + 1}):
@@ -105,7 +105,7 @@ def test_an_attention_with_fewer_followers_than_it_says_is_refused():
 
 
 def test_what_follows_an_attention_is_added_or_multiplied():
-    if why := c_fuzz.why_not("int8_attention"):
+    if why := c_fuzz.possible()["int8_attention"]:
         pytest.skip(why)
     ((function, fields, tensors),) = recorded("int8_attention")
     unknown = [len(abi.FOLLOWER.members)] * abi.CONSTANTS.most_followers
@@ -370,7 +370,7 @@ WRONG_WEIGHTS = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_function_has_no_code_or_room_for_is_refused(name):
-    if why := c_fuzz.why_not(name):
+    if why := c_fuzz.possible()[name]:
         pytest.skip(why)
     function, fields, tensors = recorded(name)[-1]
     for field, at, value, why in WRONG[name]:
@@ -391,7 +391,7 @@ def test_a_weight_that_a_function_has_no_code_or_room_for_is_refused(name):
 
 
 def test_a_recurrent_layer_without_its_cells_is_refused():
-    if why := c_fuzz.why_not("recurrent"):
+    if why := c_fuzz.possible()["recurrent"]:
         pytest.skip(why)
     function, fields, tensors = recorded("recurrent")[-1]
     lstm = fields | {"cell": abi.CELL.number("lstm"), "rows": 1, "steps": 1}
