@@ -70,7 +70,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check setup-emulated test-isas sanitize-emulated test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -191,6 +191,7 @@ lint: setup setup-native setup-lint
 test-isas: setup-emulated
 	.venv-emulated/bin/python test/isas.py $(ISAS) --jobs $(JOBS) $(if $(RECORD),--record)
 
+.PHONY: setup-emulated sanitize-emulated
 # The sanitizers of `make sanitize` over the code of an emulated instruction set.
 sanitize-emulated: setup-emulated
 	.venv-emulated/bin/python test/sanitizers.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN) --emulate $(or $(ISAS),amx)
