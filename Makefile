@@ -164,8 +164,9 @@ test-exhaustive-native: setup-native
 test-everything:
 	$(PYTHON) .ci/matrix.py --record $(if $(ALL),--all)
 
-mutations: setup setup-native
+mutations: setup setup-native setup-emulated
 	.venv-native/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
+	.venv-emulated/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 	.venv/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 
 # The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.
@@ -186,9 +187,14 @@ lint: setup setup-native setup-lint
 	.venv/bin/python -m ruff format --check .
 	.venv-lint/bin/python -m mypy --python-executable .venv-native/bin/python
 
-# For each instruction set that this CPU has (ISAS="avx2 amx": of these), in a process that is limited to it.
-test-isas: setup-native
-	.venv-native/bin/python test/isas.py $(ISAS) --jobs $(JOBS)
+# For each instruction set (ISAS="avx2 amx": of these): on this CPU where it has it, and emulated. RECORD=1: `nc doctor` tells what passed.
+test-isas: setup-emulated
+	.venv-emulated/bin/python test/isas.py $(ISAS) --jobs $(JOBS) $(if $(RECORD),--record)
+
+.PHONY: setup-emulated sanitize-emulated
+# The sanitizers of `make sanitize` over the code of an emulated instruction set.
+sanitize-emulated: setup-emulated
+	.venv-emulated/bin/python test/sanitizers.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN) --emulate $(or $(ISAS),amx)
 
 # The wheel to publish, in dist/: with all instruction sets, for all systems that auditwheel finds.
 wheel: setup-wheel
@@ -215,7 +221,7 @@ newer: setup-native
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-browser .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-browser .venv-emulated .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -269,8 +275,8 @@ setup-lowbit-%: setup-native
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-lowbit-$*/lib/python3*/site-packages/
 	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
 
-# What export_onnx needs, 150 MB, a oneDNN library, auditwheel, and servers with their clients, over the packages of .venv-native.
-setup-onnx setup-fallback setup-wheel setup-serve setup-browser: setup-%: setup-native
+# What export_onnx needs, 150 MB, a oneDNN library, auditwheel, servers with their clients, and SIMDe, over the packages of .venv-native.
+setup-onnx setup-fallback setup-wheel setup-serve setup-browser setup-emulated: setup-%: setup-native
 	@stamp=$$(cat .venv-native/.complete requirements/$*.txt Makefile | sha256sum)
 	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
 	rm -rf .venv-$*

@@ -244,7 +244,7 @@ def number_formats() -> str:
 
 def operators() -> str:
     """Operators by engine, and the kernels for low-bit weights."""
-    with mock.patch.object(cpu, "features", return_value=BEST_CPU):
+    with mock.patch.object(cpu, "machine_features", return_value=BEST_CPU):
         support = support_table([get_backend(name) for name in ("ipex", "native", "openvino", "reference")])
     kernels = [_kernel(kernel) for kernel in get_backend("native").low_bit_kernels() if not kernel.refused]
     heading = ("kernel", "activations", "weights", "rows M", "needs", "computes")

@@ -1,10 +1,10 @@
 """Random sizes for each function in C, between pages that can't be touched, against torch in float64.
 
-    python test/c_fuzz.py [--functions map norm …] [--cases 30] [--seed 0] [--sanitize]
+    python test/c_fuzz.py [--functions map norm …] [--sources rows …] [--cases 30] [--seed 0] [--sanitize]
 
 Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one,
 so a read or write outside of it ends this process. What no function may write is compared with what it was.
-With --sanitize the C code is compiled with the address and undefined-behaviour sanitizers of gcc
+With --record the results go to a file, for isas.py. With --sanitize the C code is compiled with the address and undefined-behaviour sanitizers of gcc
 (sanitizers.py), whose message is the last that this process prints.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import functools
 import math
 import mmap
 import random
@@ -50,6 +51,8 @@ from nc.numerics import affine, int16_pairs
 PAGE = mmap.PAGESIZE
 FREE = 0xAB
 _libc = ctypes.CDLL(None, use_errno=True)
+#: What each call wrote, with the name of its case, in order.
+RESULTS: list[tuple[str, list[torch.Tensor]]] = []
 DTYPES = c_functions.NUMBERS
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -103,6 +106,7 @@ def call(function: Function, fields, tensors, writes=(0,), *, at_end: bool | Non
     call_once(function, fields, copies)
     for index, copy in enumerate(copies):
         copy.finish(index in writes)
+    RESULTS.append((function.name, [t.clone() for i, t in enumerate(tensors) if i in writes]))
 
 
 def close(got, expected, relative, absolute=0.0):
@@ -742,7 +746,7 @@ def case_recurrent() -> str:
     projection = random.choice((0, random.randrange(1, hidden))) if kind == "lstm" and hidden > 1 else 0
     reverse, isas = (
         random.random() < 0.5,
-        [name for name in recurrent._code().isas if not cpu.lacks(ISAS[name])],
+        [name for name in recurrent._code().isas if not cpu.code_lacks(ISAS[name])],
     )
     options = (
         {"proj_size": projection} if projection else {"nonlinearity": "relu"} if kind == "rnn_relu" else {}
@@ -815,7 +819,7 @@ def random_rows() -> tuple[torch.Tensor, torch.Tensor, bool]:
     for special in (0.0, 1e-40, 7.0, -7.0):
         if rows and random.random() < 0.3:
             x[random.randrange(rows)] = special
-    memory = torch.empty(row_format.CODES.held(rows, inputs), dtype=torch.uint8)
+    memory = torch.zeros(row_format.CODES.held(rows, inputs), dtype=torch.uint8)
     return x, memory, random.random() < 0.5
 
 
@@ -844,7 +848,7 @@ def case_round_rows() -> str:
         "per_row": per_row,
         "isa": NUMBERS[isa],
     }
-    ranges = [] if per_row else [torch.empty(rows, 2)]
+    ranges = [] if per_row else [torch.zeros(rows, 2)]
     call(row_format.code(row_format.CODES).rounds, fields, [memory, x, *ranges], (0, 2))
     codes, scale, zero_point = unpacked_rows(memory, rows, inputs)
     if rows:
@@ -997,25 +1001,35 @@ CASES = {
 }
 
 
-def possible() -> dict[str, str]:
-    """For each function, why it can't run here; "" when it can."""
+def source_of(name: str) -> str:
+    """Return the C source of the function of a case."""
+    return abi.FUNCTIONS[{"bf16_product": "row_product"}.get(name, name)].source
+
+
+def possible(names: Sequence[str] = tuple(CASES)) -> dict[str, str]:
+    """For each of some functions, why it can't run here; "" when it can. Loads their sources alone."""
+    codes, bf16 = (
+        functools.partial(row_format.why_unavailable, form) for form in (row_format.CODES, row_format.BF16)
+    )
     why = {
-        "int8_attention": int8_attention.why_unavailable(),
-        "float_attention": float_attention.why_unavailable(),
-        "dynamic_attention": dynamic_attention.why_unavailable(),
-        "low_bit": compiled.why_unavailable(),
-        "low_bit_blocks": compiled_blocks.why_unavailable(),
-        "recurrent": recurrent.why_unavailable(),
-        "round_rows": row_format.why_unavailable(row_format.CODES),
-        "bf16_rows": row_format.why_unavailable(row_format.BF16),
-        "bf16_product": row_format.why_unavailable(row_format.BF16),
-        "row_product": row_format.why_unavailable(row_format.CODES),
-        "norm_rows": row_format.why_unavailable(row_format.CODES),
-        "row_chain": row_format.why_unavailable(row_format.CODES),
-        "code_product": row_format.why_unavailable(row_format.CODES),
-        "depthwise": "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2",
+        "int8_attention": int8_attention.why_unavailable,
+        "float_attention": float_attention.why_unavailable,
+        "dynamic_attention": dynamic_attention.why_unavailable,
+        "low_bit": compiled.why_unavailable,
+        "low_bit_blocks": compiled_blocks.why_unavailable,
+        "recurrent": recurrent.why_unavailable,
+        "round_rows": codes,
+        "bf16_rows": bf16,
+        "bf16_product": bf16,
+        "row_product": codes,
+        "norm_rows": codes,
+        "row_chain": codes,
+        "code_product": codes,
+        "depthwise": lambda: (
+            "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2"
+        ),
     }
-    return {name: why.get(name, c_functions.why_unavailable()) for name in CASES}
+    return {name: why.get(name, c_functions.why_unavailable)() for name in names}
 
 
 def main() -> None:
@@ -1024,24 +1038,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--sources", nargs="*", default=build.sources(), help="only functions of these in C")
     parser.add_argument("--cases", type=int, default=30, help="of each function")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers of gcc"
     )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--quiet", action="store_true", help="print no case that is right")
     options = parser.parse_args()
     if not options.sanitize:  # whose messages say more
         faulthandler.enable()
     for name in options.functions:
-        if why := possible()[name]:
+        if source_of(name) not in options.sources:
+            continue
+        if why := possible([name])[name]:
             print(f"{name}: skipped: {why}", flush=True)
             continue
         for case in range(options.cases):
             random.seed(f"{name} {options.seed + case}")
             torch.manual_seed(random.randrange(2**31))
-            print(f"{name} --seed {options.seed + case}", end=": ", flush=True)
-            print(CASES[name](), flush=True)
+            if not options.quiet:
+                print(f"{name} --seed {options.seed + case}", end=": ", flush=True)
+            first = len(RESULTS)
+            what = CASES[name]()
+            RESULTS[first:] = [
+                (f"{name} --seed {options.seed + case}, {what}: {of}", y) for of, y in RESULTS[first:]
+            ]
+            if not options.quiet:
+                print(what, flush=True)
         print(f"{name}: {options.cases} cases", flush=True)
+    if options.record:
+        torch.save(RESULTS, options.record)
 
 
 if __name__ == "__main__":

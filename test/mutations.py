@@ -2,7 +2,8 @@
 
     python test/mutations.py [NAME…] [--targeted] [--list]
 
-`make mutations` runs it in both environments: what needs IPEX in .venv, the rest in .venv-native. Each
+`make mutations` runs it in its environments: what needs IPEX in .venv, what is emulated in .venv-emulated, the
+rest in .venv-native. Each
 mutation is made in a copy of the repository. First the test files run that should notice it; if they do not,
 the whole short suite (not with --targeted), and the test that notices it must pass without it. A mutation
 that no test notices is a guarantee without a test: write that test. A text that is no longer in its file is
@@ -20,7 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+import isas
 
 from nc import available_backends
 
@@ -40,6 +44,7 @@ class Mutation:
         fault: what to put there instead.
         tests: names of test files, without "test_", that should notice it.
         ipex: only IPEX can notice it.
+        emulated: an instruction set that tests emulate, so that every CPU notices it.
     """
 
     name: str
@@ -49,6 +54,12 @@ class Mutation:
     fault: str
     tests: tuple[str, ...]
     ipex: bool = False
+    emulated: str = ""
+
+    @property
+    def environment(self) -> str:
+        """Which of the environments of `make mutations` can notice it."""
+        return "ipex" if self.ipex else "emulated" if self.emulated else "native"
 
 
 MUTATIONS = (
@@ -1588,8 +1599,8 @@ MUTATIONS = (
         "compiled-sets",
         "instruction sets that were not compiled are not chosen",
         "backends/low_bit/compiled.py",
-        "if name in compiled and not cpu.lacks(ISAS[name]))",
-        "if not cpu.lacks(ISAS[name]))",
+        "if name in compiled and not cpu.code_lacks(ISAS[name]))",
+        "if not cpu.code_lacks(ISAS[name]))",
         ("c_build",),
     ),
     Mutation(
@@ -1747,6 +1758,43 @@ MUTATIONS = (
         "if (i + part >= MOST_PARTS)",
         "if (i + part >= MOST_PARTS - 1)",
         ("low_bit_blocks_c",),
+        emulated="amx",
+    ),
+    Mutation(
+        "rows-of-the-lower-tile",
+        "each tile of AMX has rows of its own",
+        "kernels/c_code/rows.c",
+        "_tile_loadd(5, lower + i * of->block, apart);",
+        "_tile_loadd(5, x + i * of->block, apart);",
+        ("row_linear",),
+        emulated="amx",
+    ),
+    Mutation(
+        "weights-of-the-other-panel",
+        "each panel of VNNI has weights of its own",
+        "kernels/c_code/rows.c",
+        "add_products(sum[r][1], codes, w1, kind",
+        "add_products(sum[r][1], codes, w0, kind",
+        ("row_linear",),
+        emulated="avx512_vnni",
+    ),
+    Mutation(
+        "a-key-too-many",
+        "AVX-512 sees the keys that are left, and no other",
+        "kernels/c_code/attention.h",
+        "(1 << left) - 1 : 0);",
+        "(2 << left) - 1 : 0);",
+        ("float_attention",),
+        emulated="avx512",
+    ),
+    Mutation(
+        "a-step-of-newton-left-out",
+        "a reciprocal has more bits than the instruction gives",
+        "kernels/c_code/rows.c",
+        "return _mm512_mul_ps(first, _mm512_fnmadd_ps(x, first, _mm512_set1_ps(2.0f)));",
+        "return first;",
+        ("row_linear", "code_products", "row_chain"),
+        emulated="avx512_vnni",
     ),
     Mutation(
         "nan-of-e4m3-is-a-number",
@@ -1802,8 +1850,8 @@ def files_of(name: str) -> list[Path]:
     return sorted((ROOT / "test").rglob(f"test_{name}.py"))
 
 
-def failure(folder: Path, files: list[str], jobs: int) -> str:
-    """The first test that fails in a copy, or a crash; "" when all pass."""
+def failure(folder: Path, files: list[str], jobs: int, variables: Mapping[str, str]) -> str:
+    """The first test that fails in a copy with some variables, or a crash; "" when all pass."""
     command = [
         sys.executable,
         "-m",
@@ -1817,7 +1865,7 @@ def failure(folder: Path, files: list[str], jobs: int) -> str:
         "not exhaustive",
     ]
     command += ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, **variables, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [*command, *files], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -1847,11 +1895,11 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth mutation")
     parser.add_argument("--turn", type=int, default=0, metavar="K", help="which of the N shares")
     options = parser.parse_args()
-    here = "ipex" if not available_backends()["ipex"] else "native"
+    here = "emulated" if isas.SIMDE.exists() else "ipex" if not available_backends()["ipex"] else "native"
     chosen = [
         m
         for m in MUTATIONS
-        if m.name in options.names or (not options.names and (options.list or m.ipex == (here == "ipex")))
+        if m.name in options.names or (not options.names and (options.list or m.environment == here))
     ]
     chosen = chosen[options.turn % options.share :: options.share]
     unknown = set(options.names) - {m.name for m in MUTATIONS}
@@ -1877,13 +1925,14 @@ def main() -> None:
 def _try(folder: Path, mutation: Mutation, jobs: int, targeted: bool) -> bool:
     """Whether a test notices a mutation, and passes without it."""
     start = time.monotonic()
+    variables = isas.emulation(mutation.emulated) if mutation.emulated else {}
     before = mutate(folder, mutation)
     files = [str(found.relative_to(ROOT)) for name in mutation.tests for found in files_of(name)]
-    caught = failure(folder, files, jobs if len(files) > 1 else 1)
+    caught = failure(folder, files, jobs if len(files) > 1 else 1, variables)
     where = "" if caught else " (not in the files that should)"
-    caught = caught or ("" if targeted else failure(folder, [], jobs))
+    caught = caught or ("" if targeted else failure(folder, [], jobs, variables))
     (folder / "nc" / mutation.file).write_text(before, encoding="utf-8")
-    if caught and failure(folder, files if caught.startswith(CRASH) else [caught], 1):
+    if caught and failure(folder, files if caught.startswith(CRASH) else [caught], 1, variables):
         sys.exit(f"{caught} fails without the mutation {mutation.name} too; make the suite pass first.")
     seconds = time.monotonic() - start
     print(

@@ -128,6 +128,9 @@ def main() -> None:
     parser.add_argument(
         "--turn", type=int, default=0, metavar="K", help="which of the N shares, and where random sizes begin"
     )
+    parser.add_argument(
+        "--emulate", metavar="NAME", help="an instruction set that this CPU may lack: see isas.py"
+    )
     parser.add_argument("--cases", type=int, default=60, help="random sizes of each function")
     parser.add_argument(
         "--tests",
@@ -138,6 +141,10 @@ def main() -> None:
     options = parser.parse_args()
     us, jobs = str(Path(__file__)), range(options.jobs)
     each = -(-options.cases // options.jobs)
+    if options.emulate:
+        from isas import emulation  # which loads nc
+
+        os.environ.update(emulation(options.emulate))
     # each process runs a part of the cases, and of the tests
     fuzz = [
         [

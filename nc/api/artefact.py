@@ -250,8 +250,8 @@ def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
     if missing:
         msg = (
             f"{str(directory)!r} was quantized for CPUs with {', '.join(isa)}; this one lacks "
-            f"{', '.join(missing)} (it has {', '.join(cpu.features()) or 'none that matter'}) and would "
-            "compute other "
+            f"{', '.join(missing)} (it has {', '.join(cpu.machine_features()) or 'none that matter'}) and "
+            "would compute other "
             'numbers. Convert the model again on this CPU, or load it with backend="reference" (slow).'
         )
         raise UnsupportedError(msg)

@@ -135,7 +135,7 @@ def _findings(report: Shown) -> str:
 def _machine() -> dict[str, str]:
     return {
         "CPU": cpu.model_name(),
-        "features": ", ".join(cpu.features()) or "none that int8 kernels use",
+        "features": ", ".join(cpu.machine_features()) or "none that int8 kernels use",
         "threads": str(torch.get_num_threads()),
         "versions": f"nc {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     }

@@ -122,7 +122,7 @@ def candidates(model: str | None = None) -> tuple[str, ...]:
 
 
 def _race(model: str | None) -> Race | None:
-    return race_for(cpu.features(), model) if model is not None else None
+    return race_for(cpu.machine_features(), model) if model is not None else None
 
 
 def choose_backend(name: str = "auto", model: str | None = None) -> Backend:

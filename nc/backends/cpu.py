@@ -1,5 +1,8 @@
 """The instruction sets of this CPU that decide which integer kernels are correct and fast.
 
+There are two sets of features. The machine's decide what is concluded about torch, FBGEMM and oneDNN; the
+code's decide which of nc's own C code runs. They differ only where nc's tests emulate an instruction set.
+
 A CPU counts as wide only if its kernels surely sum in 32 bits, else as narrow. So a wrong answer here costs
 accuracy, never correctness.
 """
@@ -14,7 +17,8 @@ from pathlib import Path
 
 from nc.formats import Capabilities, OpSupport
 from nc.graph.catalogue import CONVOLUTIONS
-from nc.kernels.c_code import limit
+from nc.kernels.c_code import emulation, limit
+from nc.kernels.c_code.isas import ISAS
 from nc.process import env
 
 #: Flags of /proc/cpuinfo that matter here → the names used in artefacts and messages.
@@ -99,13 +103,22 @@ def limits() -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, (*_onednn_limits(), ours))))
 
 
-def features() -> tuple[str, ...]:
+def machine_features() -> tuple[str, ...]:
     """Names of the features that this CPU has, and that both oneDNN and the C code of this package may use.
 
     Raises:
         ConfigError: see `limits`.
     """
     return _features(detected(), _onednn_limits(), limit.limit())
+
+
+def code_features() -> tuple[str, ...]:
+    """Names of the features that the C code of this package may use, which tests may emulate.
+
+    Raises:
+        ConfigError: see `limits`.
+    """
+    return tuple(name for name in _FLAGS.values() if not code_lacks([name]))
 
 
 @functools.cache
@@ -123,18 +136,22 @@ def _onednn_limits() -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, found)))
 
 
-def lacks(needed: Iterable[str]) -> tuple[str, ...]:
-    """Return what C code does not find here, or may not use.
+def code_lacks(needed: Iterable[str]) -> tuple[str, ...]:
+    """Return what C code does not find here, or may not use, of flags of /proc/cpuinfo."""
+    if of := emulation.emulated():
+        return tuple(flag for flag in needed if flag not in ISAS[of] or not limit.permits(flag))
+    return machine_lacks(needed)
 
-    It was compiled for these flags of /proc/cpuinfo.
-    """
-    may = features()
+
+def machine_lacks(needed: Iterable[str]) -> tuple[str, ...]:
+    """Return what this CPU does not have, or what limits forbid, of flags of /proc/cpuinfo."""
+    may = machine_features()
     return tuple(flag for flag in needed if (flag not in may if flag in _FLAGS else flag not in flags()))
 
 
 def accumulates_wide() -> bool:
     """Whether oneDNN sums u8 x s8 products without saturation (VNNI or AMX)."""
-    return any(name in features() for name in WIDE_ACCUMULATION)
+    return any(name in machine_features() for name in WIDE_ACCUMULATION)
 
 
 def fbgemm_accumulates_wide() -> bool:
@@ -143,12 +160,15 @@ def fbgemm_accumulates_wide() -> bool:
     It takes no notice of oneDNN's limits; to count them all the same costs accuracy, where somebody sets
     them, and is never wrong.
     """
-    return "avx512_vnni" in features() and env.FBGEMM_ENABLE_INSTRUCTIONS.get().upper() not in _FBGEMM_NARROW
+    return (
+        "avx512_vnni" in machine_features()
+        and env.FBGEMM_ENABLE_INSTRUCTIONS.get().upper() not in _FBGEMM_NARROW
+    )
 
 
 def why_narrow() -> str:
     """Return what hides features that this CPU has, as text to append; "" when nothing does."""
-    return f" (limited by {', '.join(limits())})" if limits() and features() != detected() else ""
+    return f" (limited by {', '.join(limits())})" if limits() and machine_features() != detected() else ""
 
 
 def relied_on() -> tuple[str, ...]:
@@ -156,7 +176,7 @@ def relied_on() -> tuple[str, ...]:
 
     It is the one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate.
     """
-    return next(((name,) for name in WIDE_ACCUMULATION if name in features()), ("avx2",))
+    return next(((name,) for name in WIDE_ACCUMULATION if name in machine_features()), ("avx2",))
 
 
 def missing(needed: Iterable[str]) -> tuple[str, ...]:
@@ -165,7 +185,7 @@ def missing(needed: Iterable[str]) -> tuple[str, ...]:
     How products are summed is none of it: where kernels do that in 16 bits (`Capabilities.narrow_sums`),
     `nc.graph.saturation` sees to it.
     """
-    return tuple(name for name in needed if name not in (*features(), *WIDE_ACCUMULATION))
+    return tuple(name for name in needed if name not in (*machine_features(), *WIDE_ACCUMULATION))
 
 
 def capabilities(
@@ -206,5 +226,5 @@ def capabilities(
     )
     if not bf16:
         return found
-    why = "" if _BF16 in features() else f"this CPU has no AVX512-BF16{why_narrow()}"
+    why = "" if _BF16 in machine_features() else f"this CPU has no AVX512-BF16{why_narrow()}"
     return dataclasses.replace(found, why_no_bf16=why, bf16_isa=(_BF16,))

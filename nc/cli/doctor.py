@@ -17,7 +17,7 @@ from nc.backends.reference import NAME as REFERENCE
 from nc.errors import BackendUnavailableError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import saturating
-from nc.kernels.c_code import build, isas
+from nc.kernels.c_code import build, isas, tested
 from nc.storage import folder as folders
 from nc.storage import store
 from nc.weights.files.artefact import FORMAT as LOW_BIT
@@ -68,6 +68,15 @@ def _of_library(name: str) -> dict[str, Any]:
         )
     facts = {"library": name, "origin": found.origin, "where": found.where, "compiler": found.compiler}
     return {**facts, "instruction_sets": list(found.isas), "remarks": remarks}
+
+
+def tested_on() -> str:
+    """Return on which instruction sets the C code of this installation was tested, as a sentence."""
+    if not tested.TESTED:
+        return "No record says on which instruction sets the C code was tested."
+    of = "The C code was" if build.all_sources() == tested.SOURCES else "The C code has changed since it was"
+    sets = ", ".join(f"{name} ({', '.join(hows)})" for name, hows in tested.TESTED.items())
+    return f"{of} tested on {sets}."
 
 
 def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:

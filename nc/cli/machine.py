@@ -50,7 +50,7 @@ def _health() -> dict[str, Any]:
     """Return what doctor finds on this machine, as plain values."""
     from nc.backends import available_backends, choose_backend, why_chosen
     from nc.backends.auto_order import CONVOLUTIONS, LINEARS
-    from nc.cli.doctor import of_c_code
+    from nc.cli.doctor import of_c_code, tested_on
     from nc.errors import BackendUnavailableError
 
     backends = {
@@ -61,6 +61,7 @@ def _health() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "machine": dict(_machine()),
         "c_code": of_c_code(),
+        "tested_on": tested_on(),
         "backends": backends,
         "problems": problems,
     }
@@ -84,6 +85,7 @@ def _tell_health(facts: dict[str, Any]) -> None:
     console.print(machine)
     console.print()
     tell_c_code(facts["c_code"], console)
+    click.echo(facts["tested_on"])
     console.print()
     table = Table("backend", "can run here", "why not, and what to do", box=None, pad_edge=False)
     for name, found in facts["backends"].items():
@@ -148,7 +150,7 @@ def _machine() -> list[tuple[str, str]]:
     engines = [package for name in backend_names() for package in get_backend(name).packages]
     rows = [
         ("CPU", cpu.model_name()),
-        ("features", (", ".join(cpu.features()) or "none that int8 kernels use") + cpu.why_narrow()),
+        ("features", (", ".join(cpu.machine_features()) or "none that int8 kernels use") + cpu.why_narrow()),
         ("cores", str(found)),
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
         ("Python", platform.python_version()),

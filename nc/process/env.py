@@ -59,6 +59,18 @@ NC_MAX_ISA = Variable(
     "the best instruction set that nc's C kernels use and that plans count on; any other value is an error. "
     "Set it when the process starts",
 )
+NC_EMULATE = Variable(
+    "NC_EMULATE",
+    "an instruction set, as `NC_MAX_ISA`",
+    "none",
+    "only for nc's own tests, an error elsewhere: nc's C kernels are compiled for AVX2 alone, and emulate it",
+)
+NC_EMULATE_HEADERS = Variable(
+    "NC_EMULATE_HEADERS",
+    "folders, with `:` between them",
+    "none",
+    "only for nc's own tests: the headers that `NC_EMULATE` needs",
+)
 CXX = Variable("CXX", "a command", "`g++`", "the C++ compiler that `compile=True` and `export_pt2` need")
 XDG_CACHE_HOME = Variable(
     "XDG_CACHE_HOME",
@@ -101,6 +113,8 @@ MKL_NUM_THREADS = Variable("MKL_NUM_THREADS", "a number", "`OMP_NUM_THREADS`", "
 VARIABLES = (
     NC_ONEDNN,
     NC_MAX_ISA,
+    NC_EMULATE,
+    NC_EMULATE_HEADERS,
     CC,
     CXX,
     XDG_CACHE_HOME,

@@ -726,12 +726,12 @@ def test_load_passes_on_how_to_verify(saved, stub):
 
 def test_missing_cpu_features_are_named(folder, stub, monkeypatch):
     forge(folder, lambda d: d["plan"].update(isa=["avx512_vnni", "avx512_bf16"]))
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     with pytest.raises(UnsupportedError, match=r"lacks avx512_bf16 \(it has avx2\).*backend=\"reference\""):
         load(folder, backend="stub")
     assert load(folder, backend="reference").graph.plan.isa == ("avx512_vnni", "avx512_bf16")
     # how an engine sums is what its capabilities say, and this one's say nothing
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512_bf16"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx512_bf16"))
     assert load(folder, backend="stub").backend == "stub"
 
 

@@ -335,7 +335,7 @@ def test_a_cpu_without_avx2(monkeypatch):
     from nc.backends import cpu
 
     versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.8.0+cpu")
-    monkeypatch.setattr(cpu, "features", lambda: ("sse4_2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("sse4_2",))
     with pytest.raises(BackendUnavailableError, match="AVX2"):
         prepare(MLP().eval(), CONFIG, example_inputs=X, backend="ipex")
 
@@ -353,7 +353,7 @@ def test_a_cpu_without_avx2(monkeypatch):
 def test_narrow_sums_without_vnni(monkeypatch, features, wide):
     from nc.backends import cpu, get_backend
 
-    monkeypatch.setattr(cpu, "features", lambda: features)
+    monkeypatch.setattr(cpu, "machine_features", lambda: features)
     capabilities = get_backend("ipex").capabilities()
     assert (("linear", "uint8") in capabilities.narrow_sums) is not wide
     assert (("conv2d", "int8") in get_backend("native").capabilities().narrow_sums) is not wide

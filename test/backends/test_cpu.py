@@ -41,7 +41,7 @@ def sapphire_rapids(monkeypatch):
 )
 def test_a_limit_hides_features(monkeypatch, name, value, features, relied_on):
     monkeypatch.setenv(name, value)
-    assert cpu.features() == features
+    assert cpu.machine_features() == features
     assert cpu.relied_on() == (relied_on,)
     assert cpu.accumulates_wide() is (relied_on != "avx2")
     hidden = features != ALL
@@ -63,17 +63,17 @@ def test_a_limit_that_is_lifted_too_late_still_counts(monkeypatch):
     monkeypatch.setattr(env, "at_start", lambda: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
     assert not cpu.accumulates_wide()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI")
-    assert cpu.features() == ("avx2",)
+    assert cpu.machine_features() == ("avx2",)
 
 
 def test_features_are_found_without_a_copy_of_the_environment(monkeypatch):
     """Kernels ask in each call, and a copy takes longer than one step of a cell."""
     monkeypatch.setattr(env, "extended", lambda added: pytest.fail("the environment was copied"))
-    assert cpu.features() == ALL
+    assert cpu.machine_features() == ALL
     monkeypatch.setenv("NC_MAX_ISA", "avx2")
-    assert cpu.features() == ("avx2",)
+    assert cpu.machine_features() == ("avx2",)
     monkeypatch.delenv("NC_MAX_ISA")
-    assert cpu.features() == ALL
+    assert cpu.machine_features() == ALL
 
 
 def test_what_an_artefact_needs(monkeypatch):

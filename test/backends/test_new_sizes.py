@@ -141,7 +141,7 @@ def test_a_result_of_one_place_where_the_example_has_more(behind):
         nn.Sequential(nn.Conv2d(80, 8, 3, stride=2, padding=1), *behind), x, StaticQuantConfig(), "ipex"
     )
     assert worst_db(q.reference(x[..., :5]), q(x[..., :5])) > 60
-    amx = "amx_int8" in cpu.features()
+    amx = "amx_int8" in cpu.machine_features()
     with pytest.warns(NCWarning, match="'0' has a result of one place") if amx else contextlib.nullcontext():
         got = q(x[..., :2])
     assert worst_db(q.reference(x[..., :2]), got) > 60

@@ -479,7 +479,7 @@ def test_doctor_tells_machine_versions_and_backends():
     )  # the features of a CPU with AMX take two lines of 80
     rows = doctor_rows(result)
     assert rows["torch"] == importlib.metadata.version("torch")
-    assert rows["features"].partition(" (limited by")[0].split(", ") == list(cpu.features())
+    assert rows["features"].partition(" (limited by")[0].split(", ") == list(cpu.machine_features())
     assert rows["threads"].split()[0] == str(torch.get_num_threads())
     backends = {line.split()[0]: line.split()[1] for line in result.stdout.splitlines() if line.split()[1:]}
     for name, why in available_backends().items():
@@ -523,7 +523,7 @@ def test_doctor_says_what_an_artefact_needs_and_this_cpu_lacks(run, monkeypatch)
     assert "out fits this CPU: it needs no special CPU features" in run("doctor", "out").stdout
     plan = store.read("out").plan
     monkeypatch.setattr(store.StoredGraph, "plan", dataclasses.replace(plan, isa=("amx_int8", "avx9")))
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512_vnni"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx512_vnni"))
     result = run("doctor", "out")
     assert result.exit_code == 1
     # how products are summed is proven layer by layer
@@ -535,7 +535,7 @@ def test_doctor_lists_the_layers_that_load_would_change(run, monkeypatch):
     monkeypatch.setattr(
         "nc.cli.doctor.available_backends", lambda: {"ipex": "", "native": "", "reference": ""}
     )
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     result = run("doctor", "out")
     assert result.exit_code == run("doctor").exit_code  # load succeeds
     rows = [line.split() for line in result.stdout.splitlines()]
@@ -543,7 +543,7 @@ def test_doctor_lists_the_layers_that_load_would_change(run, monkeypatch):
     assert ["2", "linear", *2 * ["weights", "quantized", "again"]] in rows
     assert "load quantizes 2 of 2 quantized layers again, from their int8 codes" in result.stdout
     assert "needs no special CPU features" in result.stdout
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "amx_int8"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "amx_int8"))
     assert "load changes none of its 2 quantized layers here." in run("doctor", "out").stdout
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from suites.cpus import as_cpu
 from suites.recurrent import float64_layers
 from suites.reports import said
 from torch import nn
@@ -393,9 +394,9 @@ def test_the_c_code_of_either_instruction_set_computes_the_reference(
     packed = [
         part for c, s, b in zip(codes, scales, biases, strict=True) for part in (*recurrent.pack(c, s), b)
     ] + [None] * 4
-    features_of_cpu = cpu.features() if vnni else ("avx2",)
+    features_of_cpu = cpu.code_features() if vnni else ("avx2",)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "features", lambda: features_of_cpu)
+        as_cpu(patch, *features_of_cpu)
         assert recurrent._code().isa() == ("avx512_vnni" if "avx512_vnni" in features_of_cpu else "avx2")
         got = recurrent.layers(x, hx, packed, kind, 1, False, False, features, hidden)
     params = [c * s[:, None] for c, s in zip(codes, scales, strict=True)] + biases

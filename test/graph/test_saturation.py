@@ -31,7 +31,7 @@ STATIC = StaticQuantConfig(post=())
 
 @pytest.fixture
 def avx2(monkeypatch):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
 
 
 def extreme(model):
@@ -319,7 +319,7 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
 @pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
 def test_dynamic_layers_are_guarded_too(tmp_path, granularity, monkeypatch):
     """Also where oneDNN sums in 32 bits and FBGEMM does not: it uses the VNNI of AVX-512 only."""
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx_vnni"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx_vnni"))
     x = torch.rand(16, 64) + 1
     model = extreme(MLP())
     model.fc1 = extreme(nn.Linear(64, 64))
@@ -355,7 +355,7 @@ CHILD = """
     old, new = codes(graph), codes(q.graph)
     with torch.no_grad():
         print(json.dumps({
-            "features": cpu.features(),
+            "features": cpu.machine_features(),
             "warnings": [str(w.message) for w in caught if "could saturate" in str(w.message)],
             "ran": q.report().ran_int8,
             "guarded": sqnr_db(q.reference(x), q(x)),

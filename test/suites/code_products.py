@@ -73,7 +73,7 @@ def multiply(name, a, product, *, as_plain=True):
 def convolve(a, product):
     """Compute a depthwise convolution now, as on a CPU that has AVX2 only; whether there is a function for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "features", lambda: ("avx2",))
+        patch.setattr(cpu, "machine_features", lambda: ("avx2",))
         try:
             depthwise.convolve(Now(), None, a, product)
         except Refused:

@@ -1,7 +1,7 @@
 """The code of `rows.c` for each instruction set, also for two that this CPU lacks.
 
 AVX-VNNI is tested in the encoding that AVX512-VNNI has for its instruction, and AMX with tiles in plain C
-(emulated_tiles.h).
+(emulated/tiles.h).
 """
 
 import ctypes
@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 from nc.backends.native.plans import rows
-from nc.kernels.c_code import build, openmp
+from nc.kernels.c_code import build, emulation, openmp
 from nc.kernels.c_code.calls import function_of
 
-_TILES = Path(__file__).parents[1] / "emulated_tiles.h"
+_TILES = Path(__file__).parents[1] / "emulated" / "tiles.h"
 #: What stands for an instruction set that the CPU lacks → its name, and the compiler's options.
 STAND_INS = {
     "avx_vnni as evex": ("avx_vnni", "-DNC_TEST_EVEX"),
@@ -25,7 +25,8 @@ def isas_to_test(form=rows.CODES):
     """Instruction sets of this CPU with code for rows of a format, and what stands for others."""
     found = rows.isas(form)
     compiled = build.loaded("rows").isas if found else ()
-    possible = "avx512_vnni" in rows.isas(rows.CODES) and build._compiler() and " " not in str(_TILES)
+    has_vnni = "avx512_vnni" in rows.isas(rows.CODES) and not emulation.emulated()
+    possible = has_vnni and build._compiler() and " " not in str(_TILES)
     names = [
         name for name, (isa, _) in STAND_INS.items() if isa in form.isas and isa in compiled and possible
     ]

@@ -105,7 +105,7 @@ class IpexBackend(Backend):
                 f"{_PACKAGE} {ipex} needs torch {ipex.major}.{ipex.minor}, but torch is {torch_version}: "
                 f"{_INSTALL}."
             )
-        if "avx2" not in cpu.features():
+        if "avx2" not in cpu.machine_features():
             return 'this CPU lacks AVX2, which IPEX needs; use backend="reference".'
         return ""
 

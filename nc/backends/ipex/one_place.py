@@ -28,7 +28,7 @@ def one_place(module: fx.GraphModule) -> Callable[[Sequence[torch.Tensor]], str]
     """
     suspects = (
         frozenset(node for node in module.graph.nodes if _is_suspect(node))
-        if "amx_int8" in cpu.features()
+        if "amx_int8" in cpu.machine_features()
         else frozenset()
     )
     if not suspects:

@@ -127,7 +127,7 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
 
     A copy in between keeps softmax out of the group.
     """
-    signed = "avx512f" in cpu.features()
+    signed = "avx512f" in cpu.machine_features()
     changed = []
     for node in [n for n in module.graph.nodes if op_name(n) == "softmax"]:
         readers = [r for _, r in _reads(node) if r.target is quantize_per_tensor]
@@ -188,7 +188,7 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
     over values of other dimensions, but end the process or leave their result as it was. There a copy keeps
     the convolution out of the group, in fp32.
     """
-    if "amx_int8" not in cpu.features():
+    if "amx_int8" not in cpu.machine_features():
         return []
     changed = []
     for node in [n for n in module.graph.nodes if n.target in _ONE_MORE_DIMENSION]:

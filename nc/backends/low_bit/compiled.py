@@ -58,7 +58,7 @@ def usable() -> tuple[str, ...]:
 
 def of_this_cpu(compiled: Collection[str]) -> tuple[str, ...]:
     """Those of some instruction sets that this CPU has, the best one first."""
-    return tuple(name for name in reversed(ISAS) if name in compiled and not cpu.lacks(ISAS[name]))
+    return tuple(name for name in reversed(ISAS) if name in compiled and not cpu.code_lacks(ISAS[name]))
 
 
 def why_none(compiled: Sequence[str], usable: Sequence[str]) -> str:
@@ -253,6 +253,7 @@ C_INT8 = LowBitKernel(
     activations=("int8",),
     group_step=STEP,
     isa=("avx2",),
+    in_c=True,
     unavailable=why_unavailable,
     pack=pack,
     linear=functools.partial(linear, block=ROW),
@@ -275,6 +276,7 @@ C_FP32 = LowBitKernel(
     activations=("fp32",),
     group_step=STEP,
     isa=("avx2",),
+    in_c=True,
     unavailable=why_unavailable,
     pack=pack,
     linear=linear,
@@ -307,7 +309,7 @@ C_BF16_IN_FP32 = dataclasses.replace(
     activations=("bf16",),
     unavailable=lambda: (
         "this CPU has instructions for bf16"
-        if not (cpu.missing(C_BF16.isa) or _why_no_bf16())
+        if not (cpu.code_lacks(C_BF16.isa) or _why_no_bf16())
         else why_unavailable()
     ),
 )

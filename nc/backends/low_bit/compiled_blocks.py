@@ -284,6 +284,7 @@ C_BLOCKS = LowBitKernel(
     floats=FLOATS,
     activations=("fp32",),
     isa=("avx2",),
+    in_c=True,
     unavailable=why_unavailable,
     pack=pack,
     linear=linear,

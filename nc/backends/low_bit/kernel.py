@@ -37,6 +37,7 @@ class LowBitKernel:
         outputs: N must be a multiple of this.
         inputs: K must be a multiple of this.
         isa: features of the CPU that it needs, see `features`.
+        in_c: it is C code of nc, whose features tests may emulate.
         max_rows: it is not used for more rows M of activations.
         needs: what torch must have: names of operators, "namespace::name".
         refused: why it is never used; "" for kernels that are.
@@ -60,6 +61,7 @@ class LowBitKernel:
     outputs: int = 1
     inputs: int = 1
     isa: tuple[str, ...] = ()
+    in_c: bool = False
     max_rows: int = ANY_ROWS
     needs: tuple[str, ...] = ()
     refused: str = ""
@@ -94,9 +96,8 @@ class LowBitKernel:
         """
         outputs, inputs = shape
         group = inputs if form.group_size == -1 else form.group_size
-        missing = [
-            feature for feature in self.isa if feature not in (features() if available is None else available)
-        ]
+        has = features(in_c=self.in_c) if available is None else available
+        missing = [feature for feature in self.isa if feature not in has]
         absent = [name for name in self.needs if not _exists(name)]
         checks = (
             (self.refused, self.refused),
@@ -149,13 +150,13 @@ class LowBitKernel:
         return "" if self.max_rows == ANY_ROWS else f"M <= {self.max_rows}"
 
 
-def features() -> tuple[str, ...]:
-    """Features of this CPU that kernels may need.
+def features(*, in_c: bool = False) -> tuple[str, ...]:
+    """Features of this CPU that kernels may need, those of torch or those in C of nc.
 
     They are those of `nc.backends.cpu`, and "aten_avx2" where ATen runs vector code.
     """
     return (
-        *cpu.features(),
+        *(cpu.code_features() if in_c else cpu.machine_features()),
         *(("aten_avx2",) if torch.backends.cpu.get_cpu_capability().startswith("AVX") else ()),
     )
 

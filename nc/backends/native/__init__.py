@@ -81,7 +81,7 @@ class NativeBackend(Backend):
         missing = [name for name in _NEEDED if not hasattr(torch.ops.onednn, name)]
         if missing:
             return f"torch {torch.__version__} has no onednn::{missing[0]}: pip install 'torch>=2.8'."
-        if "avx2" not in cpu.features():
+        if "avx2" not in cpu.machine_features():
             return 'this CPU lacks AVX2, which oneDNN\'s int8 kernels need; use backend="reference".'
         return ""
 

@@ -50,7 +50,12 @@ class Code:
     def isa(self) -> str:
         """Return the best instruction set that this CPU has; "" for none."""
         return next(
-            (name for name in ("avx512_vnni", "avx2") if name in self.isas and not cpu.lacks(ISAS[name])), ""
+            (
+                name
+                for name in ("avx512_vnni", "avx2")
+                if name in self.isas and not cpu.code_lacks(ISAS[name])
+            ),
+            "",
         )
 
 

@@ -244,7 +244,7 @@ def _is_right(asked: _Asked, sizes: Sequence[int]) -> bool:
 
 
 def _adds_up(asked: _Asked, wanted: trials.Convolution) -> bool:
-    overruns = "amx_int8" in cpu.features() and trials.overruns_with_amx(wanted)
+    overruns = "amx_int8" in cpu.machine_features() and trials.overruns_with_amx(wanted)
     is_usual = not wanted.source.sizes[0] or not trials.fills_tiles_in_part(wanted)
     return not overruns and (is_usual or trials.adds_up(wanted, functools.partial(_try, asked)))
 

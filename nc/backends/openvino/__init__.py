@@ -47,9 +47,9 @@ class OpenVINOBackend(Backend):
         """Return what is missing and what to install; "" when it can run. Imports nothing of OpenVINO."""
         if importlib.util.find_spec("openvino") is None:
             return f"openvino is not installed: {_INSTALL}."
-        if "avx2" not in cpu.features():
+        if "avx2" not in cpu.machine_features():
             return 'this CPU lacks AVX2, which int8 kernels need; use backend="reference".'
-        if "avx512f" in cpu.features() and not cpu.accumulates_wide():
+        if "avx512f" in cpu.machine_features() and not cpu.accumulates_wide():
             return (
                 f"this CPU has AVX-512 without VNNI{cpu.why_narrow()}: the 16-bit sums of OpenVINO's kernels "
                 "there overflow also with "

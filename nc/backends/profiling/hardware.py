@@ -121,5 +121,5 @@ def _products(precision: str, usable: Collection[str]) -> list[int]:
     return [
         PRODUCT.number(f"{precision}_{name}")
         for name in _PRODUCTS[precision]
-        if name in usable and not cpu.lacks(ISAS[name])
+        if name in usable and not cpu.machine_lacks(ISAS[name])
     ]

@@ -9,9 +9,10 @@
 #include <string.h>
 
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 
-#define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")))
+#define FOR_VNNI FOR_CPU("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")
 #define FOR_AVX512 FOR_VNNI
 #include "attention.h"
 #include "exponential.h"

@@ -36,11 +36,10 @@ INLINE FOR_AVX512 __m512 masked(int64_t kind, const char *mask, int64_t step, in
 /* Blocks of 16 outputs whose sums are in registers. */
 enum { BLOCKS_AT_ONCE = 4 };
 
-/* sums + products of 64 codes, four by four. As an intrinsic, GCC 12 copies the sums before and after
- * each. */
+/* sums + products of 64 codes, four by four. */
 INLINE FOR_VNNI __m512i add_products(__m512i sums, __m512i x, __m512i w)
 {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
+    VPDPBUSD_512(sums, x, w);
     return sums;
 }
 

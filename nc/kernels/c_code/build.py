@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nc.errors import BackendUnavailableError
-from nc.kernels.c_code import flags, isas, limit, openmp
+from nc.kernels.c_code import emulation, flags, isas, limit, openmp
 from nc.process import cache, env
 from nc.process.unavailable import Unavailable
 
@@ -76,7 +76,7 @@ def loaded(name: str) -> Loaded:
     """
     source = _HERE / f"{name}.c"
     try:
-        identity = flags.source_hash(source)
+        identity = flags.source_hash(source, emulation.options(source))
     except OSError as error:
         msg = f"the source {name}.c can't be read: {error}"
         raise BackendUnavailableError(msg) from error
@@ -89,6 +89,11 @@ def loaded(name: str) -> Loaded:
 def sources() -> tuple[str, ...]:
     """Names of all sources."""
     return tuple(sorted(path.stem for path in _HERE.glob("*.c")))
+
+
+def all_sources() -> str:
+    """Return a hash of all sources, headers and flags, whatever is emulated."""
+    return flags.short_hash("".join(flags.source_hash(_HERE / f"{name}.c") for name in sources()).encode())
 
 
 def is_shipped(name: str) -> bool:
@@ -281,7 +286,7 @@ def compile_source(source: Path, target: Path, compiler: str) -> None:
         msg = "there is no C compiler: install gcc or clang, or set the environment variable CC"
         raise BackendUnavailableError(msg)
     try:
-        command = flags.command(compiler, source, target)
+        command = flags.command(compiler, source, target, emulation.options(source))
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         msg = f"the C compiler {compiler!r} can't be run: {error}"

@@ -9,9 +9,10 @@
 #include <string.h>
 
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 
-#define FOR_AVX2 __attribute__((target("avx2,fma")))
+#define FOR_AVX2 FOR_CPU("avx2,fma")
 static const float of_erf[][GELU_PIECES] = GELU_TAIL_ERF, of_tanh[][GELU_PIECES] = GELU_TAIL_TANH;
 #include "finish_256.h"
 

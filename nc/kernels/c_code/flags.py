@@ -9,6 +9,7 @@ import functools
 import hashlib
 import runpy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 #: No -march: a kernel that needs an instruction set says so itself, and asks the CPU at run time.
@@ -26,10 +27,12 @@ def compiler(named: str) -> str:
     return named or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
-def source_hash(source: Path) -> str:
-    """Return what a library of a source says that it was made of: source, all headers, and flags."""
+def source_hash(source: Path, options: Sequence[str] = ()) -> str:
+    """Return what a library of a source says that it was made of: source, all headers, flags and options."""
     files = (source, *sorted(source.parent.glob("*.h")))
-    content = b"\0".join((*(path.read_bytes() for path in files), *map(str.encode, (made_header(), *FLAGS))))
+    content = b"\0".join(
+        (*(path.read_bytes() for path in files), *map(str.encode, (made_header(), *FLAGS, *options)))
+    )
     return short_hash(content)
 
 
@@ -46,13 +49,20 @@ def short_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def command(compiler: str, source: Path, target: Path) -> list[str]:
-    """Return the command that compiles a source to a library; write the header of `abi.py` beside that."""
+def command(compiler: str, source: Path, target: Path, options: Sequence[str] = ()) -> list[str]:
+    """Return the command that compiles a source to a library; write the header of `abi.py` beside that.
+
+    Args:
+        compiler: its command.
+        source: the file.
+        target: the library.
+        options: after `FLAGS`.
+    """
     made = target.with_suffix(".abi")
     made.write_text(made_header(), encoding="utf-8")
     included = ("-include", str(made), "-include", str(source.parent / _HEADER))
-    defined = f'-DNC_SOURCE_HASH="{source_hash(source)}"'
-    return [*compiler.split(), *FLAGS, defined, *included, "-o", str(target), str(source)]
+    defined = f'-DNC_SOURCE_HASH="{source_hash(source, options)}"'
+    return [*compiler.split(), *FLAGS, *options, defined, *included, "-o", str(target), str(source)]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@
 #include <string.h>
 
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 
-#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
+#define FOR_AVX512 FOR_CPU("avx512f,avx512bw,avx512vl,avx2,fma")
 #include "attention.h"
 #include "bf16.h"
 #include "exponential.h"

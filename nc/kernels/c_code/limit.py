@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from nc.errors import ConfigError
+from nc.kernels.c_code import emulation
 from nc.kernels.c_code.isas import ISAS, NUMBERS, named
 from nc.process import env
 
@@ -12,12 +13,12 @@ VARIABLE = env.NC_MAX_ISA.name
 
 
 def limit() -> str:
-    """Return the instruction set that the environment variable names; "" for no limit.
+    """Return the instruction set that the environment variable names, or the emulated one; "" for no limit.
 
     Raises:
         ConfigError: it names none.
     """
-    found = env.NC_MAX_ISA.get()
+    found = env.NC_MAX_ISA.get() or emulation.emulated()
     if found and found not in ISAS:
         msg = (
             f"{VARIABLE}={found!r} names no instruction set. Set it to one of {', '.join(ISAS)}, or unset it."

@@ -27,6 +27,7 @@
 
 #include "caches.h"
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 #include "tiles.h"
 
@@ -108,27 +109,13 @@ static void run(const struct job *job, part_t part, int64_t count, int64_t step,
 #include <immintrin.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define FOR_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
-#define FOR_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
-/* NC_OLD_COMPILER: tests leave out what older compilers do not know */
-#if !defined(NC_OLD_COMPILER) && (defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10)
-#define HAS_BF16 1
-#define FOR_BF16 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")))
-#else
-#define HAS_BF16 0
+#define FOR_AVX2 FOR_CPU("avx2,fma,f16c")
+#define FOR_AVX512 FOR_CPU("avx2,fma,f16c,avx512f,avx512bw,avx512vl")
+#define FOR_VNNI FOR_CPU("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")
+#if HAS_BF16
+#define FOR_BF16 FOR_CPU("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")
 #endif
 #define UNROLL _Pragma("GCC unroll 16")
-#if !defined(NC_OLD_COMPILER) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAS_AVX_VNNI 1
-#else
-#define HAS_AVX_VNNI 0
-#endif
-#if defined(__linux__) && HAS_AVX_VNNI && HAS_BF16
-#define HAS_AMX 1
-#else
-#define HAS_AMX 0
-#endif
 
 static inline int32_t word(const void *p)
 {
@@ -663,11 +650,8 @@ INLINE FOR_AVX2 void finish_256(const struct job *j, int64_t first, int64_t m, _
 /* sum + unsigned bytes of a times signed bytes of b, four products into each number of 32 bits. */
 INLINE FOR_AVX2 __m256i dot_vnni(__m256i sum, __m256i a, __m256i b)
 {
-/* the same instruction as AVX512-VNNI encodes it: where tests have no AVX-VNNI */
-#if HAS_AVX_VNNI && defined(NC_TEST_EVEX)
-    __asm__("%{evex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-#elif HAS_AVX_VNNI
-    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#if HAS_AVX_VNNI
+    VPDPBUSD_256(sum, a, b);
 #endif
     return sum;
 }
@@ -1050,7 +1034,7 @@ static const struct kernel *kernel_for(int64_t isa, int mode, int64_t bits, int6
 {
     const struct kernel *k = kernels;
     const int intel = __builtin_cpu_is("intel");
-    if (isa == ISA_AVX512 && !(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")))
+    if (isa == ISA_AVX512 && !(CPU_SUPPORTS("avx512bw") && CPU_SUPPORTS("avx512vl")))
         isa = ISA_AVX2;
     while (!(k->isas >> isa & 1 && k->modes & mode && k->bits == bits && rows >= k->least
         && intel >= k->intel))

@@ -9,12 +9,9 @@
 #define TILE 16
 #define AMX_ROWS_AT_ONCE 256 /* sums of so many rows are on the stack: 32 KB */
 #define CHUNK 512            /* input channels that are unpacked at once; no block is longer */
-#define FOR_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16")))
+#define FOR_AMX FOR_CPU("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16")
 
 _Static_assert(CHUNK % 64 == 0 && AMX_ROWS_AT_ONCE % TILE == 0, "pieces and tiles are whole");
-
-/* Compilers don't know that loads of tiles read memory: what was written before this is in it. */
-#define WRITTEN() __asm__ volatile("" ::: "memory")
 
 /* Tiles 0 to 5 hold sums, 6 is of x, 7 of codes; `bytes` of each row of x are multiplied at once. */
 INLINE FOR_AMX void configure(int64_t rows, int bytes)

@@ -27,6 +27,7 @@
 
 #include "caches.h"
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 #include "tiles.h"
 
@@ -101,13 +102,8 @@ static void run(const struct job *job, part_t part, int64_t count, int64_t step,
 #include <immintrin.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define FOR_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
-#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAS_AMX 1
-#else
-#define HAS_AMX 0
-#endif
+#define FOR_AVX2 FOR_CPU("avx2,fma,f16c")
+#define FOR_AVX512 FOR_CPU("avx2,fma,f16c,avx512f,avx512bw,avx512vl")
 #define UNROLL _Pragma("GCC unroll 32")
 
 /* Inputs as they are stored. */
@@ -361,7 +357,7 @@ static struct plan choose(const struct weight *w, int64_t isa)
     static const part_t many[2][KINDS] = {{many_0_256, many_1_256, many_2_256, many_3_256},
         {many_0_512, many_1_512, many_2_512, many_3_512}};
     const int wide =
-        isa >= ISA_AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+        isa >= ISA_AVX512 && CPU_SUPPORTS("avx512bw") && CPU_SUPPORTS("avx512vl");
     struct plan found = {few[wide][w->kind], many[wide][w->kind], wide ? tile_all_512 : tile_all_256,
         wide ? 2 : 1};
     return found;

@@ -3,10 +3,7 @@
 #define TILE 16
 /* inputs of a block in one part; with more parts it has fewer inputs, so that both stay in the L1 cache */
 #define WEIGHTS_AT_ONCE 384
-#define FOR_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,amx-tile,amx-bf16")))
-
-/* Compilers don't know that loads of tiles read memory: what was written before this is in it. */
-#define WRITTEN() __asm__ volatile("" ::: "memory")
+#define FOR_AMX FOR_CPU("avx2,fma,f16c,avx512f,avx512bw,avx512vl,amx-tile,amx-bf16")
 
 /* Tiles 0 to 3 hold sums of two tiles of rows times two panels, 4 and 5 are of x, 6 and 7 are of weights. */
 INLINE FOR_AMX void configure(int64_t rows)

@@ -3,19 +3,10 @@
  * Without VNNI a product of bytes is three instructions. The caller asks the CPU whether it has them.
  */
 #define _GNU_SOURCE
+#include "isa.h"
 #include "tiles.h"
 #include <time.h>
 
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
-#define HAS_AMX 1 /* and its assembler knows the others */
-#else
-#define HAS_AMX 0
-#endif
-#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
-#define HAS_BF16 1
-#else
-#define HAS_BF16 0
-#endif
 
 int64_t nc_isas(void)
 {

@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 
 #define ROWS 4              /* that share a load of the weights */
@@ -43,8 +44,8 @@ struct layer {
 #include <immintrin.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define FOR_AVX2 __attribute__((target("avx2,fma")))
-#define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
+#define FOR_AVX2 FOR_CPU("avx2,fma")
+#define FOR_VNNI FOR_CPU("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")
 #define UNROLL _Pragma("GCC unroll 16")
 
 /* ---- codes of a row ---- */

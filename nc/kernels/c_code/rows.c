@@ -30,10 +30,11 @@
 
 #include "caches.h"
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 #include "tiles.h"
 
-#define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
+#define FOR_VNNI FOR_CPU("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")
 #define VNNI_INLINE static inline __attribute__((always_inline)) FOR_VNNI
 #define UNROLL _Pragma("GCC unroll 16")
 #define FOR_AVX512 FOR_VNNI
@@ -41,30 +42,16 @@
 #include "bf16.h"
 #include "by_activation.h"
 #include "gelu.h"
-#define FOR_AVX2 __attribute__((target("avx2,fma")))
+#define FOR_AVX2 FOR_CPU("avx2,fma")
 #include "rounding.h"
 /* AT_ONCE: rows whose sums with two panels are in registers. */
 enum { TILE = 16, DEPTH = 64, AT_ONCE = 8 };
 
-#if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAS_AMX 1
-#define FOR_AMX \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8,amx-bf16")))
+#define FOR_AMX FOR_CPU("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8,amx-bf16")
+#if HAS_BF16
+#define FOR_BF16 FOR_CPU("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")
 #else
-#define HAS_AMX 0
-#endif
-#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
-#define HAS_BF16 1
-#define FOR_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")))
-#else
-#define HAS_BF16 0
 #define FOR_BF16 FOR_VNNI
-#endif
-
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
-#define HAS_AVX_VNNI 1
-#else
-#define HAS_AVX_VNNI 0
 #endif
 
 int64_t nc_isas(void)
@@ -515,13 +502,12 @@ FOR_VNNI static void finish_block(const struct job *j, int32_t (*sums)[2 * TILE]
 #undef ALL
 }
 
-/* sums + products of 64 codes four by four, or of 32 numbers of bf16 two by two. As assembler, because this is
- * part of functions whose compiler may not know the second one. */
+/* sums + products of 64 codes four by four, or of 32 numbers of bf16 two by two. */
 VNNI_INLINE __m512i add_products(__m512i sums, __m512i x, __m512i w, const int bf16)
 {
 #if HAS_BF16
     if (bf16) {
-        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
+        VDPBF16PS_512(sums, x, w);
         return sums;
     }
 #endif
@@ -630,7 +616,7 @@ FOR_AMX static void configure(int64_t rows)
         t.bytes[i] = 64;
         t.rows[i] = (uint8_t)of_tiles[i];
     }
-    __asm__ volatile("" ::: "memory"); /* compilers don't know that it reads memory */
+    WRITTEN();
     _tile_loadconfig(&t);
 }
 

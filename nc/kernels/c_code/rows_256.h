@@ -93,11 +93,7 @@ AVX2_INLINE __m256i add_products_256(__m256i sums, __m256i x, __m256i w, const i
 {
 #if HAS_AVX_VNNI
     if (vnni) {
-#ifdef NC_TEST_EVEX /* as AVX512-VNNI encodes it: where tests have no AVX-VNNI */
-        __asm__("%{evex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(x), "x"(w));
-#else
-        __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(x), "x"(w));
-#endif
+        VPDPBUSD_256(sums, x, w);
         return sums;
     }
 #endif

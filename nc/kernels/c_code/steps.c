@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "calls.h"
+#include "isa.h"
 #include "openmp.h"
 
 /* FOR_EACH_CPU(type, name, (parameters), (arguments)) defines a function by its body, `any_name`. The body is
@@ -19,11 +20,11 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(NC_NO_CLONES)
 #define CLONES (1 << ISA_AVX512 | 1 << ISA_AVX2)
 #define FOR_EACH_CPU(type, name, parameters, arguments)                                     \
-    static __attribute__((target("avx512f"))) type name##_avx512 parameters                 \
+    static FOR_CPU("avx512f") type name##_avx512 parameters                 \
     {                                                                                       \
         return any_##name arguments;                                                        \
     }                                                                                       \
-    static __attribute__((target("avx2"))) type name##_avx2 parameters                      \
+    static FOR_CPU("avx2") type name##_avx2 parameters                      \
     {                                                                                       \
         return any_##name arguments;                                                        \
     }                                                                                       \
@@ -42,9 +43,9 @@
 /* The instruction set whose code is called; -1: that which every CPU has. */
 int64_t nc_step_isa(void)
 {
-    if (nc_permitted >> ISA_AVX512 & 1 && __builtin_cpu_supports("avx512f"))
+    if (nc_permitted >> ISA_AVX512 & 1 && CPU_SUPPORTS("avx512f"))
         return ISA_AVX512;
-    return nc_permitted >> ISA_AVX2 & 1 && __builtin_cpu_supports("avx2") ? ISA_AVX2 : -1;
+    return nc_permitted >> ISA_AVX2 & 1 && CPU_SUPPORTS("avx2") ? ISA_AVX2 : -1;
 }
 #else
 #define CLONES 0
@@ -629,8 +630,8 @@ int nc_image(const struct nc_image *how, void *unused, int count, char *const *t
 /* ---- images whose range is found in each call ---- */
 
 #if CLONES
-#define FOR_AVX512 __attribute__((target("avx512f")))
-#define FOR_AVX2 __attribute__((target("avx2")))
+#define FOR_AVX512 FOR_CPU("avx512f")
+#define FOR_AVX2 FOR_CPU("avx2")
 #endif
 #include "rounding.h"
 

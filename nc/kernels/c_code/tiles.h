@@ -16,7 +16,9 @@ struct tiles {
  * processes may then, too. */
 static inline int may_use_tiles(void)
 {
-#if defined(__linux__) && defined(__x86_64__)
+#ifdef NC_EMULATED
+    return 1;
+#elif defined(__linux__) && defined(__x86_64__)
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
 #else
     return 0;

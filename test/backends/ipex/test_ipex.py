@@ -341,7 +341,7 @@ def test_patterns_that_the_engine_gets_wrong(faults, name):
     result, lint = faults[name], FAULTS[name][-1]
     if lint == "same_tensor_twice" and ("@" in name or "bmm" in name) and not cpu.accumulates_wide():
         lint = ""  # the second input takes 7 bits there, so the two differ
-    if lint == "wrong_window" and "amx_int8" not in cpu.features():
+    if lint == "wrong_window" and "amx_int8" not in cpu.machine_features():
         lint = ""
     assert "error" not in result, result["error"]
     assert result["db"] >= 30
@@ -372,7 +372,7 @@ def test_softmax_to_codes_acts_where_there_is_no_kernel(monkeypatch, features, f
 
     The suite of activation types runs each of these on the engine.
     """
-    monkeypatch.setattr(cpu, "features", lambda: features)
+    monkeypatch.setattr(cpu, "machine_features", lambda: features)
     module = quantized(
         Attention(), torch.randn(2, 6, 32), StaticQuantConfig(**fields), "reference"
     ).graph.module
@@ -407,7 +407,7 @@ def test_wide_windows_whose_weights_have_one_scale():
     model = nn.Sequential(nn.Conv1d(32, 64, 16, groups=4), nn.ReLU(), nn.Conv1d(64, 4, 1))
     q = quantized(model, x, StaticQuantConfig(w_granularity="per_tensor"), "ipex")
     assert worst_db(q.reference(x), q(x)) > 60
-    assert q.report().rewrites == (("wrong_window: 0",) if "amx_int8" in cpu.features() else ())
+    assert q.report().rewrites == (("wrong_window: 0",) if "amx_int8" in cpu.machine_features() else ())
     assert q.report().not_int8 == ()
 
 
@@ -698,7 +698,7 @@ def test_another_backend_at_convert():
 
 
 def test_auto_is_ipex_where_it_was_measured_to_be_faster(monkeypatch):
-    cpu_kind = next(name for name, feature in auto_order.CPUS.items() if feature in cpu.features())
+    cpu_kind = next(name for name, feature in auto_order.CPUS.items() if feature in cpu.machine_features())
     race = auto_order.Race(cpu_kind, auto_order.LINEARS, "ipex", "native", 1.2, ("a model",))
     monkeypatch.setattr(auto_order, "RACES", (race,))
     assert prepare(MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16)).backend == "ipex"

@@ -370,7 +370,7 @@ def test_the_best_instruction_set_is_chosen(monkeypatch):
         (None, ("fma",)),
     ):
         monkeypatch.setattr(
-            cpu, "lacks", lambda needed, without=without: tuple(n for n in needed if n in without)
+            cpu, "code_lacks", lambda needed, without=without: tuple(n for n in needed if n in without)
         )
         monkeypatch.setattr(
             "nc.backends.low_bit.compiled.usable",

@@ -344,12 +344,12 @@ def test_what_it_cannot_do_is_data(kernel, args, reason):
 
 @pytest.mark.skipif("avx512_bf16" not in HERE, reason="needs AVX512-BF16")
 def test_the_user_s_limit_of_instruction_sets_holds(monkeypatch):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     assert compiled.isa() == NUMBERS["avx2"]
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni"))
     assert compiled.isa() == NUMBERS["avx512_vnni"]
     monkeypatch.setattr(
-        cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16")
+        cpu, "machine_features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16")
     )
     assert compiled.isa() == NUMBERS["avx512_bf16"]
 

@@ -127,7 +127,7 @@ BF16_CASES = [
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(("row", "name", "group", "kind"), BF16_CASES)
 def test_bf16_activations_within_bf16_bounds(row, name, group, kind, rows, model):
-    if row is BLOCKS_BF16 and "avx512_bf16" not in cpu.features():
+    if row is BLOCKS_BF16 and "avx512_bf16" not in cpu.machine_features():
         pytest.skip("needs AVX512-BF16")
     packed = weight(form(name, group, kind))
     x = torch.randn(rows, 128).to(torch.bfloat16 if model == "bf16" else torch.float32)

@@ -47,7 +47,7 @@ def without_products(monkeypatch):
 @pytest.fixture
 def on_bf16(monkeypatch, without_products):  # it patches
     """Plans as on a CPU with AVX512-BF16; nothing runs there."""
-    monkeypatch.setattr(cpu, "features", lambda: FEATURES)
+    monkeypatch.setattr(cpu, "machine_features", lambda: FEATURES)
 
 
 def decisions(model, config, x, backend="native"):
@@ -129,7 +129,7 @@ def test_bf16_that_is_asked_for_and_excluded_is_an_error():
 @pytest.mark.parametrize("config", [REST, StaticQuantConfig().set_local("matmul", LOW)])
 @pytest.mark.usefixtures("without_products")
 def test_a_cpu_without_bf16_refuses(monkeypatch, config):
-    monkeypatch.setattr(cpu, "features", lambda: FEATURES[:-1])
+    monkeypatch.setattr(cpu, "machine_features", lambda: FEATURES[:-1])
     with pytest.raises(
         UnsupportedError,
         match="Operator 'matmul' can't compute in bf16 on backend 'native': this CPU has no AVX512-BF16",
@@ -172,7 +172,7 @@ def test_inputs_weights_and_results_are_rounded_and_sums_are_not():
 
 def test_an_artefact_holds_bf16_weights_and_says_what_it_needs(tmp_path, monkeypatch):
     x = torch.randn(4, 16)
-    monkeypatch.setattr(cpu, "features", lambda: FEATURES)
+    monkeypatch.setattr(cpu, "machine_features", lambda: FEATURES)
     prepared = prepare(
         MLP().eval(), StaticQuantConfig().set_local("fc2", LOW), example_inputs=x, backend="native"
     )
@@ -187,7 +187,7 @@ def test_an_artefact_holds_bf16_weights_and_says_what_it_needs(tmp_path, monkeyp
     assert torch.equal(again(x), reference(x))
     assert again.graph.plan == reference.graph.plan
     assert again.report().ops[-1].asked == "bf16"
-    monkeypatch.setattr(cpu, "features", lambda: FEATURES[:-1])
+    monkeypatch.setattr(cpu, "machine_features", lambda: FEATURES[:-1])
     for backend in ("native", "ipex"):
         if not available_backends()[backend]:
             with pytest.raises(

@@ -154,7 +154,7 @@ def test_wide_windows_over_few_channels(layer, sizes):
     assert worst_sqnr_db([q.reference(x)], [q(x)]) > 35
 
 
-@pytest.mark.skipif("amx_int8" not in cpu.features(), reason="needs AMX")
+@pytest.mark.skipif("amx_int8" not in cpu.machine_features(), reason="needs AMX")
 @pytest.mark.parametrize(("channels", "window", "amx"), [(3, 3, False), (3, 7, True), (16, 3, True)])
 def test_small_windows_of_an_image_are_not_multiplied_by_amx(channels, window, amx):
     """It multiplies 64 values at once; VNNI is faster for 27."""
@@ -842,7 +842,7 @@ def test_where_onednn_has_plain_code_only_the_plan_is_kept(monkeypatch):
     report = q.report()
     assert {op.ran for op in report.ops if op.asked == "int8"} == {"int8"}
     odd = next(op for op in report.ops if op.operator == "odd")
-    has_fast = cpu.accumulates_wide() or "avx512f" in cpu.features()
+    has_fast = cpu.accumulates_wide() or "avx512f" in cpu.machine_features()
     assert odd.kernel.startswith("convolution ref") or (has_fast and odd.kernel.startswith("convolution brg"))
     assert worst_sqnr_db(q.reference(*inputs), q(*inputs)) > 35
 

@@ -90,7 +90,7 @@ def test_what_does_not_run_in_int8_says_what_it_is():
 
 def test_products_of_two_activations_need_vnni(monkeypatch):
     """Without it OpenVINO computes them in fp32."""
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     plan = describe(Attention().eval(), StaticQuantConfig(), torch.randn(2, 6, 32), backend="openvino")
     planned = {decision.operator for decision in plan.quantized}
     assert "query" in planned
@@ -333,7 +333,7 @@ def test_sums_of_tiny_values(scale):
     model = Function(lambda self, x: self.c(self.a(x) + self.b(self.a(x))), **layers)
     x = scale * torch.randn(1, 3, 16, 16)
     if (
-        "amx_int8" in cpu.features() and scale < 1e-6
+        "amx_int8" in cpu.machine_features() and scale < 1e-6
     ):  # there it loses the zero points of convolutions too, which is noticed
         with pytest.raises(VerificationError):
             quantized(model, x, None, "openvino")
@@ -545,7 +545,7 @@ def test_export_replaces_no_directory_and_no_link(residual, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.xml", "b.xml"]
 
 
-@pytest.mark.skipif("avx512_bf16" not in cpu.features(), reason="needs AVX512-BF16")
+@pytest.mark.skipif("avx512_bf16" not in cpu.machine_features(), reason="needs AVX512-BF16")
 def test_bf16():
     x = torch.randn(2, 8)
     config = StaticQuantConfig().set_local("b", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
@@ -650,7 +650,7 @@ def test_products_of_symmetric_codes_stay_fp32_on_a_cpu_without_vnni(monkeypatch
     x = torch.randn(2, 32, 32)
     q = quantized(model, x, config)
     nc.save(q, tmp_path / "model")
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     loaded = nc.load(tmp_path / "model", backend="openvino")
     ran = {op.operator: op.ran for op in loaded.report().ops}
     assert (ran["matmul"], ran["a"]) == ("fp32", "int8")

@@ -53,8 +53,12 @@ def test_weights_of_all_operators_are_compared_with_the_cache():
 def test_this_cpu_has_a_limit_for_each_precision_that_it_multiplies():
     found = hardware.measured(1)
     assert found.missing == ""
-    assert ("fp32" in found.multiply_adds) == ("int8" in found.multiply_adds) == (not cpu.lacks(("avx2",)))
-    assert ("bf16" in found.multiply_adds) == (not cpu.lacks(("avx512f", "avx512_bf16")))
+    assert (
+        ("fp32" in found.multiply_adds)
+        == ("int8" in found.multiply_adds)
+        == (not cpu.machine_lacks(("avx2",)))
+    )
+    assert ("bf16" in found.multiply_adds) == (not cpu.machine_lacks(("avx512f", "avx512_bf16")))
     assert all(1e8 < rate < 1e14 for rate in found.multiply_adds.values())
     assert hardware.measured(1) is found
     assert Limits.from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found
@@ -67,7 +71,7 @@ def test_each_kind_of_product_that_this_cpu_has_can_be_measured():
     usable = hardware.limit.used(library)
     for precision, names in hardware._PRODUCTS.items():
         for name in names:
-            if name in usable and not cpu.lacks(hardware.ISAS[name]):
+            if name in usable and not cpu.machine_lacks(hardware.ISAS[name]):
                 rate = library.nc_peak(PRODUCT.number(f"{precision}_{name}"))
                 assert rate > 1e8 or name == "amx"  # the operating system may lend no tiles
 
@@ -106,7 +110,7 @@ def test_without_tiles_the_next_instruction_set_is_the_limit(monkeypatch):
 
     monkeypatch.setattr(hardware.build, "load", lambda _: Library)
     monkeypatch.setattr(hardware.limit, "used", lambda _: tuple(hardware.ISAS))
-    monkeypatch.setattr(hardware.cpu, "lacks", lambda _: ())
+    monkeypatch.setattr(hardware.cpu, "machine_lacks", lambda _: ())
     monkeypatch.setattr(hardware, "read_bandwidth", lambda _: 1.0)
     number = PRODUCT.number
     assert hardware.measured.__wrapped__(2).multiply_adds == {

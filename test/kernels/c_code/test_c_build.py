@@ -314,7 +314,7 @@ def old_compiler(monkeypatch, folder_of_old_compiler):
 def test_only_instruction_sets_that_were_compiled_are_chosen(monkeypatch):
     """Where the compiler is too old for this CPU, an older set computes; the first call failed."""
     assert build.loaded("low_bit").isas == ("avx2", "avx512", "avx512_vnni")
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx_vnni"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx_vnni"))
     monkeypatch.setattr(cpu, "flags", lambda: frozenset({"fma", "f16c"}))
     assert compiled.usable() == ("avx2",)
     for act in ("int8", "int8_block32", "fp32", "bf16"):
@@ -330,7 +330,7 @@ def test_only_instruction_sets_that_were_compiled_are_chosen(monkeypatch):
 
 @pytest.mark.usefixtures("old_compiler")
 def test_kernels_for_bf16_say_that_they_were_not_compiled(monkeypatch):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx512_bf16"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx512_bf16"))
     monkeypatch.setattr(cpu, "flags", lambda: frozenset({"fma", "f16c", "avx512bw", "avx512vl"}))
     assert "without AVX512-BF16" in compiled.C_BF16.unavailable()
     assert "without AVX512-BF16" in compiled.C_BF16_FEW_ROWS.unavailable()
@@ -351,7 +351,7 @@ def test_the_report_says_that_there_is_no_code_for_avx():
 
 @pytest.mark.parametrize("missing", ["avx512bw", "avx512vl", "fma"])
 def test_all_that_a_target_may_use_is_asked_for(monkeypatch, missing):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni"))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx512f", "avx512_vnni"))
     everything = frozenset({"fma", "f16c", "avx512bw", "avx512vl"})
     monkeypatch.setattr(cpu, "flags", lambda: everything)
     assert int8_attention.why_unavailable() == ""

@@ -18,8 +18,9 @@ from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.plans import rows as row_format
+from nc.cli import doctor
 from nc.errors import BackendError, ConfigError
-from nc.kernels.c_code import build, isas, limit
+from nc.kernels.c_code import build, isas, limit, tested
 from nc.process import env
 
 ALL = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_tile")
@@ -53,7 +54,7 @@ def sapphire_rapids(monkeypatch):
 )
 def test_the_limit_hides_features_and_instruction_sets(monkeypatch, name, features, permitted):
     monkeypatch.setenv("NC_MAX_ISA", name)
-    assert cpu.features() == features
+    assert cpu.machine_features() == features
     assert limit.permitted() == permitted
     assert compiled.of_this_cpu(isas.ISAS) == tuple(reversed(permitted))
     assert cpu.limits() == ((f"NC_MAX_ISA={name}",) if features != ALL else ())
@@ -64,14 +65,14 @@ def test_the_limit_hides_features_and_instruction_sets(monkeypatch, name, featur
 def test_features_are_those_that_both_limits_leave(monkeypatch):
     monkeypatch.setenv("NC_MAX_ISA", "avx512_vnni")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    assert cpu.features() == ("avx2", "avx512f")
+    assert cpu.machine_features() == ("avx2", "avx512f")
     assert cpu.limits() == ("ONEDNN_MAX_CPU_ISA=AVX512_CORE", "NC_MAX_ISA=avx512_vnni")
 
 
 @pytest.mark.parametrize("name", ["AVX2", "avx2 ", "sse2", "1"])
 def test_a_limit_that_names_nothing_is_an_error(monkeypatch, name):
     monkeypatch.setenv("NC_MAX_ISA", name)
-    for ask in (limit.limit, limit.permitted, cpu.features, cpu.limits):
+    for ask in (limit.limit, limit.permitted, cpu.machine_features, cpu.limits):
         with pytest.raises(
             ConfigError, match=f"NC_MAX_ISA='{name}' names no instruction set. Set it to one of avx2, "
         ):
@@ -163,21 +164,96 @@ def test_there_are_limits_for_each_instruction_set():
         )
 
 
-def test_a_run_that_the_cpu_can_not_have_is_skipped_with_a_reason(monkeypatch):
-    monkeypatch.setattr(cpu, "flags", lambda: frozenset({"avx2", "fma", "f16c"}))
-    assert runs.summary({"avx2": 0}, ["avx2", "avx_vnni"]) == [
-        "avx2: passed",
-        "avx_vnni: skipped, this CPU lacks avx_vnni",
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+
+
+@pytest.mark.parametrize(
+    ("words", "right", "code"),
+    [(["amx"], True, 0), (["amx", "avx2"], True, 0), (["amx"], False, 1), ([], True, 0)],
+)
+def test_each_instruction_set_runs_emulated_and_where_the_cpu_has_it(monkeypatch, capsys, words, right, code):
+    done = []
+
+    def run(name, how, jobs):
+        done.append((name, how))
+        return runs.Run(name, how, 0, passed=3 if right else 0, skipped=1)
+
+    monkeypatch.setattr(cpu, "flags", lambda: AVX2)
+    monkeypatch.setattr(runs, "run", run)
+    monkeypatch.setattr(runs, "compared", lambda name, cases: (cases, ()))
+    monkeypatch.setattr(sys, "argv", ["isas.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        runs.main()
+    assert ended.value.code == code
+    names = words or list(isas.ISAS)
+    assert done == [(n, how) for n in names for how in runs.HOW if how == "emulated" or n == "avx2"]
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("--- amx: this CPU lacks avx512f, avx512bw, ") for line in lines)
+    assert [line.split()[:2] for line in lines[-len(done) :]] == [list(each) for each in done]
+
+
+def test_a_difference_is_a_failure(monkeypatch):
+    found = runs.Run(
+        "avx2", "emulated", 0, passed=3, compared=9, differences=("map: 1 of 3 integers differ",)
+    )
+    assert not found.is_right
+    assert [line.split() for line in runs.table([found])[1:]] == [
+        ["avx2", "emulated", "3", "0", "0", "9", "1"]
     ]
-    assert runs.summary({"avx2": 1}, ["avx2"]) == ["avx2: FAILED (exit code 1 of pytest)"]
 
 
-def test_an_instruction_set_that_is_asked_for_and_lacking_is_no_success(monkeypatch, capsys):
-    monkeypatch.setattr(cpu, "flags", lambda: frozenset({"avx2", "fma", "f16c"}))
-    monkeypatch.setattr(runs, "run", lambda name, jobs: 0)
-    for words, code in ((["amx"], 1), (["amx", "avx2"], 0), ([], 0)):
-        monkeypatch.setattr(sys, "argv", ["isas.py", *words])
-        with pytest.raises(SystemExit) as ended:
-            runs.main()
-        assert ended.value.code == code
-    assert "amx: skipped, this CPU lacks avx512f, avx512bw, " in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("a", "b", "approximate", "same"),
+    [
+        (torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([1, 2], dtype=torch.uint8), False, True),
+        (torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([1, 3], dtype=torch.uint8), False, False),
+        (torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([1, 3], dtype=torch.uint8), True, True),
+        (torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([1, 4], dtype=torch.uint8), True, False),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]), False, True),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-22]), False, False),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-22]), True, True),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-20]), True, False),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False, True),
+        (torch.tensor([2.0**-149]), torch.tensor([-(2.0**-149)]), False, False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False, True),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), False, False),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), True, False),
+        (torch.tensor([float("inf")]), torch.tensor([-float("inf")]), True, False),
+        (torch.tensor([1.0]).bfloat16(), torch.tensor([1.0 + 2**-7]).bfloat16(), False, True),
+        (torch.tensor([1.0]).bfloat16(), torch.tensor([1.0 + 2**-6]).bfloat16(), False, False),
+        (torch.tensor([1.0]), torch.tensor([1.0, 2.0]), False, False),
+    ],
+)
+def test_results_are_the_same_to_one_unit_in_the_last_place(a, b, approximate, same):
+    assert (runs.difference(a, b, approximate=approximate) == "") == same
+    assert (runs.difference(b, a, approximate=approximate) == "") == same
+
+
+def test_the_record_is_of_the_sources_that_were_tested(monkeypatch):
+    right, wrong = runs.Run("amx", "emulated", 0, passed=3), runs.Run("avx2", "real", 1, passed=3, failed=1)
+
+    def recorded():
+        found = {}
+        exec(compile(runs.record([right, wrong]), "tested.py", "exec"), found)
+        return found["SOURCES"], found["TESTED"]
+
+    monkeypatch.setattr(tested, "TESTED", {"avx2": ("real",)})
+    monkeypatch.setattr(tested, "SOURCES", build.all_sources())
+    assert recorded() == (build.all_sources(), {"avx2": ("real",), "amx": ("emulated",)})
+    monkeypatch.setattr(tested, "SOURCES", "of others")
+    assert recorded() == (build.all_sources(), {"amx": ("emulated",)})
+
+
+def test_what_was_tested_are_instruction_sets():
+    assert set(tested.TESTED) <= set(isas.ISAS)
+    assert {how for hows in tested.TESTED.values() for how in hows} <= set(runs.HOW)
+
+
+def test_doctor_says_what_was_tested(monkeypatch):
+    monkeypatch.setattr(tested, "TESTED", {"avx2": ("emulated", "real"), "amx": ("emulated",)})
+    monkeypatch.setattr(tested, "SOURCES", build.all_sources())
+    assert doctor.tested_on() == "The C code was tested on avx2 (emulated, real), amx (emulated)."
+    monkeypatch.setattr(tested, "SOURCES", "of others")
+    assert doctor.tested_on().startswith("The C code has changed since it was tested on avx2 ")
+    monkeypatch.setattr(tested, "TESTED", {})
+    assert doctor.tested_on() == "No record says on which instruction sets the C code was tested."

@@ -50,7 +50,7 @@ def _function() -> Function | Unavailable:
 
 def why_unavailable() -> str:
     """Why the function is not used here; "" when it is."""
-    if missing := cpu.lacks(ISAS["avx2"]):
+    if missing := cpu.code_lacks(ISAS["avx2"]):
         return f"this CPU has no {', '.join(missing)}"
     if why := kernels_beyond_avx2():
         return why

@@ -39,7 +39,7 @@ def _function() -> Function | Unavailable:
 
 def why_unavailable() -> str:
     """Why there is no such function here; "" when there is one."""
-    if missing := cpu.lacks(ISAS[_ISA]):
+    if missing := cpu.code_lacks(ISAS[_ISA]):
         return f"the CPU has no {', '.join(missing)}"
     found = _function()
     return found.reason if isinstance(found, Unavailable) else ""

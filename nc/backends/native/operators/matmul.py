@@ -387,7 +387,7 @@ def _for_amx(recorder: Recorder, other: PlanTensor, sizes: Sequence[int], node: 
     )
     return (
         recorder.expanded(other, (sizes[0], *shape[1:]), node)
-        if shared and "amx_int8" in cpu.features()
+        if shared and "amx_int8" in cpu.machine_features()
         else other
     )
 

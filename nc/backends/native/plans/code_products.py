@@ -185,7 +185,7 @@ def kernels_beyond_avx2() -> str:
 
     It is "" for a CPU with AVX2 alone.
     """
-    features = cpu.features()
+    features = cpu.machine_features()
     found = next((name for name in _BEYOND_AVX2 if name in features), "")
     return f"oneDNN has kernels for {found}" if found else ""
 

@@ -133,7 +133,7 @@ def isas(form: RowFormat) -> tuple[str, ...]:
     return tuple(
         name
         for name in form.isas
-        if name in names and not cpu.lacks(ISAS[name]) and (name != "amx" or _tiles())
+        if name in names and not cpu.code_lacks(ISAS[name]) and (name != "amx" or _tiles())
     )
 
 
@@ -144,7 +144,7 @@ def code(form: RowFormat) -> _Code | Unavailable:
         return library
     if not found:
         least = form.isas[-1]
-        return Unavailable(f"there is no {', '.join(cpu.lacks(ISAS[least])) or f'code for {least}'}")
+        return Unavailable(f"there is no {', '.join(cpu.code_lacks(ISAS[least])) or f'code for {least}'}")
     product, codes, norm, chain = (
         function_of(library, name, f"{name} {found[0]} {form.name}".rstrip())
         for name in ("row_product", "code_product", "norm_rows", "row_chain")

@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import StaticQuantConfig
-from nc.backends import available_backends
+from nc.backends import available_backends, cpu
 from nc.backends.native.operators import bf16_attention, float_attention
 from nc.backends.native.plans import rows as row_format
 from nc.kernels import caches
+from nc.kernels.c_code import emulation
 
 _WHY = available_backends()["native"] or row_format.why_unavailable(row_format.BF16)
 pytestmark = [
@@ -19,6 +20,15 @@ pytestmark = [
     pytest.mark.needs_plans,
     pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def bf16_in_libraries(monkeypatch):
+    """Where BF16 is emulated, plans are made as for a CPU whose libraries have it too: what is tested runs in C."""
+    if emulation.emulated():
+        monkeypatch.setattr(cpu, "machine_features", cpu.code_features)
+
+
 BF16 = {"w_dtype": "bf16", "act_dtype": "bf16"}
 
 

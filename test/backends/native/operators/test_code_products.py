@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import Attention, Function, quantized
 from suites.code_products import ADDED, OPERATIONS, ZERO_POINTS, check, fits, multiply, product_of, weight_for
+from suites.cpus import as_cpu
 from suites.rows_code import isas_to_test
 from torch import nn
 from torch.nn import functional as F
@@ -36,7 +37,7 @@ each_isa = pytest.mark.parametrize("isa", isas_to_test() if not _WHY else [])
 @pytest.fixture
 def without_vnni(monkeypatch):
     """A CPU that has AVX2 only: graphs are quantized for it, and run as on one."""
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
 
 
 def inputs_for(isa, fours):
@@ -286,15 +287,15 @@ def test_what_they_can_not_do_is_left_to_onednn(without_vnni, layer, size):
 @pytest.mark.parametrize("feature", ["avx512f", "avx_vnni", "amx_int8"])
 def test_other_cpus_have_kernels_in_onednn(monkeypatch, feature):
     monkeypatch.setattr(row_format, "isas", lambda form: ("avx2",))
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", feature))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", feature))
     assert code_products.why_unavailable() == f"oneDNN has kernels for {feature}"
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     assert code_products.why_unavailable() == ""
     for isa, why in (("avx512_vnni", ""), ("avx_vnni", "oneDNN is faster with avx_vnni")):
         monkeypatch.setattr(row_format, "isas", lambda form, isa=isa: (isa,))
         assert code_products.why_unavailable() == why
     monkeypatch.setattr(row_format, "isas", lambda form: ())
-    monkeypatch.setattr(cpu, "features", lambda: ())
+    as_cpu(monkeypatch)
     assert code_products.why_unavailable() == "there is no avx2"
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import quantized
 from suites.code_products import OPERATIONS, ZERO_POINTS, check, convolve, fits, product_of
+from suites.cpus import as_cpu
 from torch import nn
 from torch.nn import functional as F
 
@@ -95,15 +96,15 @@ def test_channels_that_are_computed_twice_are_not_added_in_place(channels):
 
 @pytest.mark.parametrize("feature", ["avx512f", "avx_vnni", "avx512_vnni", "amx_int8"])
 def test_other_cpus_have_kernels_in_onednn(monkeypatch, feature):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2", feature))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", feature))
     assert depthwise.why_unavailable() == f"oneDNN has kernels for {feature}"
-    monkeypatch.setattr(cpu, "features", lambda: ())
+    as_cpu(monkeypatch)
     assert depthwise.why_unavailable() == "this CPU has no avx2"
 
 
 @pytest.mark.needs_plans
 def test_without_a_compiler_onednn_computes(monkeypatch):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
     monkeypatch.setattr(depthwise, "_function", lambda: Unavailable("there is no C compiler"))
     q = quantized(nn.Conv2d(16, 16, 3, groups=16).eval(), torch.randn(1, 16, 7, 7), None, "native")
     (kernel,) = (op.kernel for op in q.report().ops if op.kernel)

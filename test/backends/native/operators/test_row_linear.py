@@ -7,11 +7,12 @@ import torch
 from c_fuzz import ROW_ACTIVATIONS, unpacked_rows
 from models import Function, quantized, worst_db
 from row_functions import called, dynamic, product, rounded, weight_for, with_codes
+from suites.cpus import as_cpu
 from torch import nn
 from torch.nn import functional as F
 
 from nc import DynamicQuantConfig
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.native.operators import row_linear
 from nc.backends.native.plans import rows as row_format
 from nc.errors import BackendError
@@ -369,7 +370,7 @@ def test_a_weight_whose_pairs_do_not_fit_is_left_to_fbgemm_with_avx2(monkeypatch
 
 
 def test_a_model_that_is_quantized_for_avx2_has_the_function(monkeypatch):
-    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    as_cpu(monkeypatch, "avx2")
     model = nn.Linear(40, 24)
     nn.init.ones_(model.weight)
     q, x = dynamic(model, torch.randn(3, 40)), torch.randn(5, 40)

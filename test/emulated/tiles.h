@@ -1,12 +1,16 @@
-/* Tiles of AMX in plain C, for tests of rows.c on CPUs that have none: a compiler includes it in front of the
- * source (`-include`). Where the CPU would raise a fault, and where a product would read what no load has
+/* Tiles of AMX in plain C, for tests on CPUs that have none: in front of a source (`-include`), or as a part of
+ * immintrin.h beside it. Where the CPU would raise a fault, and where a product would read what no load has
  * written, it says why and ends the process.
  */
+#ifndef EMULATED_TILES_H
+#define EMULATED_TILES_H
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define TILES static __attribute__((unused)) /* a source may use some of it */
 
 enum { EMULATED_TILES = 8, EMULATED_ROWS = 16, EMULATED_BYTES = 64 };
 
@@ -26,7 +30,7 @@ static __thread struct {
     struct emulated_tile tiles[EMULATED_TILES];
 } emulated;
 
-static void emulated_need(int condition, const char *what)
+TILES void emulated_need(int condition, const char *what)
 {
     if (condition)
         return;
@@ -34,7 +38,7 @@ static void emulated_need(int condition, const char *what)
     abort();
 }
 
-static struct emulated_tile *emulated_tile(int number)
+TILES struct emulated_tile *emulated_tile(int number)
 {
     emulated_need(emulated.configured, "no configuration is loaded");
     emulated_need(number >= 0 && number < EMULATED_TILES, "there is no such tile");
@@ -42,14 +46,14 @@ static struct emulated_tile *emulated_tile(int number)
     return &emulated.tiles[number];
 }
 
-static struct emulated_tile *emulated_known(int number)
+TILES struct emulated_tile *emulated_known(int number)
 {
     struct emulated_tile *tile = emulated_tile(number);
     emulated_need(tile->known, "a tile is read that nothing was written to");
     return tile;
 }
 
-static void emulated_loadconfig(const void *from)
+TILES void emulated_loadconfig(const void *from)
 {
     struct emulated_configuration c;
     uint8_t reserved = 0;
@@ -71,9 +75,9 @@ static void emulated_loadconfig(const void *from)
     emulated.configured = 1;
 }
 
-static void emulated_release(void) { memset(&emulated, 0, sizeof emulated); }
+TILES void emulated_release(void) { memset(&emulated, 0, sizeof emulated); }
 
-static void emulated_zero(int to)
+TILES void emulated_zero(int to)
 {
     struct emulated_tile *tile = emulated_tile(to);
     memset(tile->data, 0, sizeof tile->data);
@@ -81,7 +85,7 @@ static void emulated_zero(int to)
 }
 
 /* Reads as many rows and bytes as are configured, and no more. */
-static void emulated_loadd(int to, const void *base, int64_t stride)
+TILES void emulated_loadd(int to, const void *base, int64_t stride)
 {
     struct emulated_tile *tile = emulated_tile(to);
     emulated_zero(to);
@@ -89,7 +93,7 @@ static void emulated_loadd(int to, const void *base, int64_t stride)
         memcpy(tile->data[r], (const char *)base + r * stride, (size_t)tile->bytes);
 }
 
-static void emulated_stored(int from, void *base, int64_t stride)
+TILES void emulated_stored(int from, void *base, int64_t stride)
 {
     const struct emulated_tile *tile = emulated_known(from);
     for (int r = 0; r < tile->rows; r++)
@@ -97,7 +101,7 @@ static void emulated_stored(int from, void *base, int64_t stride)
 }
 
 /* The tiles of a product: sums [M][N], x [M][K], w [K][N], where an element of x has four bytes. */
-static struct emulated_tile *emulated_sums(int to, int x, int w)
+TILES struct emulated_tile *emulated_sums(int to, int x, int w)
 {
     struct emulated_tile *sums = emulated_known(to);
     const struct emulated_tile *of_x = emulated_known(x), *of_w = emulated_known(w);
@@ -108,7 +112,8 @@ static struct emulated_tile *emulated_sums(int to, int x, int w)
     return sums;
 }
 
-static void emulated_dpbusd(int to, int x, int w)
+/* Products of bytes, unsigned or signed ones of x with signed ones of w. */
+TILES void emulated_dpb(int to, int x, int w, int is_signed)
 {
     struct emulated_tile *sums = emulated_sums(to, x, w);
     const struct emulated_tile *of_x = emulated_known(x), *of_w = emulated_known(w);
@@ -116,13 +121,15 @@ static void emulated_dpbusd(int to, int x, int w)
         for (int n = 0; n < sums->bytes / 4; n++) {
             uint32_t sum;
             memcpy(&sum, sums->data[m] + 4 * n, 4);
-            for (int k = 0; k < of_x->bytes; k++)
-                sum += (uint32_t)(of_x->data[m][k] * (int8_t)of_w->data[k / 4][4 * n + k % 4]);
+            for (int k = 0; k < of_x->bytes; k++) {
+                const int byte = is_signed ? (int8_t)of_x->data[m][k] : of_x->data[m][k];
+                sum += (uint32_t)(byte * (int8_t)of_w->data[k / 4][4 * n + k % 4]);
+            }
             memcpy(sums->data[m] + 4 * n, &sum, 4);
         }
 }
 
-static float emulated_bf16(const uint8_t *from)
+TILES float emulated_bf16(const uint8_t *from)
 {
     float wide;
     const uint8_t bytes[] = {0, 0, from[0], from[1]};
@@ -130,16 +137,27 @@ static float emulated_bf16(const uint8_t *from)
     return wide;
 }
 
-static void emulated_dpbf16ps(int to, int x, int w)
+/* 0 for what is below the smallest normal number: no product of bf16 takes or gives such numbers. */
+TILES float emulated_normal(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x; }
+
+__attribute__((target("fma"))) static float emulated_fma(float x, float w, float sum)
+{
+    return emulated_normal(__builtin_fmaf(emulated_normal(x), emulated_normal(w), sum));
+}
+
+/* In the order that the manual gives: sums of even and of odd products, both together, then the tile's. */
+TILES void emulated_dpbf16ps(int to, int x, int w)
 {
     struct emulated_tile *sums = emulated_sums(to, x, w);
     const struct emulated_tile *of_x = emulated_known(x), *of_w = emulated_known(w);
     for (int m = 0; m < sums->rows; m++)
         for (int n = 0; n < sums->bytes / 4; n++) {
-            float sum;
+            float sum, of[2] = {0};
             memcpy(&sum, sums->data[m] + 4 * n, 4);
             for (int k = 0; k < of_x->bytes; k += 2)
-                sum += emulated_bf16(of_x->data[m] + k) * emulated_bf16(of_w->data[k / 4] + 4 * n + k % 4);
+                of[k / 2 % 2] = emulated_fma(emulated_bf16(of_x->data[m] + k),
+                    emulated_bf16(of_w->data[k / 4] + 4 * n + k % 4), of[k / 2 % 2]);
+            sum = emulated_normal(emulated_normal(sum) + emulated_normal(of[0] + of[1]));
             memcpy(sums->data[m] + 4 * n, &sum, 4);
         }
 }
@@ -150,11 +168,14 @@ static void emulated_dpbf16ps(int to, int x, int w)
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbusd
+#undef _tile_dpbssd
 #undef _tile_dpbf16ps
 #define _tile_loadconfig emulated_loadconfig
 #define _tile_release emulated_release
 #define _tile_zero emulated_zero
 #define _tile_loadd emulated_loadd
 #define _tile_stored emulated_stored
-#define _tile_dpbusd emulated_dpbusd
+#define _tile_dpbusd(to, x, w) emulated_dpb(to, x, w, 0)
+#define _tile_dpbssd(to, x, w) emulated_dpb(to, x, w, 1)
 #define _tile_dpbf16ps emulated_dpbf16ps
+#endif
