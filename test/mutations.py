@@ -1349,6 +1349,14 @@ MUTATIONS = (
         ("column_rounding", "weight_rounding"),
     ),
     Mutation(
+        "weight-rounding-alone",
+        "rounding keeps a code within the limit of its pair, also where it is its own partner",
+        "numerics/column_rounding.py",
+        "low, high = max(low, -pairs.limit), min(high, pairs.limit)",
+        "pass",
+        ("column_rounding", "weight_rounding"),
+    ),
+    Mutation(
         "verdict",
         "operators that cost more than they gain are named, others not",
         "backends/profiling/verdict.py",
