@@ -187,7 +187,7 @@ class PreparedAuto(CapturedPreparation):
         reason = Cause.FAILED(why=why)
         model = self.first.leaving(dict.fromkeys(_lossy(self.first.plan), reason))
         try:
-            return finished(model, model.lowered(asked), asked)
+            return finished(model, model.lowered(asked), asked, self.first.plan)
         except Exception as error:
             msg = f"Nothing that suits this model could be converted: {why}. In fp32: {_text_of(error)}"
             raise BackendError(msg) from error
@@ -310,7 +310,7 @@ class PreparedAuto(CapturedPreparation):
         floor = self.quant_config.min_sqnr_db
         if floor is not None and int8.sqnr_db < floor:
             record.floor = (self._floor_note(quick, found, int8, best, floor),)
-        return finished(model, found, asked)
+        return finished(model, found, asked, self.first.plan)
 
     def _with_algorithms(
         self, asked: Conversion, trial: Trial, mend: _Mend, record: _Record

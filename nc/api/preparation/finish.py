@@ -48,10 +48,13 @@ class Lowering(Protocol):
         """Return the same preparation with some operators in float."""
 
 
-def finished(prepared: Lowering, q_model: QuantizedModel, asked: Conversion) -> QuantizedModel:
+def finished(
+    prepared: Lowering, q_model: QuantizedModel, asked: Conversion, planned: Plan | None = None
+) -> QuantizedModel:
     """Return a quantized model with the verdict on its speed; warns where it is hardly worth it.
 
-    With `guard="undo"`, what costs time is undone.
+    With `guard="undo"`, what costs time is undone. `planned` is what was asked for, if that is not the plan of
+    the preparation.
     """
     model = _judged(prepared, q_model, asked)
     if asked.guard == "undo":
@@ -61,7 +64,7 @@ def finished(prepared: Lowering, q_model: QuantizedModel, asked: Conversion) -> 
             return _judged(other, other.lowered(asked), asked)
 
         model = undone(model, remake)
-    _warn_of_result(prepared.plan, prepared.quant_config, model.graph, model.verdict)
+    _warn_of_result(planned or prepared.plan, prepared.quant_config, model.graph, model.verdict)
     return model
 
 
