@@ -154,6 +154,10 @@ class Report:
         advice = [] if self.verdict is None else self.verdict.advice()
         return "\n".join([*self._accuracy(), *way, *self._speed(), *advice])
 
+    def _not_first(self) -> list[Applied]:
+        """Return what algorithms did, without what the report says first."""
+        return [applied for applied in self.algorithms if applied.algorithm != FLOOR]
+
     def _accuracy(self) -> list[str]:
         """Return why operators are in float for accuracy, and how far from fp32 it is where that is far."""
         floor = [applied.text for applied in self.algorithms if applied.algorithm == FLOOR]
@@ -189,12 +193,10 @@ class Report:
         lines.append(f"on the example inputs: quantized graph against fp32 {self.sqnr_vs_fp32_db:.1f} dB")
         if self.sqnr_db is not None:
             lines[-1] += f", engine against quantized graph {self.sqnr_db:.1f} dB"
-        if self.accuracy.data != EXAMPLE:
-            lines.append(f"quantized graph: {self.accuracy}")
+        lines += [f"quantized graph: {self.accuracy}"] * (self.accuracy.data != EXAMPLE)
         if self.isa:
             lines.append(f"the integer ranges rely on {', '.join(self.isa)}")
-        lines += [str(each) for each in self.algorithms if each.algorithm != FLOOR]
-        lines += self.changes
+        lines += [*map(str, self._not_first()), *self.changes]
         lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
         if self.unknown_products:

@@ -96,14 +96,9 @@ def choose(
     Returns:
         None where all int8 trials failed.
     """
-    possible = [index for index, trial in enumerate(trials) if trial.int8 and not trial.failed]
+    possible = _possible(trials, floor, held_out=held_out)
     if not possible:
         return None
-    if not held_out:
-        fewest = min(trials[index].fitted for index in possible)
-        possible = [index for index in possible if trials[index].fitted == fewest]
-    if floor is not None:
-        possible = [index for index in possible if trials[index].sqnr_db >= floor] or possible
     near, error_factor = _near(trials, possible, error_factor)
     within = f"within {10 * math.log10(error_factor):.1f} dB of the least error"
     times = {index: ms for index in near if (ms := trials[index].ms) is not None}
@@ -119,6 +114,17 @@ def choose(
             gain = f"{trial.ms / ms:.2f} times as fast" if ms else "no faster"
             return Choice(index, f"{trials[fastest].name} is {gain}")
     return Choice(fastest, f"it is the fastest {within}")
+
+
+def _possible(trials: Sequence[Trial], floor: float | None, *, held_out: bool) -> list[int]:
+    """Return the int8 trials that can be chosen; arguments as for `choose`."""
+    found = [index for index, trial in enumerate(trials) if trial.int8 and not trial.failed]
+    if not held_out:
+        fewest = min((trials[index].fitted for index in found), default=0)
+        found = [index for index in found if trials[index].fitted == fewest]
+    if floor is not None:
+        found = [index for index in found if trials[index].sqnr_db >= floor] or found
+    return found
 
 
 def _near(trials: Sequence[Trial], possible: Sequence[int], factor: float) -> tuple[list[int], float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from nc.api.auto.choice import (
 )
 from nc.api.auto.held_out import HeldOut
 from nc.api.auto.mending import Way, ways
+from nc.api.auto.record import Record, Steps, text_of
 from nc.api.preparation.base import CapturedPreparation, Conversion
 from nc.api.preparation.captured import PreparedModel
 from nc.api.preparation.finish import finished
@@ -47,7 +47,6 @@ from nc.graph.known_codes import KnownCodes
 from nc.graph.plan import Applied, Plan
 from nc.graph.signature import call_error
 from nc.numerics.metrics import decibels, powers
-from nc.weights.driver import Progress
 
 #: Seconds for the times of each trial.
 _SECONDS = 0.7
@@ -159,7 +158,7 @@ class PreparedAuto(CapturedPreparation):
                 "with the statistics of all (prepared.statistics.merge), or give a configuration."
             )
             raise StateError(msg)
-        steps, record = _Steps(asked.progress), _Record(failed=dict(self._unmade))
+        steps, record = Steps(asked.progress), Record(failed=dict(self._unmade))
         trials, models, made, doubt = self._all_trials(asked, steps, record)
         while (choice := self._choose(trials, doubt)) is not None:
             chosen = trials[choice.index]
@@ -189,11 +188,11 @@ class PreparedAuto(CapturedPreparation):
         try:
             return finished(model, model.lowered(asked), asked, self.first.plan)
         except Exception as error:
-            msg = f"Nothing that suits this model could be converted: {why}. In fp32: {_text_of(error)}"
+            msg = f"Nothing that suits this model could be converted: {why}. In fp32: {text_of(error)}"
             raise BackendError(msg) from error
 
     def _noted(
-        self, found: QuantizedModel, trials: Sequence[Trial], said: Sequence[str], record: _Record
+        self, found: QuantizedModel, trials: Sequence[Trial], said: Sequence[str], record: Record
     ) -> QuantizedModel:
         """Return a model with what its report says of the choice."""
         operators = tuple(d.operator for d in found.graph.plan.quantized)
@@ -216,7 +215,7 @@ class PreparedAuto(CapturedPreparation):
         )
 
     def _all_trials(
-        self, asked: Conversion, steps: _Steps, record: _Record
+        self, asked: Conversion, steps: Steps, record: Record
     ) -> tuple[list[Trial], dict[str, PreparedModel], dict[str, QuantizedModel], str]:
         """Return what was tried, the preparations and models by name, and why their times say nothing."""
         # a wrong kernel shows in the error; the chosen model is verified as asked
@@ -241,7 +240,7 @@ class PreparedAuto(CapturedPreparation):
         return trials, models, made, doubt
 
     def _all_tried(
-        self, models: Mapping[str, PreparedModel], asked: Conversion, steps: _Steps, record: _Record
+        self, models: Mapping[str, PreparedModel], asked: Conversion, steps: Steps, record: Record
     ) -> tuple[list[Trial], dict[str, QuantizedModel]]:
         """Return a trial of each preparation, and those models that there are."""
         trials: list[Trial] = []
@@ -264,7 +263,7 @@ class PreparedAuto(CapturedPreparation):
         model.observed, model.codes = self.observed, self._codes
 
     def _tried(
-        self, name: str, model: PreparedModel, asked: Conversion, record: _Record
+        self, name: str, model: PreparedModel, asked: Conversion, record: Record
     ) -> tuple[Trial, QuantizedModel | None]:
         """Return what a preparation gives on the data that is held out, and the model; None if it fails."""
         int8 = name != _BF16
@@ -280,7 +279,7 @@ class PreparedAuto(CapturedPreparation):
         return Trial(name=name, sqnr_db=sqnr_db, int8=int8, fitted=fitted), made
 
     def _final(
-        self, asked: Conversion, trial: Trial, model: PreparedModel, quick: QuantizedModel, record: _Record
+        self, asked: Conversion, trial: Trial, model: PreparedModel, quick: QuantizedModel, record: Record
     ) -> QuantizedModel:
         """Return the chosen model with what lowers its error.
 
@@ -313,7 +312,7 @@ class PreparedAuto(CapturedPreparation):
         return finished(model, found, asked, self.first.plan)
 
     def _with_algorithms(
-        self, asked: Conversion, trial: Trial, mend: _Mend, record: _Record
+        self, asked: Conversion, trial: Trial, mend: _Mend, record: Record
     ) -> tuple[PreparedModel, QuantizedModel, Trial]:
         """Return the chosen trial mended, with all algorithms or, where these do not help, without."""
         if self.held.batches:
@@ -334,7 +333,7 @@ class PreparedAuto(CapturedPreparation):
         trial: Trial,
         quick: QuantizedModel,
         worst: Mapping[str, float],
-        record: _Record,
+        record: Record,
     ) -> tuple[Trial, _Mend] | None:
         """Return the first way to mend the few operators that add most of the error which pays.
 
@@ -371,7 +370,7 @@ class PreparedAuto(CapturedPreparation):
         return mend
 
     def _up_to_floor(
-        self, asked: Conversion, model: PreparedModel, found: QuantizedModel, trial: Trial, record: _Record
+        self, asked: Conversion, model: PreparedModel, found: QuantizedModel, trial: Trial, record: Record
     ) -> tuple[PreparedModel, QuantizedModel, Trial]:
         """Return a model with operators in float until its error is small enough, or all are.
 
@@ -411,7 +410,7 @@ class PreparedAuto(CapturedPreparation):
         return Applied(FLOOR, left, text)
 
     def _time_lost(
-        self, asked: Conversion, before: QuantizedModel, after: QuantizedModel, record: _Record
+        self, asked: Conversion, before: QuantizedModel, after: QuantizedModel, record: Record
     ) -> float | None:
         """How many times as long a call takes; None where that can't be measured."""
         if not asked.measure or REFERENCE in (before.backend, after.backend):
@@ -468,7 +467,7 @@ class PreparedAuto(CapturedPreparation):
         return min((decibels(signal[index], noise[index]) for index in signal), default=math.inf)
 
     def _timed(
-        self, trials: Sequence[Trial], made: Mapping[str, QuantizedModel], record: _Record
+        self, trials: Sequence[Trial], made: Mapping[str, QuantizedModel], record: Record
     ) -> tuple[list[Trial], str]:
         """Return the trials with their times on the example inputs, and why they say nothing."""
         if not made:
@@ -478,7 +477,7 @@ class PreparedAuto(CapturedPreparation):
         times, doubt = self._times(made, record)
         return [dataclasses.replace(t, ms=times.get(t.name)) for t in trials], doubt
 
-    def _times(self, models: Mapping[str, QuantizedModel], record: _Record) -> tuple[dict[str, float], str]:
+    def _times(self, models: Mapping[str, QuantizedModel], record: Record) -> tuple[dict[str, float], str]:
         """Return milliseconds of a call of each model, and why they say nothing."""
         seconds = _SECONDS * len(models)
         try:
@@ -509,7 +508,7 @@ def _distinct(
         NCError: all fail.
     """
     models: dict[str, PreparedModel] = {}
-    record, errors = _Record(), list[Exception]()
+    record, errors = Record(), list[Exception]()
     for candidate in tried:
         try:
             model = make(candidate.config)
@@ -523,7 +522,7 @@ def _distinct(
         first = errors[0]
         if isinstance(first, NCError):
             raise first
-        msg = f"Nothing that suits this model could be prepared: {'; '.join(map(_text_of, errors))}"
+        msg = f"Nothing that suits this model could be prepared: {'; '.join(map(text_of, errors))}"
         raise BackendError(msg) from first
     quantizing = {name: m for name, m in models.items() if m.plan.quantized}
     return quantizing or dict([next(iter(models.items()))]), record.failed
@@ -543,43 +542,3 @@ def _lossy(plan: Plan) -> list[str]:
 
 def _is_float(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _text_of(error: Exception) -> str:
-    """Return an error's text; with its type where it is not one of nc, whose texts explain themselves."""
-    return str(error) if isinstance(error, NCError) else f"{type(error).__name__}: {error}"
-
-
-@dataclasses.dataclass(slots=True)
-class _Record:
-    """What a report says of a choice.
-
-    Attributes:
-        said: what each step with the chosen model gave.
-        failed: what failed → its traceback.
-        floor: what is said first of a model that was below the least accuracy.
-    """
-
-    said: list[str] = dataclasses.field(default_factory=list)
-    failed: dict[str, str] = dataclasses.field(default_factory=dict)
-    floor: tuple[Applied, ...] = ()
-
-    def failure(self, name: str, error: Exception) -> str:
-        """Keep the traceback of what failed, and return why in words."""
-        self.failed[name] = "".join(traceback.format_exception(error)).rstrip()
-        return _text_of(error)
-
-
-@dataclasses.dataclass(slots=True)
-class _Steps:
-    """Tells a caller of `convert` what is begun."""
-
-    progress: Progress | None
-    total: int = 0
-    done: int = 0
-
-    def begin(self, name: str) -> None:
-        """Say that a step begins."""
-        if self.progress is not None:
-            self.progress(self.done, self.total, name)
-        self.done += 1

@@ -53,8 +53,8 @@ def finished(
 ) -> QuantizedModel:
     """Return a quantized model with the verdict on its speed; warns where it is hardly worth it.
 
-    With `guard="undo"`, what costs time is undone. `planned` is what was asked for, if that is not the plan of
-    the preparation.
+    With `guard="undo"`, what costs time is undone. `planned` is what was asked for, if that is not the plan
+    of the preparation.
     """
     model = _judged(prepared, q_model, asked)
     if asked.guard == "undo":
