@@ -409,9 +409,19 @@ class TestConfiguration:
         with pytest.raises(nc.ConfigError, match="another configuration"):
             nc.convert(found, nc.AutoConfig(error_factor=3.0))
 
-    @pytest.mark.parametrize("fields", [{"error_factor": 0.5}, {"least_gain": -1}, {"error_factor": "2"}])
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"error_factor": 0.5},
+            {"least_gain": -1},
+            {"error_factor": "2"},
+            {"min_sqnr_db": "20"},
+            {"min_sqnr_db": True},
+            {"min_sqnr_db": float("nan")},
+        ],
+    )
     def test_values_out_of_range(self, fields):
-        with pytest.raises(nc.ConfigError, match="out of range"):
+        with pytest.raises(nc.ConfigError, match="out of range|expected a number of dB, or None"):
             nc.AutoConfig(**fields)
 
     @pytest.mark.parametrize("value", ["static", {"auto": {"factor": 2}}, {"auto": {}, "static_quant": {}}])
