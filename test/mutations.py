@@ -1202,7 +1202,7 @@ MUTATIONS = (
         "api/auto/prepared.py",
         "while floor is not None and best.sqnr_db < floor:",
         "while False:",
-        ("architectures",),
+        ("prepared_auto",),
     ),
     Mutation(
         "auto-any-exception",

@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import re
 import types
+import warnings
 
 import pytest
 import torch
@@ -388,6 +389,40 @@ class TestTheWorstOperators:
         config = nc.AutoConfig(min_sqnr_db=None)
         ops = {op.operator: op.ran for op in self.converted(monkeypatch, config, load=BUSY).report().ops}
         assert (ops["a"], ops["b"]) == ("int8", "fp32")
+
+
+class TestTheFloor:
+    """Of a model whose operators share the error, so that no few of them can be mended."""
+
+    def converted(self, floor):
+        x = batches(3, 8, 3, 16, 16)
+        torch.manual_seed(0)
+        config = nc.AutoConfig(min_sqnr_db=floor)
+        found = nc.prepare(ResidualCNN().eval(), config, example_inputs=x[0], backend="reference")
+        for batch in x:
+            found(batch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            q_model = nc.convert(found, measure=False)
+        kinds = ("conv2d", "linear", "add")
+        decisions = [d for d in q_model.graph.plan.decisions if d.kind in kinds]
+        floats = [d for d in decisions if not d.spec.quantized]
+        assert q_model.report().headline().startswith("static") == bool(floats)
+        warned = any("Nothing is quantized" in str(each.message) for each in caught)
+        assert warned == (floats == decisions)
+        for decision in floats:
+            assert f"less than {floor:g} dB: left out by measurement" in decision.reason
+        return found.sqnr_db(q_model), len(floats), len(decisions)
+
+    def test_operators_go_to_float_until_it_is_reached_or_all_are(self):
+        db, floats, count = self.converted(None)
+        assert floats == 0
+        assert self.converted(db - 0.1)[1] == 0
+        more, floats, _ = self.converted(db + 1)
+        assert 0 < floats < count
+        assert more >= db + 1
+        _, floats, _ = self.converted(500.0)
+        assert floats == count
 
 
 class TestConfiguration:
