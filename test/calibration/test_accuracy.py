@@ -60,9 +60,9 @@ def test_a_model_that_loses_much_without_being_hopeless_has_a_word(tmp_path):
         model[0].weight[0] *= 600  # the range of what it reads is that of one column
         model[0].weight[0, 1:] = 0
         model[0].weight[1:, 0] = 0
-    batches = [torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    batches = [torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     for batch in batches:
-        batch[:, 0] *= 16
+        batch[:, 0] *= 24
     config = nc.StaticQuantConfig(w_granularity="per_tensor", post=())
     with pytest.warns(nc.NCWarning, match=r"LOW accuracy: 1\d\.\d dB against fp32 on 4 batches") as caught:
         q = nc.quantize(
@@ -72,8 +72,8 @@ def test_a_model_that_loses_much_without_being_hopeless_has_a_word(tmp_path):
     assert "% of the largest entries are others" in str(caught[0].message)
     report = q.report()
     assert 10 < report.accuracy.sqnr_db < 20
-    shown = torch.cat([b[::8] for b in batches])
-    others = float((model(shown).argmax(-1) != q(shown).argmax(-1)).float().mean())
+    x = torch.cat(batches)
+    others = float((model(x).argmax(-1) != q(x).argmax(-1)).float().mean())
     assert report.accuracy.changed == pytest.approx(others)
     assert str(report).startswith("LOW accuracy")
     assert "config.exclude(" in str(report).split("what to do next")[1]

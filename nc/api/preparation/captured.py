@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -303,9 +304,10 @@ class PreparedModel(CapturedPreparation):
         assert context.quantized is not None
         if judged_by is not None and not judged_by:
             return None, ()
-        # ranks have other data each, and the same model
-        kept = self.observed.spread.batches if Ranks.current().alone else ()
-        batches = judged_by or kept or context.found.samples[:KEPT]
+        # a file of statistics has samples, and ranks share them: the same statistics give the same artefact
+        samples = context.found.samples
+        spread = self.observed.spread.batches if len(samples) < 2 and Ranks.current().alone else ()
+        batches = judged_by or spread or samples[:: math.ceil(len(samples) / KEPT) or 1]
         example, accuracy = self.graph.example, Accuracy(sqnr_db=example_db)
         worst: Sequence[torch.Tensor] = example
         if batches:
