@@ -307,13 +307,13 @@ def _expected_error(
         of_codes = step**2 / 12 * squares.sum()
         steps = scaled.abs().amax((2, 3)) / _WEIGHT_STEPS
         of_weights = (steps.square() / 12 * taps * power.sum(2)).sum()
-        total += float((of_codes + of_weights) / (squares * power).sum().clamp(min=1e-30))
+        total += float((of_codes + of_weights) / (squares * power).sum().clamp(min=1e-300))
     for node in region.tensors:
         if kind_of_node(node) == "add":
             low, high = (each * scale for each in ranges[node])
             step = float(high.max().clamp(min=0) - low.min().clamp(max=0)) / _STEPS
             power = (torch.maximum(-low, high) / scale).square() / 3
-            total += float((step**2 / 12 / scale.square()).sum() / power.sum().clamp(min=1e-30))
+            total += float((step**2 / 12 / scale.square()).sum() / power.sum().clamp(min=1e-300))
     return total
 
 

@@ -133,7 +133,8 @@ def _unit_error(unit: Unit, alpha: float | None, rows: torch.Tensor) -> float:
     errors = []
     for run, weight in zip(_quantized(unit, alpha), unit.weights, strict=True):
         expected = rows @ weight.T
-        errors.append((run(rows) - expected).square().mean() / expected.square().mean().clamp(min=1e-30))
+        lost, power = ((run(rows) - expected).double().square().mean(), expected.double().square().mean())
+        errors.append(lost / power.clamp(min=1e-300))
     return float(COMBINE[unit.smooth.shared_criterion](torch.stack(errors)))
 
 
@@ -252,6 +253,6 @@ def _block_error(units: Sequence[Unit], alpha: float, parts: Sequence[_Part]) ->
         for node, expected in part.results.items():
             error += float(
                 (values[node] - expected).double().square().mean()
-                / expected.double().square().mean().clamp(min=1e-30)
+                / expected.double().square().mean().clamp(min=1e-300)
             )
     return error

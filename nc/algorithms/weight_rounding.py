@@ -169,10 +169,13 @@ def _factor(
 def _hessian(node: fx.Node, groups: int, columns: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the sums of x x^T over evenly spaced rows of an operator's inputs, float64; None without any."""
     wanted = max(_ROWS, _ROWS_EACH * columns) / len(inputs)
+    # a factor of all inputs changes no code, and the squares of tiny ones would be 0
+    size = max((float(value.abs().amax()) for value in inputs if value.numel()), default=0.0)
+    scale = 2.0 ** -math.frexp(size)[1] if 0.0 < size < math.inf else 1.0
     total = torch.zeros(groups, columns, columns, dtype=torch.float64)
     for value in inputs:
         for part, share in _parts(node, value, max(1, _SAMPLES // len(inputs))):
-            rows = part.reshape(groups, columns, -1)
+            rows = part.reshape(groups, columns, -1) * scale
             rows = rows[:, :, :: max(1, math.floor(rows.shape[2] / max(1.0, wanted * share)))]
             total += (rows @ rows.transpose(1, 2)).double()
     return total if bool(total.isfinite().all()) and bool(total.any()) else None

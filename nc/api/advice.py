@@ -8,8 +8,9 @@ from typing import Protocol
 
 from nc.api.op_report import OpReport
 from nc.backends.profiling.verdict import Verdict
-from nc.calibration.costly import COSTLY, HOPELESS_DB
+from nc.calibration.costly import COSTLY, trouble
 from nc.formats import Mode
+from nc.graph.accuracy import Accuracy
 from nc.graph.qdq import Finding
 
 #: How operators are quantized → what else may be tried.
@@ -42,7 +43,7 @@ class Judged(Protocol):
     @property
     def verdict(self) -> Verdict | None: ...  # noqa: D102
     @property
-    def sqnr_vs_fp32_db(self) -> float: ...  # noqa: D102
+    def accuracy(self) -> Accuracy: ...  # noqa: D102
 
 
 def reasons(ops: Iterable[OpReport]) -> dict[str, list[str]]:
@@ -66,31 +67,32 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMES])}{more}"
 
 
-def accuracy_lines(decibels: float, health: Iterable[Finding]) -> list[str]:
+def accuracy_lines(accuracy: Accuracy, health: Iterable[Finding]) -> list[str]:
     """Return what to say first of a model that is far from fp32; [] for one that is not.
 
     Args:
-        decibels: the quantized graph against fp32.
+        accuracy: of the quantized graph against fp32.
         health: with findings about the operators that cost most, if these were measured.
     """
-    if decibels >= HOPELESS_DB:
+    what = trouble(accuracy)
+    if not what:
         return []
-    lines = [f"HOPELESS accuracy: {decibels:.1f} dB against fp32 on the example inputs"]
+    lines = [f"{what} accuracy: {accuracy}"]
     costly = [finding for finding in health if finding.kind == COSTLY]
     if costly:
         lines.append(f"most of it: {', '.join(f'{f.operator} ({f.value:.0%}, {f.text})' for f in costly)}")
     return lines
 
 
-def ways_out(decibels: float, health: Iterable[Finding], modes: Iterable[Mode]) -> list[str]:
+def ways_out(accuracy: Accuracy, health: Iterable[Finding], modes: Iterable[Mode]) -> list[str]:
     """Return what to do about a model that is far from fp32; [] for one that is not.
 
     Args:
-        decibels: the quantized graph against fp32.
+        accuracy: of the quantized graph against fp32.
         health: with findings about the operators that cost most, if these were measured.
         modes: how operators are quantized.
     """
-    if decibels >= HOPELESS_DB:
+    if not trouble(accuracy):
         return []
     costly = [_source(finding.operator) for finding in health if finding.kind == COSTLY]
     known = set(modes)
@@ -99,14 +101,14 @@ def ways_out(decibels: float, health: Iterable[Finding], modes: Iterable[Mode]) 
     return [*lines, f"other ways out: {', '.join(ways)}"] if ways else lines
 
 
-def hopeless_text(decibels: float, health: Sequence[Finding], modes: Iterable[Mode]) -> str:
+def trouble_text(accuracy: Accuracy, health: Sequence[Finding], modes: Iterable[Mode]) -> str:
     """Return both in lines: how far a model is from fp32, and what to do."""
-    return "\n".join([*accuracy_lines(decibels, health), *ways_out(decibels, health, modes)])
+    return "\n".join([*accuracy_lines(accuracy, health), *ways_out(accuracy, health, modes)])
 
 
 def next_steps(report: Judged) -> list[str]:
     """Return what to do next, one line each; [] where nothing is to be done."""
-    lines = ways_out(report.sqnr_vs_fp32_db, report.health, [op.mode for op in report.ops])
+    lines = ways_out(report.accuracy, report.health, [op.mode for op in report.ops])
     for kind, step in _STEPS.items():
         names = [finding.operator for finding in report.health if finding.kind == kind]
         if names:

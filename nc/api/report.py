@@ -18,9 +18,10 @@ from nc.backends.base import EngineReport, OpRun
 from nc.backends.profiling import scaling
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
-from nc.calibration.costly import COSTLY
+from nc.calibration.costly import COSTLY, FLOOR
 from nc.errors import ConfigError
 from nc.formats.reasons import Cause
+from nc.graph.accuracy import EXAMPLE, Accuracy
 from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied, Decision
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
@@ -50,13 +51,15 @@ class Report:
         float_bytes: bytes of the fp32 model's constants.
         sqnr_db: engine against reference on the example inputs, in dB; None if it was not measured.
         sqnr_vs_fp32_db: the quantized graph against fp32 on the example inputs, in dB.
+        accuracy: the same on calibration data, several batches of it together, and how often scores have
+            another largest entry; on the example inputs where no data was kept.
         algorithms: what each algorithm did, or why it did nothing, in the order in which they were applied.
         health: problems that calibration found, the worst of each kind first; see
             docs/how-to/accuracy-dropped.md.
         changes: what `load` changed for this CPU, one line each.
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the integer ranges need.
-        details: further remarks of the backend.
+        details: further remarks of the backend, and tracebacks of what "auto" passed over.
         verdict: the speed relative to fp32, and the operators that are slower in int8; None if it was not
             measured.
         profile: each step of the engine with its kernels and its time; None if it was not requested.
@@ -79,6 +82,7 @@ class Report:
     float_bytes: int
     sqnr_db: float | None
     sqnr_vs_fp32_db: float
+    accuracy: Accuracy
     algorithms: tuple[Applied, ...]
     health: tuple[Finding, ...]
     changes: tuple[str, ...]
@@ -146,16 +150,25 @@ class Report:
     def _verdict(self) -> str:
         """Return what decides whether the model is of use, and what to do about that."""
         modes = [op.mode for op in self.ops]
-        way = ways_out(self.sqnr_vs_fp32_db, self.health, modes)
+        way = ways_out(self.accuracy, self.health, modes)
         advice = [] if self.verdict is None else self.verdict.advice()
-        return "\n".join([*accuracy_lines(self.sqnr_vs_fp32_db, self.health), *way, *self._speed(), *advice])
+        return "\n".join([*self._accuracy(), *way, *self._speed(), *advice])
+
+    def _not_first(self) -> list[Applied]:
+        """Return what algorithms did, without what the report says first."""
+        return [applied for applied in self.algorithms if applied.algorithm != FLOOR]
+
+    def _accuracy(self) -> list[str]:
+        """Return why operators are in float for accuracy, and how far from fp32 it is where that is far."""
+        floor = [applied.text for applied in self.algorithms if applied.algorithm == FLOOR]
+        return [*floor, *accuracy_lines(self.accuracy, self.health)]
 
     def _speed(self) -> list[str]:
         return ["speed against fp32: not measured"] if self.verdict is None else self.verdict.facts()
 
     def headline(self) -> str:
-        """Return how far from fp32 it is where that is hopeless, and the speed, without advice."""
-        return "\n".join([*accuracy_lines(self.sqnr_vs_fp32_db, self.health), *self._speed()])
+        """Return how far from fp32 it is where that is far, and the speed, without advice."""
+        return "\n".join([*self._accuracy(), *self._speed()])
 
     def figures(self) -> str:
         """Return the figures: what runs in which precision, sizes, errors, and what algorithms did."""
@@ -180,9 +193,10 @@ class Report:
         lines.append(f"on the example inputs: quantized graph against fp32 {self.sqnr_vs_fp32_db:.1f} dB")
         if self.sqnr_db is not None:
             lines[-1] += f", engine against quantized graph {self.sqnr_db:.1f} dB"
+        lines += [f"quantized graph: {self.accuracy}"] * (self.accuracy.data != EXAMPLE)
         if self.isa:
             lines.append(f"the integer ranges rely on {', '.join(self.isa)}")
-        lines += [*map(str, self.algorithms), *self.changes]
+        lines += [*map(str, self._not_first()), *self.changes]
         lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
         if self.unknown_products:
@@ -329,12 +343,13 @@ def build(
         float_bytes=graph.float_bytes,
         sqnr_db=engine.sqnr_db,
         sqnr_vs_fp32_db=graph.sqnr_vs_fp32_db,
+        accuracy=graph.judged,
         algorithms=graph.applied,
         health=graph.health,
         changes=graph.changes,
         rewrites=tuple(map(str, engine.rewrites)),
         isa=graph.plan.isa,
-        details=engine.details,
+        details={**engine.details, **{f"{name} failed": text for name, text in graph.failures.items()}},
         verdict=verdict,
         profile=profile,
         unknown_products=unknown_products(graph.plan),

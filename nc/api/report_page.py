@@ -24,6 +24,7 @@ from nc.api.page_times import times
 from nc.backends import cpu
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
+from nc.graph.accuracy import Accuracy
 from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied
 from nc.graph.qdq import Finding
@@ -52,7 +53,7 @@ class Shown(Protocol):
     @property
     def verdict(self) -> Verdict | None: ...  # noqa: D102
     @property
-    def sqnr_vs_fp32_db(self) -> float: ...  # noqa: D102
+    def accuracy(self) -> Accuracy: ...  # noqa: D102
 
     def headline(self) -> str: ...  # noqa: D102
     def figures(self) -> str: ...  # noqa: D102

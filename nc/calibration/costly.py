@@ -1,4 +1,4 @@
-"""Which operators cost most of a quantized model's accuracy, measured one by one on the example inputs."""
+"""Which operators cost most of a quantized model's accuracy, measured one by one on one batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.graph.accuracy import EXAMPLE, Accuracy
 from nc.graph.fx_utils import Hook, run_with
 from nc.graph.placement import works_in_place
 from nc.graph.plan import Plan
@@ -18,12 +19,28 @@ from nc.numerics.metrics import sqnr_db, worst_sqnr_db
 #: Below this SQNR of the quantized graph against fp32, in dB, a model is called hopeless: the error is a
 #: third of the signal.
 HOPELESS_DB = 10.0
+#: Below this one the accuracy is called low: the error is more than a tenth of the signal.
+LOW_DB = 20.0
+#: A model whose scores have another largest entry in fewer places than this share is not hopeless. It takes
+#: so many places to tell.
+_UNCHANGED, _PLACES = 0.01, 100
+#: What the report says first of a model that was below the least accuracy: the name of its `Applied`.
+FLOOR = "accuracy floor"
 #: Kind of the findings.
 COSTLY = "costly"
 #: What the measurement may take, and hold.
 SECONDS, _BYTES = 3.0, 1 << 30
 #: Operators are named from this share of all error on, but for the worst one, which always is.
 _SHARE, _NAMED = 0.1, 5
+
+
+def trouble(accuracy: Accuracy) -> str:
+    """Return what a model is called that is far from fp32, "HOPELESS" or "LOW"; "" for one that is not."""
+    if accuracy.sqnr_db >= LOW_DB:
+        return ""
+    changed = accuracy.changed if accuracy.places >= _PLACES else None
+    is_hopeless = accuracy.sqnr_db < HOPELESS_DB and (changed is None or changed >= _UNCHANGED)
+    return "HOPELESS" if is_hopeless else "LOW"
 
 
 def costly_operators(
@@ -33,6 +50,7 @@ def costly_operators(
     example: Sequence[torch.Tensor],
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
+    data: str = EXAMPLE,
 ) -> tuple[Finding, ...]:
     """Return the operators that lose most, the worst first.
 
@@ -44,9 +62,10 @@ def costly_operators(
         fp32: the float graph from which `quantized` was made, with nodes of the same names.
         quantized: the QDQ graph.
         plan: says which operators are quantized.
-        example: flat inputs.
+        example: flat inputs: those with most of the error.
         seconds: for the second step; one operator is always tried.
         clock: gives the time in seconds.
+        data: what the inputs are, in words.
 
     Returns:
         Findings whose value is the operator's share of the summed error; none for graphs that work in place,
@@ -91,7 +110,7 @@ def costly_operators(
             COSTLY,
             places[n],
             _share(noise[n], total),
-            f"it alone leaves {decibels[n]:.1f} dB on the example inputs",
+            f"it alone leaves {decibels[n]:.1f} dB on {data}",
         )
         for n in named
     )

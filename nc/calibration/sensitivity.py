@@ -23,6 +23,8 @@ from nc.graph.plan import Applied, Plan
 PROBES = 4
 #: Values of a batch that are held for them, in bytes; larger batches are left out.
 _BYTES = 2 << 30
+#: Outputs that are smaller have gradients that are smaller too.
+_LEAST_SIZE = 1e-30
 #: How many operators are named.
 NAMED = 12
 NAME = "sensitivity"
@@ -83,9 +85,11 @@ def noise_of_operators(
             noise.setdefault(operator, []).append(values)
         power.append(found[1])
     total = torch.stack(power).sum(0) if power else torch.zeros(0, dtype=torch.float64)
+    has_signal = total > 0
     shares = {
-        operator: float((torch.stack(values).sum(0) / total.clamp(min=1e-30)).max())
+        operator: float((torch.stack(values).sum(0)[has_signal] / total[has_signal]).max())
         for operator, values in noise.items()
+        if bool(has_signal.any())
     }
     finite = {operator: share for operator, share in shares.items() if math.isfinite(share)}
     return dict(sorted(finite.items(), key=lambda each: -each[1]))
@@ -150,16 +154,23 @@ def _propagated(
     power = torch.stack([o.detach().double().square().sum() for o in outputs])
     found = {operator: torch.zeros(len(outputs), dtype=torch.float64) for operator in operators.values()}
     for index, output in enumerate(outputs):
-        if output.grad_fn is None:
+        # gradients of outputs whose mean square is 1 neither underflow nor overflow
+        size = math.sqrt(float(power[index]) / max(1, output.numel()))
+        if output.grad_fn is None or not 0.0 < size < math.inf:
             continue
         for _ in range(probes):
             signs = torch.randint(0, 2, output.shape, generator=generator, dtype=torch.int8)
             grads = torch.autograd.grad(
-                output, list(leaves.values()), (2 * signs - 1).to(output.dtype), True, allow_unused=True
+                output,
+                list(leaves.values()),
+                (2 * signs - 1).to(output.dtype) * (1.0 / max(size, _LEAST_SIZE)),
+                True,
+                allow_unused=True,
             )
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
                     product = grad.double() * errors[name].double()
                     rows = product.reshape(rows_of_batch if len(product) == rows_of_batch else 1, -1)
-                    found[operators[name]][index] += rows.sum(1).square().sum() / probes
+                    each = rows.sum(1) * max(size, _LEAST_SIZE)
+                    found[operators[name]][index] += each.square().sum() / probes
     return found, power

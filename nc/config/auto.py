@@ -17,13 +17,17 @@ NAME = "auto"
 class AutoConfig:
     """Try what suits the model and the CPU, and take the fastest whose error is near the least one.
 
-    `"auto"` is the same with the default values.
+    Accuracy comes before speed: below `min_sqnr_db` operators go to float until it is reached, whatever that
+    costs. `"auto"` is the same with the default values.
 
     Attributes:
         error_factor: how many times the power of the least error the chosen one may have; at least 1. From
             40 dB on it is 2 if less is given.
         least_gain: how many times as fast as fp32, and as bf16 where the CPU has it, int8 has to be; else
             the model is delivered in that precision.
+        min_sqnr_db: least SQNR of the worst output against fp32, in dB, on calibration data that is held out.
+            Below it the operators that add most of the error stay in float, whatever is known of times, until
+            it is reached or all are in fp32; the report begins with the reason. None: any.
 
     Raises:
         ConfigError: a value that is out of range.
@@ -31,6 +35,7 @@ class AutoConfig:
 
     error_factor: float = 1.2
     least_gain: float = 1.02
+    min_sqnr_db: float | None = 20.0
 
     def __post_init__(self) -> None:
         """Check values."""
@@ -39,6 +44,9 @@ class AutoConfig:
             if not is_number(value) or value < (1 if name == "error_factor" else 0):
                 msg = f"AutoConfig: {name}={value!r} is out of range; see its docstring."
                 raise ConfigError(msg)
+        if self.min_sqnr_db is not None and not is_number(self.min_sqnr_db):
+            msg = f"AutoConfig: min_sqnr_db={self.min_sqnr_db!r}: expected a number of dB, or None."
+            raise ConfigError(msg)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `auto_or_config`."""
@@ -59,6 +67,7 @@ def auto_or_config(value: object) -> AnyConfig | AutoConfig:
         try:
             return AutoConfig(**value[NAME])
         except TypeError as error:
-            msg = f"AutoConfig has error_factor and least_gain, but got {sorted(value[NAME])}."
+            known = ", ".join(field.name for field in dataclasses.fields(AutoConfig))
+            msg = f"AutoConfig has the fields {known}, but got {', '.join(map(repr, value[NAME]))}."
             raise ConfigError(msg) from error
     return config_from(value)

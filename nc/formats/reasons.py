@@ -70,6 +70,8 @@ class Cause(enum.Enum):
     SLOWER = "int8 takes {int8}, fp32 {fp32}: undone by measurement"
     NOTHING_GAINED = "in int8 the model is {ratio} times as fast: undone by measurement"
     COSTLY = "it adds {share} of the error of int8: left out by measurement"
+    BELOW_FLOOR = "int8 left {db} dB, less than {floor} dB: left out by measurement"
+    FAILED = "every form of the model in int8 failed: {why}"
 
     def __call__(self, **arguments: object) -> Reason:
         """Return the reason with its arguments."""

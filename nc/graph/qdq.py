@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from nc.formats import PER_COLUMN, PER_TENSOR, PER_TOKEN, OpSpec, QParams, TensorSpec
+from nc.graph.accuracy import Accuracy
 from nc.graph.catalogue import is_float_tensor, kind_of_node
 from nc.graph.evidence import Evidence
 from nc.graph.fx_utils import (
@@ -75,6 +76,8 @@ class QDQGraph:
         applied: what each algorithm did, in the order of the plan.
         noise: operator → power of the error that it adds to the outputs, as a part of theirs, the largest
             first; empty where it was not estimated. Artefacts do not have it.
+        accuracy: this graph against the fp32 model on calibration data; None where it was not measured.
+        failures: what "auto" passed over → its traceback. Artefacts do not have it.
         changes: what `saturation.py` did to this graph, one line each.
         evidence: what conversion saw, for reports; None in artefacts that do not have it.
         expected: what `module` gives for the example, where that is known already; see `expected_outputs`.
@@ -92,10 +95,17 @@ class QDQGraph:
     health: tuple[Finding, ...] = ()
     applied: tuple[Applied, ...] = ()
     noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    accuracy: Accuracy | None = None
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
     changes: tuple[str, ...] = ()
     evidence: Evidence | None = None
     expected: tuple[Any, ...] | None = None
     intact: Callable[[], None] = dataclasses.field(default=_nothing, compare=False)
+
+    @property
+    def judged(self) -> Accuracy:
+        """How far it is from fp32, on what is known: calibration data, or else the example inputs."""
+        return self.accuracy or Accuracy(sqnr_db=self.sqnr_vs_fp32_db)
 
 
 def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] | None:

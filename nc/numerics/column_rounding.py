@@ -24,7 +24,7 @@ class Pairs:
 
     Attributes:
         partners: for each column the other one of its pair, or itself, int64, shape [columns].
-        limit: of the sum of two codes with one sign, at least as large as that of one code.
+        limit: of the sum of two codes with one sign, and so of each code alone.
     """
 
     partners: torch.Tensor
@@ -79,12 +79,16 @@ def round_columns(
     # In steps of the scale, and a row is a column of the weight from here on.
     original = (weight / scale).transpose(1, 2).gather(1, rows)
     current, codes = original.clone(), torch.zeros_like(original)
-    ranks = None if pairs is None else _ranks_of_partners(order, pairs.partners)
+    low, high = limits
+    ranks = None
+    if pairs is not None:
+        ranks = _ranks_of_partners(order, pairs.partners)
+        low, high = max(low, -pairs.limit), min(high, pairs.limit)  # a code may have no partner but itself
 
     def each(start: int, end: int) -> None:
         """Round columns one after the other; `current` has their errors then."""
         for k in range(start, end):
-            code = current[:, k : k + 1].round().clamp_(*limits)
+            code = current[:, k : k + 1].round().clamp_(low, high)
             if pairs is not None and ranks is not None:
                 rank = ranks[:, k : k + 1, None].expand(-1, 1, codes.shape[2])
                 partner = codes.gather(1, rank)  # 0 where it is not rounded yet

@@ -57,7 +57,7 @@ def mean_error(expected: torch.Tensor, got: torch.Tensor, samples: torch.Tensor)
         .double()
     )
     total, whole = sums.sum(0), sizes.sum()
-    before = float(weights.double() @ error.square().sum(1).double())
+    before = float(weights.double() @ error.double().square().sum(1))
     if len(sizes) == 1:
         return MeanError(total / whole, before, None)
     others = (total - sums) / (whole - sizes)[:, None]
@@ -71,7 +71,7 @@ def equal_rows(values: torch.Tensor) -> torch.Tensor:
     Args:
         values: fp32 [rows, channels].
     """
-    sizes = values.square().sum(1).sqrt()
+    sizes = values.double().square().sum(1).sqrt().float()
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(values.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float32)
     directions /= directions.norm(dim=0)
@@ -96,14 +96,14 @@ def row_weights(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     Returns:
         fp32 [rows].
     """
-    powers = values.square().sum(1)
+    powers = values.double().square().sum(1)
     weights = 1 / classes.bincount().float()[classes]
     positive = powers > 0
     if not bool(positive.any()):
         return weights
-    once = torch.zeros(int(classes.max()) + 1, dtype=torch.float32).scatter_(0, classes, powers)
+    once = torch.zeros(int(classes.max()) + 1, dtype=torch.float64).scatter_(0, classes, powers)
     limit = _OUTLIER * once[once > 0].median()
-    return (weights * limit / powers.clamp(min=limit)).nan_to_num(0.0)
+    return (weights * limit / powers.clamp(min=limit)).nan_to_num(0.0).float()
 
 
 def square_errors(expected: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
@@ -114,10 +114,8 @@ def square_errors(expected: torch.Tensor, got: torch.Tensor) -> tuple[float, flo
         got: the same, computed in another way.
     """
     same = expected == got  # also -inf in both, as masks are
-    squares = (expected - got).masked_fill(same, 0.0).square().sum(1)
-    return float(squares.double().sum()), float(
-        row_weights(expected, equal_rows(expected)).double() @ squares.double()
-    )
+    squares = (expected - got).masked_fill(same, 0.0).double().square().sum(1)  # no fp32 number is that small
+    return float(squares.sum()), float(row_weights(expected, equal_rows(expected)).double() @ squares)
 
 
 def _groups(classes: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:

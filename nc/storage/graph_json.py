@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
+from nc.graph.accuracy import Accuracy
 from nc.graph.catalogue import decide_kinds, name_operators
 from nc.graph.effects import Effects, children
 from nc.graph.evidence import Evidence
@@ -42,9 +43,9 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
     Returns:
         Plain values with the keys signature, plan, notes, float_bytes, sqnr_vs_fp32_db, algorithms, changes,
-        health, evidence, nodes, sizes and memory_order; and contiguous tensors named "constant.<name>",
-        "example.<index>" and, where the graph knows them, "expected.<index>" for outputs that are tensors;
-        none of them share memory.
+        accuracy, health, evidence, nodes, sizes and memory_order; and contiguous tensors named
+        "constant.<name>", "example.<index>" and, where the graph knows them, "expected.<index>" for outputs
+        that are tensors; none of them share memory.
 
     Raises:
         ArtefactOperatorError: an operator is not on the allow-list.
@@ -73,6 +74,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "algorithms": [dataclasses.asdict(applied) for applied in graph.applied],
         "changes": list(graph.changes),
         "health": [dataclasses.asdict(finding) for finding in graph.health],
+        "accuracy": None if graph.accuracy is None else graph.accuracy.to_dict(),
         "evidence": None if graph.evidence is None else graph.evidence.to_dict(),
         "nodes": [_encode_node(node, sizes) for node in module.graph.nodes],
         "sizes": sizes.hints,
@@ -118,6 +120,7 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         changes=tuple(map(str, document["changes"])),
         expected=_expected(module, tensors),
         health=tuple(Finding(**entry) for entry in document["health"]),
+        accuracy=Accuracy.from_dict(document["accuracy"]) if document.get("accuracy") is not None else None,
         evidence=Evidence.from_dict(document["evidence"]) if document.get("evidence") is not None else None,
     )
 

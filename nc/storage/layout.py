@@ -31,6 +31,7 @@ GRAPH_KEYS = {
     "memory_order": "tensor → order of its dimensions in memory, where that is not row-major",
     "float_bytes": "bytes of the fp32 model's constants",
     "sqnr_vs_fp32_db": "quantized graph against fp32 on the example inputs, in dB",
+    "accuracy": "the same on calibration data, for the report; null where none was kept, and may be absent",
     "algorithms": "what each algorithm did",
     "changes": "what `load` changed for a CPU, before the model was saved again",
     "health": "problems that calibration found",

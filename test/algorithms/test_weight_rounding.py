@@ -172,9 +172,26 @@ def test_pairs_of_products_that_16_bits_have_to_hold(layer, shape):
     torch.manual_seed(0)
     with torch.no_grad():
         layer.weight.mul_(3).clamp_(-0.3, 0.3)  # many of the largest codes beside each other
-    model, x = nn.Sequential(layer).eval(), smooth(*shape)
+    found = rounded_for_avx2(nn.Sequential(layer).eval(), smooth(*shape))
+    assert "1 weights rounded" in found.applied[0].text
+    (codes,) = (b for b in found.module.buffers() if b.dtype == torch.int8)
+    assert pairs_fit(codes, 0, getattr(layer, "groups", 1))
+
+
+@pytest.mark.parametrize("window", [9, 33])
+def test_sound_on_one_channel(window):
+    """The windows of waves are nearly one another's multiples: errors of all codes move into one."""
+    torch.manual_seed(0)
+    time = torch.arange(400) * (0.05 + 0.3 * torch.rand(8, 1, 1))
+    found = rounded_for_avx2(nn.Sequential(nn.Conv1d(1, 256, window)).eval(), torch.sin(time))
+    assert "1 weights rounded" in found.applied[0].text
+    (codes,) = (b for b in found.module.buffers() if b.dtype == torch.int8)
+    assert int(codes.abs().max()) == 64
+
+
+def rounded_for_avx2(model, x):
     config, graph = nc.StaticQuantConfig(), graph_of(model, x)
-    kind = "linear" if isinstance(layer, nn.Linear) else "conv2d"
+    kind = {nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d"}[type(model[0])]
     capabilities = dataclasses.replace(
         get_backend("reference").capabilities(), narrow_sums=frozenset({(kind, "uint8")})
     )
@@ -182,7 +199,4 @@ def test_pairs_of_products_that_16_bits_have_to_hold(layer, shape):
     assert plan["0"].spec.weight.paired
     prepared = PreparedModel(graph, plan, capabilities, "reference", config, (WeightRounding(),))
     prepared(x)
-    found = prepared.quantized_graph()
-    assert "1 weights rounded" in found.applied[0].text
-    (codes,) = (b for b in found.module.buffers() if b.dtype == torch.int8)
-    assert pairs_fit(codes, 0, getattr(layer, "groups", 1))
+    return prepared.quantized_graph()

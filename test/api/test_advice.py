@@ -10,6 +10,7 @@ import nc
 from nc.api.advice import next_steps, reason_lines
 from nc.backends.profiling.verdict import OpCost, Verdict
 from nc.calibration.diagnostics import KINDS
+from nc.graph.accuracy import Accuracy
 from nc.graph.qdq import Finding
 
 COSTS = tuple(OpCost(operators=(name,), engine_ms=ms, fp32_ms=1.0) for name, ms in (("0", 0.5), ("2", 3.0)))
@@ -66,7 +67,7 @@ def test_findings_have_steps(report):
         'try act_algo="minmax" or "auto"',
         'config.exclude("a") leaves it in fp32',
     ]
-    hopeless = dataclasses.replace(report, health=found, sqnr_vs_fp32_db=3.0)
+    hopeless = dataclasses.replace(report, health=found, accuracy=Accuracy(sqnr_db=3.0))
     assert next_steps(hopeless)[:2] == [
         'config.exclude("a", "b") leaves them in fp32',
         'other ways out: nc.SmoothQuantConfig(), nc.DynamicQuantConfig(act_granularity="per_token"), '

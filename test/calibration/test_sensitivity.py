@@ -84,6 +84,32 @@ def test_outputs_that_no_operator_reaches_do_not_count():
     assert 0 < graph.noise["fc"] < 0.01
 
 
+@pytest.mark.parametrize("size", [1e-28, 1e-24, 1e-12, 1e12, 1e24])
+def test_shares_do_not_depend_on_the_size_of_the_outputs(size):
+    """Squares of the smallest and the largest are no fp32 numbers."""
+
+    def shares(size):
+        torch.manual_seed(0)
+        model, x = MLP().eval(), torch.randn(32, 16)
+        with torch.no_grad():
+            model.fc2.weight.mul_(size)
+            model.fc2.bias.mul_(size)
+        prepared = prepared_for(model, x, nc.StaticQuantConfig(post=()))
+        return prepared.quantized_graph(judged=[(x,)]).noise
+
+    expected, found = shares(1.0), shares(size)
+    assert list(found) == list(expected)
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=0.05)
+
+
+def test_outputs_that_are_all_zero_have_no_shares():
+    model, x = MLP().eval(), torch.randn(8, 16)
+    nn.init.zeros_(model.fc2.weight)
+    nn.init.zeros_(model.fc2.bias)
+    prepared = prepared_for(model, x, nc.StaticQuantConfig(post=()))
+    assert prepared.quantized_graph(judged=[(x,)]).noise == {}
+
+
 def test_the_report_names_the_worst_dozen():
     noise = {f"layer{i}": 1.0 / 2**i for i in range(20)}
     found = ranking(noise)

@@ -1,10 +1,16 @@
 """Columns rounded one after the other, against GPTQ as the paper writes it."""
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nc.formats import TensorSpec
 from nc.numerics.column_rounding import DAMP, Pairs, factored, round_columns
 from nc.numerics.int16_pairs import largest_pair, quantize_pairs
+from nc.numerics.weights import pairs_fit, pairs_of_columns, quantize_weight
 
 
 def problem(groups, outputs, columns, rows, seed):
@@ -83,6 +89,68 @@ def test_pairs_stay_within_their_limit_and_lose_less_than_the_nearest_codes_that
     assert largest_pair(free.to(torch.int8)) > 128
     assert largest_pair(found.to(torch.int8)) <= 128
     assert loss(found) < 0.7 * loss(nearest)
+
+
+PAIRED = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)
+
+
+def sums_of_products(codes, groups):
+    """All sums of codes with one sign that a kernel without VNNI may multiply by 255, by brute force.
+
+    It adds neighbouring input channels of each place of the window. With one input channel it adds any two
+    places, a place beside itself among them; depthwise convolutions of at most two dimensions have kernels
+    that add in 32 bits.
+    """
+    outputs, channels = codes.shape[:2]
+    flat = codes.reshape(outputs, channels, -1).tolist()
+    one_channel = channels == 1 and len(flat[0][0]) > 1 and not (codes.dim() < 5 and outputs == groups > 1)
+    for row in flat:
+        if one_channel:
+            pairs = itertools.combinations_with_replacement(row[0], 2)
+        else:
+            pairs = (
+                pair
+                for place in zip(*row, strict=True)
+                for pair in itertools.zip_longest(place[0::2], place[1::2], fillvalue=0)
+            )
+        yield from (abs(a + b) if a * b > 0 else max(abs(a), abs(b)) for a, b in pairs)
+
+
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 4, 5]),
+    st.sampled_from([(), (1,), (2,), (9,), (3, 3), (1, 4), (2, 1, 3)]),
+    st.booleans(),
+    st.sampled_from([1.0, 0.7]),
+)
+def test_all_sums_fit_16_bits_for_all_shapes(seed, groups, channels, window, smooth, narrow):
+    """Inputs that are alike, as in waves, move the errors of all codes into one; narrow scales clip weights."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = groups * (1 + seed % 40)
+    weight = torch.randn(outputs, channels, *window, generator=generator)
+    groups = groups if window else 1
+    codes, scale = quantize_weight(weight, PAIRED, 0, groups)
+    assert max(sums_of_products(codes, groups)) <= 128
+    columns = weight[0].numel()
+    x = torch.randn(groups, columns, 2 * columns, generator=generator)
+    if smooth:
+        x = torch.sin(
+            6 * x[:, :1] + 0.3 * torch.arange(columns)[:, None] * torch.rand(1, generator=generator)
+        )
+    hessian = x.double() @ x.double().transpose(1, 2)
+    matrix = weight.reshape(groups, -1, columns)
+    steps = narrow * scale.reshape(groups, -1, 1)
+    found = round_columns(
+        matrix,
+        steps,
+        factored(hessian),
+        (PAIRED.quant_min, PAIRED.quant_max),
+        pairs_of_columns(weight, groups),
+    )
+    found = found.reshape(weight.shape).to(torch.int8)
+    assert max(sums_of_products(found, groups)) <= 128
+    assert pairs_fit(found, 0, groups)
 
 
 def test_inputs_that_are_always_zero_get_the_nearest_codes():

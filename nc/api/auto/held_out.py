@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from nc.calibration.statistics import Samples
 from nc.numerics.metrics import worst_sqnr_db
 
 Batch = tuple[torch.Tensor, ...]
 Run = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
-#: What is kept, in rows of the first input and in bytes.
+#: What is kept, in rows of the first input and in bytes. The first batch that is held out is always kept.
 _ROWS, _BYTES = 32, 64 * 2**20
+#: Rows of one batch, and whole batches where rows cannot be held out: one batch may be unlike the others.
+_ROWS_OF_BATCH, _BATCHES = 8, 4
 #: One row, or one batch, in so many is held out; of batches the second, the sixth and so on.
 _SHARE = 4
 #: Outputs of a part of a batch are those of the whole if they agree to so many dB.
@@ -39,13 +40,20 @@ class Split:
 class HeldOut:
     """The part of the calibration data that is held out: rows of batches, or whole batches.
 
+    Of two batches and more something always is.
+
     Attributes:
-        samples: flat inputs.
+        batches: flat inputs.
     """
 
     def __init__(self) -> None:
-        self.samples = Samples(_ROWS, _BYTES)
-        self._calls = 0
+        self.batches: list[Batch] = []
+        self._calls = self._rows = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that are held out."""
+        return sum(len(batch[0]) if batch[0].dim() else 1 for batch in self.batches)
 
     def split(self, batch: Batch, run: Run) -> Split:
         """Return what of a batch is held out; nothing is kept yet.
@@ -55,17 +63,22 @@ class HeldOut:
             run: computes the fp32 model's flat outputs.
         """
         self._calls += 1
-        rows = _rows(batch)
-        if not self.samples.has_room(batch):
+        if not batch or not all(t.numel() for t in batch):
             return Split(batch)
-        if rows >= _SHARE:
+        rows = _rows(batch)
+        whole: Sequence[Any] | None = None
+        if rows > 1:
+            self._rows += rows
+            count = self._count(batch, rows)
+            if count < 1:
+                return Split(batch)
             whole = run(batch)
-            first = rows - rows // _SHARE
+            first = rows - count
             held = _part(batch, first, rows)
-            if _stand_alone(held, whole, first, rows, run):
+            if _stand_alone(held, whole, run):
                 return Split(_part(batch, 0, first), held, whole)
-        elif self._calls % _SHARE == 2:
-            whole = run(batch)
+        if self._takes_whole(batch):
+            whole = run(batch) if whole is None else whole
             if _numbers(whole):
                 return Split(None, batch, whole)
         return Split(batch)
@@ -73,27 +86,65 @@ class HeldOut:
     def keep(self, split: Split) -> None:
         """Keep what is held out of a batch."""
         if split.held is not None:
-            self.samples.keep(split.held)
+            # row-major, as in a file: kernels round differently on another layout
+            self.batches.append(
+                tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in split.held)
+            )
+
+    def _count(self, batch: Batch, rows: int) -> int:
+        """Return how many rows of a batch are held out, so that a quarter of all is."""
+        wanted = min((self._rows + _SHARE // 2) // _SHARE, _ROWS) - self.rows
+        free = (_BYTES - self._size()) * rows // _bytes(batch)
+        return min(wanted, _ROWS_OF_BATCH, rows - 1, free if self.batches else max(free, 1))
+
+    def _takes_whole(self, batch: Batch) -> bool:
+        """Whether the whole of a batch is held out, where rows of it cannot be."""
+        if not self.batches:
+            return self._calls > 1
+        is_room = len(self.batches) < _BATCHES or self.rows < _ROWS
+        return self._calls % _SHARE == 2 and is_room and self._size() + _bytes(batch) <= _BYTES
+
+    def _size(self) -> int:
+        return sum(map(_bytes, self.batches))
 
 
-def _stand_alone(part: Batch, whole: Sequence[Any], first: int, last: int, run: Run) -> bool:
-    """Whether some rows of a batch give alone what the whole batch gives for them.
+def _stand_alone(part: Batch, whole: Sequence[Any], run: Run) -> bool:
+    """Whether the last rows of a batch give alone what the whole batch gives for them.
 
-    Not where something is no number: calibration says where that comes from.
+    Outputs may have the batch in any dimension. It is not so where something is not a number: calibration
+    says where that comes from.
+
+    Args:
+        part: these rows.
+        whole: the outputs of the whole batch.
+        run: computes outputs.
     """
-    if not _numbers(whole) or not all(_rows_of(value) == last for value in whole):
+    if not _numbers(whole):
         return False
     try:
         outputs = run(part)
     except Exception:  # any model: its sizes may be fixed, and then its batches stay whole
         return False
-    expected = [t[first:last] for t in whole]
-    alike = all(o.shape == e.shape for o, e in zip(outputs, expected, strict=True))
-    return alike and worst_sqnr_db(expected, outputs) >= _SAME_DB
+    expected = [_last(value, of) for value, of in zip(whole, outputs, strict=True)]
+    known = [value for value in expected if value is not None]
+    return len(known) == len(expected) and worst_sqnr_db(known, outputs) >= _SAME_DB
 
 
-def _rows_of(value: object) -> int:
-    return len(value) if isinstance(value, torch.Tensor) and value.dim() else 0
+def _last(whole: Any, part: Any) -> torch.Tensor | None:
+    """Return the last entries of an output, as many as `part` has along the one dimension where it has fewer.
+
+    None is returned where that is not one dimension.
+    """
+    if not (isinstance(whole, torch.Tensor) and isinstance(part, torch.Tensor)):
+        return None
+    if whole.dim() != part.dim():
+        return None
+    sizes = zip(whole.shape, part.shape, strict=True)
+    axes = [axis for axis, (size, less) in enumerate(sizes) if size != less]
+    if len(axes) != 1 or whole.shape[axes[0]] < part.shape[axes[0]]:
+        return None
+    count = part.shape[axes[0]]
+    return whole.narrow(axes[0], whole.shape[axes[0]] - count, count)
 
 
 def _numbers(outputs: Sequence[Any]) -> bool:
@@ -102,9 +153,13 @@ def _numbers(outputs: Sequence[Any]) -> bool:
 
 def _rows(batch: Batch) -> int:
     """Return the rows that all inputs have; 0 where they differ."""
-    sizes = set(map(_rows_of, batch))
+    sizes = {len(t) if t.dim() else 0 for t in batch}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:
     return tuple(t[first:last] for t in batch)
+
+
+def _bytes(batch: Batch) -> int:
+    return sum(t.numel() * t.element_size() for t in batch)

@@ -41,6 +41,8 @@ class Conversion:
     """The arguments of `nc.convert`, whose docstring says what they mean.
 
     `judged` are flat inputs on which the noise of each operator is estimated; without any it is not.
+    `judged_by` are those that the accuracy is measured on, of data that was held out: None takes calibration
+    data, and with none at all it is not measured.
     """
 
     backend: str | None = None
@@ -51,6 +53,7 @@ class Conversion:
     measure: bool = True
     guard: str = "warn"
     judged: Sequence[Sequence[torch.Tensor]] = ()
+    judged_by: Sequence[Sequence[torch.Tensor]] | None = None
     progress: Progress | None = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ from nc.backends import choose_backend, engine_options, first_that_can, why_chos
 from nc.backends.auto_order import kind_of_graph
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.profiling.own_model import OwnModel
-from nc.calibration.costly import HOPELESS_DB, costly_operators
+from nc.calibration.accuracy import KEPT, accuracy_of, in_words, some_of
+from nc.calibration.costly import costly_operators, trouble
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
 from nc.calibration.evidence import evidence_of
@@ -32,6 +34,7 @@ from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sit
 from nc.calibration.local_error import LEAST_DB, local_errors
 from nc.calibration.observe import Watch, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
+from nc.calibration.ranks import Ranks
 from nc.calibration.sensitivity import noise_of_operators, ranking
 from nc.calibration.statistics import Collected, Statistics
 from nc.calibration.tensor_file import checksum
@@ -41,6 +44,7 @@ from nc.config.document import plain_values
 from nc.errors import InputError, StateError
 from nc.formats import BF16, FLOAT, Capabilities
 from nc.formats.reasons import Cause, Reason
+from nc.graph.accuracy import Accuracy
 from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.evidence import Evidence
@@ -188,7 +192,9 @@ class PreparedModel(CapturedPreparation):
 
         def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
             engine.start()
-            graph = self.quantized_graph(engine.capabilities(), asked.judged, looks=asked.measure)
+            graph = self.quantized_graph(
+                engine.capabilities(), asked.judged, asked.judged_by, looks=asked.measure
+            )
             given = {"verify_sizes": asked.verify_sizes, "isolate": asked.isolate, "compile": asked.compile}
             return graph, lower(engine, graph, verify=asked.verify, **engine_options(engine, **given))
 
@@ -205,6 +211,7 @@ class PreparedModel(CapturedPreparation):
         self,
         capabilities: Capabilities | None = None,
         judged: Sequence[Sequence[torch.Tensor]] = (),
+        judged_by: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
         looks: bool = False,
     ) -> QDQGraph:
@@ -215,6 +222,7 @@ class PreparedModel(CapturedPreparation):
         Args:
             capabilities: of the backend that it is for; None: the one that was planned for.
             judged: flat inputs on which the noise of each operator is estimated.
+            judged_by: as in `Conversion`.
             looks: compute what reports draw of a conversion, by two more runs on the example inputs.
 
         Raises:
@@ -250,12 +258,7 @@ class PreparedModel(CapturedPreparation):
         with torch.no_grad():
             outputs = context.quantized(*example)
             sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), outputs)
-            is_hopeless = sqnr_vs_fp32_db < HOPELESS_DB
-            costly = (
-                costly_operators(context.module, context.quantized, context.plan, example)
-                if is_hopeless
-                else ()
-            )
+        accuracy, costly = self._accuracy(context, sqnr_vs_fp32_db, judged_by)
         noise = noise_of_operators(context.module, context.quantized, context.plan, judged) if judged else {}
         if noise:
             applied.append(ranking(noise))
@@ -271,6 +274,7 @@ class PreparedModel(CapturedPreparation):
             },
             float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
             sqnr_vs_fp32_db=sqnr_vs_fp32_db,
+            accuracy=accuracy,
             health=examine(
                 context.plan,
                 context.edges,
@@ -285,6 +289,37 @@ class PreparedModel(CapturedPreparation):
                 outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())
             ),
         )
+
+    def _accuracy(
+        self, context: Context, example_db: float, judged_by: Sequence[Sequence[torch.Tensor]] | None
+    ) -> tuple[Accuracy | None, tuple[Finding, ...]]:
+        """Return how far the QDQ graph is from fp32, and where that is far the operators that cost most.
+
+        Args:
+            context: with the QDQ graph.
+            example_db: its SQNR on the example inputs, which are judged by where no data was kept.
+            judged_by: as in `Conversion`.
+        """
+        assert context.found is not None
+        assert context.quantized is not None
+        if judged_by is not None and not judged_by:
+            return None, ()
+        # a file of statistics has samples, and ranks share them: the same statistics give the same artefact
+        samples = context.found.samples
+        spread = self.observed.spread.batches if len(samples) < 2 and Ranks.current().alone else ()
+        batches = judged_by or spread or samples[:: math.ceil(len(samples) / KEPT) or 1]
+        example, accuracy = self.graph.example, Accuracy(sqnr_db=example_db)
+        worst: Sequence[torch.Tensor] = example
+        if batches:
+            work = sum(d.multiply_adds or 0 for d in context.plan.decisions)
+            some = some_of(batches, example, work, self.graph.signature)
+            what = "calibration data that was held out" if judged_by else "calibration data"
+            accuracy, worst = accuracy_of(self.graph.module, context.quantized, some, in_words(some, what))
+        if not trouble(accuracy):
+            return accuracy, ()
+        data = "the worst of them" if batches else accuracy.data
+        costly = costly_operators(context.module, context.quantized, context.plan, worst, data=data)
+        return accuracy, costly
 
     def _evidence(self, context: Context, *, looks: bool) -> Evidence:
         """Return what reports draw of a conversion; the configuration alone where nobody `looks`."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
-from nc.api.advice import hopeless_text
+from nc.api.advice import trouble_text
 from nc.api.preparation.base import Conversion
 from nc.api.preparation.guard import undone
 from nc.api.quantized import QuantizedModel
@@ -15,7 +15,7 @@ from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.verdict import Verdict
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
-from nc.calibration.costly import HOPELESS_DB
+from nc.calibration.costly import trouble
 from nc.calibration.sensitivity import ranking
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
@@ -48,10 +48,13 @@ class Lowering(Protocol):
         """Return the same preparation with some operators in float."""
 
 
-def finished(prepared: Lowering, q_model: QuantizedModel, asked: Conversion) -> QuantizedModel:
+def finished(
+    prepared: Lowering, q_model: QuantizedModel, asked: Conversion, planned: Plan | None = None
+) -> QuantizedModel:
     """Return a quantized model with the verdict on its speed; warns where it is hardly worth it.
 
-    With `guard="undo"`, what costs time is undone.
+    With `guard="undo"`, what costs time is undone. `planned` is what was asked for, if that is not the plan
+    of the preparation.
     """
     model = _judged(prepared, q_model, asked)
     if asked.guard == "undo":
@@ -61,7 +64,7 @@ def finished(prepared: Lowering, q_model: QuantizedModel, asked: Conversion) -> 
             return _judged(other, other.lowered(asked), asked)
 
         model = undone(model, remake)
-    _warn_of_result(prepared.plan, prepared.quant_config, model.graph, model.verdict)
+    _warn_of_result(planned or prepared.plan, prepared.quant_config, model.graph, model.verdict)
     return model
 
 
@@ -94,8 +97,8 @@ def _warn_of_result(planned: Plan, config: AnyConfig, graph: QDQGraph, verdict: 
     nothing = nothing_quantized(graph.plan, config) if planned.quantized else None
     if nothing is not None:
         warn(nothing.text)
-    if graph.sqnr_vs_fp32_db < HOPELESS_DB:
+    if trouble(graph.judged):
         modes = [decision.spec.mode for decision in graph.plan.quantized]
-        warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health, modes))
+        warn(trouble_text(graph.judged, graph.health, modes))
     if graph.plan.quantized and verdict is not None and verdict.certain and round(verdict.ratio, 2) < 1:
         warn(str(verdict))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nc.algorithms.base import Bound
+from nc.calibration.accuracy import Spread
 from nc.calibration.observe import Watch, observed_module
 from nc.calibration.statistics import Samples, Statistics
 from nc.capture.capture import Graph
@@ -22,7 +23,8 @@ class Observed(torch.nn.Module):
     Attributes:
         graph: the captured model.
         observers: by node and statistic.
-        samples: calibration inputs that are kept.
+        samples: calibration inputs that are kept for algorithms.
+        spread: some of them, from all over the calibration, to judge by.
     """
 
     def __init__(self, graph: Graph, watches: Iterable[Watch], room: Bound | None) -> None:
@@ -30,6 +32,7 @@ class Observed(torch.nn.Module):
         self.graph = graph
         self._module, self.observers = observed_module(graph.module, list(watches))
         self.samples = Samples(0, 0) if room is None else Samples(room.rows, room.size)
+        self.spread = Spread(graph.signature)
         self._calls = 0
 
     @property
@@ -52,16 +55,18 @@ class Observed(torch.nn.Module):
         """Return what `result` makes of the flat outputs for flat inputs; raises as `forward`."""
         self._calls += 1
         before = {key: (o.state, o.seen) for key, o in self.observers.items()}
-        kept = len(self.samples.batches)
+        kept, spread = len(self.samples.batches), self.spread.state
         try:
             with torch.no_grad():
                 outputs = call_graph(self._module, inputs)
             self.samples.keep(inputs)  # before the model's own writes change them
+            self.spread.keep(inputs)
             return result(outputs)
         except BaseException as error:
             for key, (state, seen) in before.items():  # a batch counts whole or not at all
                 self.observers[key].state, self.observers[key].seen = state, seen
             del self.samples.batches[kept:]
+            self.spread.state = spread
             if isinstance(error, CalibrationError):
                 msg = f"Calibration batch {self._calls}: {error}"
                 raise CalibrationError(msg) from None

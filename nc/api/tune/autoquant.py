@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.calibrate import calibrate, request_of
 from nc.api.tune.choices import Choices, Taken
 from nc.api.tune.front import Front, FrontPoint
-from nc.api.tune.identity import SeenCalls, key_of, tensors_of
+from nc.api.tune.identity import Call, KeptCalls, copied, key_of, tensors_of
 from nc.api.tune.run import CTRL_C, OUT_OF_TIME, TuneProgress
 from nc.api.tune.tune import tune
 from nc.api.workflow import convert
@@ -58,8 +58,8 @@ def autoquant(
     Args:
         model: a trained fp32 model; it stays as it is.
         example_inputs: as for `prepare`; times are those of a call with these.
-        run_fn: calls a prepared model with calibration data; it is called twice where nothing is known. None:
-            the example inputs are the data, and no layer becomes static.
+        run_fn: calls a prepared model with calibration data. It is called once, and its calls are repeated
+            where nothing is known. None: the example inputs are the data, and no layer becomes static.
         cache: a JSON file that keeps what is chosen, for any number of models. The same model, shapes, CPU,
             instruction set, number of threads, engines and versions take what is there, and time nothing.
         min_sqnr_db: least SQNR of the worst output against fp32, in dB, on data that is held out. What is
@@ -87,9 +87,9 @@ def autoquant(
     if run_fn is not None:
         candidates["static int8"] = StaticQuantConfig()
     run = _call_with(example_inputs) if run_fn is None else run_fn
-    prepared, data = _calibrated(model, example_inputs, run, candidates, backend)
+    prepared, calls = _calibrated(model, example_inputs, run, candidates, backend)
     # times don't depend on the data, but what is accurate enough does
-    module, judged_by = prepared.graph.module, "" if min_sqnr_db is None else data
+    module, judged_by = prepared.graph.module, "" if min_sqnr_db is None else calls.hash
     key = {
         **key_of(module, str(module.graph), prepared.first.asked, None, judged_by, ()),
         "inputs": [[str(t.dtype), *t.shape] for t in tensors_of(example_inputs).values()],
@@ -101,7 +101,7 @@ def autoquant(
         front = tune(
             model,
             example_inputs,
-            run,
+            _repeating(calls.all),
             candidates=candidates,
             budget=budget,
             points=_MIXTURES,
@@ -155,19 +155,29 @@ def _call_with(example_inputs: Any) -> Callable[[Any], Any]:
     return lambda prepared: prepared(*args, **kwargs)
 
 
+def _repeating(calls: Sequence[Call]) -> Callable[[Any], Any]:
+    """Return a function that makes calls again: a function of the user's may be able to make them once."""
+
+    def run(prepared: Any) -> None:
+        for args, kwargs in map(copied, calls):  # models may write into their inputs
+            prepared(*args, **kwargs)
+
+    return run
+
+
 def _calibrated(
     model: torch.nn.Module,
     example_inputs: Any,
     run: Callable[[Any], Any],
     candidates: Mapping[str, AnyConfig],
     backend: str,
-) -> tuple[PreparedAuto, str]:
-    """Return a preparation that has seen the data, and the hash of that."""
+) -> tuple[PreparedAuto, KeptCalls]:
+    """Return a preparation that has seen the data, and the calls that it had."""
     asked = request_of(StaticQuantConfig(), backend, example_inputs)
     prepared = automatic(model, AutoConfig(), asked, candidates)
-    seen = SeenCalls()
-    calibrate(prepared, run, seen.note)
-    return prepared, seen.hash
+    calls = KeptCalls()
+    calibrate(prepared, run, calls.note)
+    return prepared, calls
 
 
 def _with_note(q_model: QuantizedModel, why: str) -> QuantizedModel:

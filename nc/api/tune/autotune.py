@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nc.api.tune.calibrate import calibrate
 from nc.api.tune.measure import score
 from nc.api.workflow import quantize
 from nc.capture.export_guards import eval_mode
@@ -26,7 +27,7 @@ from nc.config import (
     configs_from,
     get_default_double_quant_config,
 )
-from nc.errors import ConfigError, NCError
+from nc.errors import ConfigError, InputError, NCError
 from nc.process.warn import warn
 
 #: A part of fp32's metric that may be lost.
@@ -98,6 +99,30 @@ class TuningConfig:
         return distinct
 
 
+class _Counted:
+    """Calls a function with prepared models, and raises where it could do so only once."""
+
+    def __init__(self, run_fn: Callable[..., Any]) -> None:
+        self._run_fn = run_fn
+        self._calls = 0
+
+    def __call__(self, prepared: torch.nn.Module, *args: Any) -> None:
+        """Call the function.
+
+        Raises:
+            InputError: it calls this model with nothing, and called an earlier one.
+        """
+        counts: list[None] = []
+        calibrate(prepared, lambda model: self._run_fn(model, *args), lambda *_: counts.append(None))
+        if self._calls and not counts:
+            msg = (
+                f"run_fn called an earlier prepared model {self._calls} times, and this one not at all: an "
+                "iterator gives its batches once. Give a list or a DataLoader, or make the iterator in it."
+            )
+            raise InputError(msg)
+        self._calls = max(self._calls, len(counts))
+
+
 def get_all_config_set() -> list[AnyConfig]:
     """Return static, SmoothQuant, dynamic and weight-only configurations, for `TuningConfig`."""
     static = [
@@ -142,7 +167,7 @@ def autotune(
         tune_config: what is tried, and when to stop.
         eval_fn: called with a model, and `eval_args`; larger is better.
         eval_args: a tuple of further arguments.
-        run_fn: as for `quantize`.
+        run_fn: as for `quantize`; it is called for each configuration.
         run_args: likewise.
         example_inputs: likewise.
 
@@ -163,9 +188,10 @@ def autotune(
     least = fp32 - tune_config.tolerable_loss * abs(fp32)
     best: tuple[float, Any, AnyConfig] | None = None
     failed: NCError | None = None
+    run = _Counted(run_fn) if callable(run_fn) else run_fn
     for config in tune_config.configs():
         try:
-            q_model = quantize(model, config, run_fn, run_args, example_inputs=example_inputs)
+            q_model = quantize(model, config, run, run_args, example_inputs=example_inputs)
         except NCError as error:
             warn(f"autotune passes {config!r} over: {error}")
             failed = error

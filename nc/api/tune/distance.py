@@ -76,4 +76,4 @@ def closeness(model: torch.nn.Module, q_model: torch.nn.Module, calls: Sequence[
             for a, b in zip(floats_of(right), floats_of(got), strict=True):
                 signal, noise = powers(a, b)
                 power, lost = power + signal, lost + noise
-    return -divergence / rows if rows else 1 - lost / max(power, 1e-30)
+    return -divergence / rows if rows else 1 - lost / max(power, 1e-300)

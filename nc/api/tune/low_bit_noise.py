@@ -110,7 +110,7 @@ def _loss(call: Call, outputs: Any, random: torch.Generator) -> tuple[torch.Tens
     total = torch.zeros((), dtype=torch.float32)
     for each in floats:
         total = total + (torch.randn(each.shape, generator=random, dtype=torch.float32) * each).sum()
-    return total / math.sqrt(max(power, 1e-30)), 1.0
+    return total / math.sqrt(max(power, 1e-60)), 1.0
 
 
 @contextlib.contextmanager

@@ -221,7 +221,8 @@ class GraphSearch:
     ) -> QuantizedModel | None:
         """Return a point's model; None, with a note, where there is none. Arguments as for `_measured`."""
         # what is wrong shows in the metric; the user's own conversion is verified
-        asked = Conversion(measure=False, verify="off", judged=self._prepared.few_rows() if judged else ())
+        rows = self._prepared.few_rows() if judged else ()
+        asked = Conversion(measure=False, verify="off", judged=rows, judged_by=())
         try:
             if make is not None:
                 return make(asked)

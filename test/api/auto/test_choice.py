@@ -2,7 +2,7 @@
 
 import pytest
 
-from nc.api.auto.choice import Trial, choose, costly_few
+from nc.api.auto.choice import Trial, choose, costly_few, most_lost, next_in_float
 
 
 def trial(name, db, ms=None, failed=""):
@@ -62,6 +62,56 @@ def test_in_doubt_of_times_it_is_int8():
     bf16 = Trial(name="bf16", sqnr_db=45.0, ms=1.0, int8=False)
     given = [bf16, trial("a", 28.0, 3.0)]
     assert choose(given, 2.0, 1.02, "this machine is busy").index == 1
+
+
+@pytest.mark.parametrize("doubt", ["", "this machine is busy"])
+def test_what_is_below_the_floor_is_taken_only_where_all_is(doubt):
+    given = [trial("a", 12.0, 1.0), trial("b", 25.0, 3.0), trial("c", 24.9, 2.0)]
+    assert given[choose(given, 1e9, 0.0, doubt, floor=20.0).index].name == ("b" if doubt else "c")
+    assert given[choose(given, 1e9, 0.0, doubt, floor=None).index].name == "a"
+    assert given[choose(given[:1], 1e9, 0.0, doubt, floor=20.0).index].name == "a"
+
+
+def test_without_data_held_out_those_with_the_fewest_fitted_ranges():
+    given = [
+        Trial(name=name, sqnr_db=db, ms=1.0, fitted=fitted)
+        for name, db, fitted in (("a", 45.0, 9), ("b", 30.0, 2), ("c", 31.0, 2))
+    ]
+    assert choose(given, 2.0, 0.0).index == 0
+    assert choose(given, 2.0, 0.0, held_out=False).index == 2
+    assert choose(given, 2.0, 0.0, "no times", held_out=False).index == 1
+
+
+def test_float_that_failed_is_not_taken():
+    given = [trial("a", 28.0, 3.0), Trial(name="bf16", sqnr_db=45.0, ms=1.0, int8=False, failed="a defect")]
+    assert choose(given, 2.0, 1.02).index == 0
+
+
+@pytest.mark.parametrize("db", [-1e5, -400.0, float("-inf")])
+def test_errors_without_bound_are_numbers(db):
+    given = [trial("a", db), trial("b", 3.0)]
+    assert choose(given, 2.0, 1.02).index == 1
+
+
+def test_the_time_that_may_be_lost_rises_with_the_error():
+    found = [most_lost(db, 20.0) for db in (45.0, 30.0, 29.0, 25.0, 20.0, 19.9, float("-inf"))]
+    assert found == pytest.approx([1.05, 1.05, 1.10, 1.30, 1.55, float("inf"), float("inf")])
+    assert most_lost(10.0, None) == pytest.approx(2.05)
+
+
+@pytest.mark.parametrize(
+    ("noise", "least", "expected"),
+    [
+        ({"a": 0.5, "b": 0.004, "c": 0.004}, 0, ["a"]),  # 21 dB are left
+        ({"a": 0.5, "b": 0.008, "c": 0.004}, 0, ["a", "b"]),
+        ({"a": 0.5, "b": 0.004, "c": 0.004}, 2, ["a", "b"]),
+        ({"a": 1e-4, "b": 1e-5}, 0, ["a"]),  # what is estimated is not what is measured
+        ({}, 0, ["c", "b", "a", "d"]),
+        ({"e": 1.0}, 0, ["c", "b", "a", "d"]),
+    ],
+)
+def test_those_that_add_most_go_to_float_first(noise, least, expected):
+    assert next_in_float(noise, ["c", "b", "a", "d"], 20.0, least) == expected
 
 
 @pytest.mark.parametrize(

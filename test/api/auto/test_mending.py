@@ -70,6 +70,7 @@ def test_a_way_that_the_engine_has_no_kernel_for_is_none():
 
 def converted(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setenv("NC_MAX_ISA", "avx2")  # which has no bf16
     model, batches = Mixed().eval(), [torch.randn(16, 16, 24) for _ in range(3)]
     quiet = Load(seconds=1.0, share=1.0)
 

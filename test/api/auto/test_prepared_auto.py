@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import pickle
+import re
 import types
+import warnings
 
 import pytest
 import torch
@@ -11,10 +13,34 @@ from models import MLP, Attention, ResidualCNN, worst_db
 from torch import nn
 
 import nc
+from nc.api.auto import held_out
 from nc.api.auto import prepared as module_under_test
 from nc.api.preparation import captured, finish
 from nc.backends.profiling.load import Load
 from nc.backends.profiling.verdict import OpCost, Verdict
+
+
+class Meets(nn.Module):
+    """The rows of a batch are not independent."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(x - x.mean(0))
+
+
+class Letters(nn.Module):
+    """Its outputs have the batch in their second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.fc(x).transpose(0, 1).log_softmax(-1)
+
 
 QUIET = Load(seconds=1.0, share=1.0)
 BUSY = Load(seconds=1.0, share=0.3)
@@ -52,7 +78,7 @@ class TestWhatIsHeldOut:
         found = prepared(model, x[0])
         for batch in x:
             torch.testing.assert_close(found(batch), model(batch))
-        held = torch.cat([each[0] for each in found.held.samples.batches])
+        held = torch.cat([each[0] for each in found.held.batches])
         seen = torch.cat([each[0] for each in found.observed.samples.batches])
         assert torch.equal(held, torch.cat([batch[6:] for batch in x]))
         assert torch.equal(seen, torch.cat([batch[:6] for batch in x]))
@@ -71,28 +97,64 @@ class TestWhatIsHeldOut:
         found = prepared(MLP(), x[0])
         for batch in x:
             found(batch)
-        assert [
-            int(torch.equal(b[0], x[1]) or torch.equal(b[0], x[5])) for b in found.held.samples.batches
-        ] == [1, 1]
+        assert [int(torch.equal(b[0], x[1]) or torch.equal(b[0], x[5])) for b in found.held.batches] == [1, 1]
         assert len(found.observed.samples.batches) == 5
 
-    def test_of_models_whose_rows_meet_whole_batches(self):
-        class Meets(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.fc = nn.Linear(16, 16)
-
-            def forward(self, x):
-                return self.fc(x - x.mean(0))
-
-        x = batches(3, 8, 16)
+    @pytest.mark.parametrize("count", range(2, 8))
+    def test_of_models_whose_rows_meet_whole_batches(self, count):
+        x = batches(count, 8, 16)
         found = prepared(Meets(), x[0])
         for batch in x:
+            torch.testing.assert_close(found(batch), found.graph.module(batch)[0])
+        assert [each[0].tolist() for each in found.held.batches] == [b.tolist() for b in x[1::4]]
+        assert len(found.observed.samples.batches) == count - len(x[1::4])
+
+    def test_of_outputs_with_the_batch_elsewhere_rows_too(self):
+        """As those of CTC: [time, batch, letters]."""
+        x = batches(2, 8, 5, 16)
+        found = prepared(Letters(), x[0])
+        for batch in x:
+            torch.testing.assert_close(found(batch), Letters.forward(found.own.model, batch))
+        assert [len(each[0]) for each in found.held.batches] == [2, 2]
+        assert torch.equal(found.held.batches[1][0], x[1][6:])
+
+    def test_of_a_fixed_batch_whole_batches(self):
+        class Fixed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc = nn.Linear(16, 4)
+
+            def forward(self, x):
+                return self.fc(x).reshape(8, 4) + torch.arange(8.0)[:, None]
+
+        x = batches(3, 8, 16)
+        found = prepared(Fixed(), x[0])
+        for batch in x:
             found(batch)
-        assert (
-            not found.held.samples.batches
-        )  # rows >= 4 are never a whole batch, and a part is another result
-        assert len(found.observed.samples.batches) == 3
+        assert [len(each[0]) for each in found.held.batches] == [8]
+
+    @pytest.mark.parametrize(("rows", "held"), [(1, []), (2, [1]), (3, [1]), (4, [1]), (7, [2]), (64, [8])])
+    def test_of_one_batch_some_rows_if_it_has_two(self, rows, held):
+        (x,) = batches(1, rows, 16)
+        found = prepared(MLP(), torch.randn(4, 16))
+        found(x)
+        assert [len(each[0]) for each in found.held.batches] == held
+
+    def test_of_large_batches_not_of_the_first_alone(self):
+        x = batches(6, 64, 16)
+        found = prepared(MLP(), x[0])
+        for batch in x:
+            found(batch)
+        assert [len(each[0]) for each in found.held.batches] == [8, 8, 8, 8]
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_batches_that_are_too_large_to_keep_are_no_reason_to_hold_nothing(self, monkeypatch, whole):
+        monkeypatch.setattr(held_out, "_BYTES", 100)
+        x = batches(3, 8, 16)
+        found = prepared(Meets() if whole else MLP(), x[0])
+        for batch in x:
+            found(batch)
+        assert [len(each[0]) for each in found.held.batches] == [8 if whole else 1]
 
     def test_what_is_no_number_is_an_error_as_elsewhere(self):
         x = batches(2, 8, 16)
@@ -101,7 +163,7 @@ class TestWhatIsHeldOut:
         found(x[0])
         with pytest.raises(nc.CalibrationError, match="Calibration batch 2"):
             found(x[1])
-        assert len(found.held.samples.batches) == 1
+        assert len(found.held.batches) == 1
 
     def test_inputs_that_do_not_fit(self):
         class Embeds(nn.Module):
@@ -119,13 +181,21 @@ class TestWhatIsHeldOut:
         with pytest.raises(nc.InputError):
             found(ids.float())
         found(ids)
-        assert len(found.held.samples.batches) == 1
+        assert len(found.held.batches) == 1
 
-    def test_with_one_row_the_report_says_that_none_was(self):
-        (x,) = batches(1, 1, 16)
-        found = prepared(MLP(), x)
+    @pytest.mark.parametrize("model", [MLP(), Attention()], ids=["linears", "attention"])
+    def test_with_one_row_ranges_are_not_fitted_to_it(self, model):
+        """Static ranges of the one batch that judges them look better than they are."""
+        x = torch.randn(1, 16) if isinstance(model, MLP) else torch.randn(1, 6, 32)
+        found = prepared(model, x)
         found(x)
-        assert "none was held out" in text_of(nc.convert(found))
+        q_model = nc.convert(found)
+        assert {d.spec.mode for d in q_model.graph.plan.quantized} == {"dynamic"}
+        text = text_of(q_model)
+        assert "none was held out" in text
+        assert "its algorithms are left out" in text
+        other = 3 * torch.randn(32, *x.shape[1:])
+        assert worst_db(model(other), q_model(other)) > 30
 
 
 class TestWhatIsTaken:
@@ -235,7 +305,7 @@ class TestWhatIsTaken:
         found(x[0])
         other = copy.deepcopy(found)
         other(x[1])
-        assert (len(found.held.samples.batches), len(other.held.samples.batches)) == (1, 2)
+        assert (len(found.held.batches), len(other.held.batches)) == (1, 2)
         assert torch.isfinite(nc.convert(other, measure=False)(x[0])).all()
         with pytest.raises(nc.StateError, match="statistics.save"):
             pickle.dumps(found)
@@ -271,17 +341,18 @@ class Loud(nn.Module):
 
 
 class TestTheWorstOperators:
-    def converted(self, monkeypatch, **times):
+    def converted(self, monkeypatch, config="auto", measure=True, load=QUIET, **times):
         torch.manual_seed(0)
+        monkeypatch.setenv("NC_MAX_ISA", "avx2")  # which has no bf16
         x = batches(4, 16, 16, 6)
-        with_times(monkeypatch, bf16=1e3, **times)
+        with_times(monkeypatch, load, **times)
         costs = tuple(OpCost(operators=(name,), engine_ms=0.25, fp32_ms=0.5) for name in "abc")
         verdict = Verdict(fp32_ms=2.0, engine_ms=1.0, calls=1, threads=1, costs=costs)
         monkeypatch.setattr(finish, "speed_verdict", lambda *_, **__: verdict)
-        found = nc.prepare(Loud().eval(), "auto", example_inputs=x[0], backend="native")
+        found = nc.prepare(Loud().eval(), config, example_inputs=x[0], backend="native")
         for batch in x:
             found(batch)
-        return nc.convert(found)
+        return nc.convert(found, measure=measure)
 
     def test_the_one_that_decides_is_left_in_float(self, monkeypatch):
         q_model = self.converted(monkeypatch)
@@ -294,11 +365,64 @@ class TestTheWorstOperators:
         assert "0.25 ms, fp32 0.50 ms" in ranks.text
 
     def test_not_where_it_costs_time(self, monkeypatch):
-        q_model = self.converted(monkeypatch, before=1.0, after=1.2)
+        config = nc.AutoConfig(min_sqnr_db=None)
+        q_model = self.converted(monkeypatch, config, before=1.0, after=9.0)
         assert {op.ran for op in q_model.report().ops if op.kind == "conv1d"} == {"int8"}
-        assert "1.20 times as long" in text_of(q_model)
+        assert "9.00 times as long" in text_of(q_model)
         ranks = next(a for a in q_model.graph.applied if a.algorithm == "sensitivity")
         assert ranks.operators[0] == "b"
+
+    @pytest.mark.parametrize(
+        "given",
+        [{"before": 1.0, "after": 9.0}, {"load": BUSY}, {"measure": False}],
+        ids=["slow", "busy", "no times"],
+    )
+    def test_below_the_floor_whatever_is_known_of_times(self, monkeypatch, given):
+        q_model = self.converted(monkeypatch, **given)
+        ops = {op.operator: op for op in q_model.report().ops}
+        assert (ops["a"].ran, ops["b"].ran) == ("int8", "fp32")
+        first = str(q_model.report()).split("\n\n")[0]
+        assert re.match(r"static.* has \d+\.\d dB on 16 rows\s+held out, less than 20", first)
+        assert "1 of 3 are in float" in re.sub(r"\s+", " ", first)
+
+    def test_unknown_times_keep_no_bad_operator_above_the_floor_either(self, monkeypatch):
+        config = nc.AutoConfig(min_sqnr_db=None)
+        ops = {op.operator: op.ran for op in self.converted(monkeypatch, config, load=BUSY).report().ops}
+        assert (ops["a"], ops["b"]) == ("int8", "fp32")
+
+
+class TestTheFloor:
+    """Of a model whose operators share the error, so that no few of them can be mended."""
+
+    def converted(self, floor):
+        x = batches(3, 8, 3, 16, 16)
+        torch.manual_seed(0)
+        config = nc.AutoConfig(min_sqnr_db=floor)
+        found = nc.prepare(ResidualCNN().eval(), config, example_inputs=x[0], backend="reference")
+        for batch in x:
+            found(batch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            q_model = nc.convert(found, measure=False)
+        kinds = ("conv2d", "linear", "add")
+        decisions = [d for d in q_model.graph.plan.decisions if d.kind in kinds]
+        floats = [d for d in decisions if not d.spec.quantized]
+        assert q_model.report().headline().startswith("static") == bool(floats)
+        warned = any("Nothing is quantized" in str(each.message) for each in caught)
+        assert warned == (floats == decisions)
+        for decision in floats:
+            assert f"less than {floor:g} dB: left out by measurement" in decision.reason
+        return found.sqnr_db(q_model), len(floats), len(decisions)
+
+    def test_operators_go_to_float_until_it_is_reached_or_all_are(self):
+        db, floats, count = self.converted(None)
+        assert floats == 0
+        assert self.converted(db - 0.1)[1] == 0
+        more, floats, _ = self.converted(db + 1)
+        assert 0 < floats < count
+        assert more >= db + 1
+        _, floats, _ = self.converted(500.0)
+        assert floats == count
 
 
 class TestConfiguration:
@@ -320,9 +444,19 @@ class TestConfiguration:
         with pytest.raises(nc.ConfigError, match="another configuration"):
             nc.convert(found, nc.AutoConfig(error_factor=3.0))
 
-    @pytest.mark.parametrize("fields", [{"error_factor": 0.5}, {"least_gain": -1}, {"error_factor": "2"}])
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"error_factor": 0.5},
+            {"least_gain": -1},
+            {"error_factor": "2"},
+            {"min_sqnr_db": "20"},
+            {"min_sqnr_db": True},
+            {"min_sqnr_db": float("nan")},
+        ],
+    )
     def test_values_out_of_range(self, fields):
-        with pytest.raises(nc.ConfigError, match="out of range"):
+        with pytest.raises(nc.ConfigError, match="out of range|expected a number of dB, or None"):
             nc.AutoConfig(**fields)
 
     @pytest.mark.parametrize("value", ["static", {"auto": {"factor": 2}}, {"auto": {}, "static_quant": {}}])

@@ -109,7 +109,7 @@ def test_a_model_that_gains_nothing_stays_as_it_is(model, times, ms, quantized):
 
 
 def test_a_model_that_is_not_accurate_enough_is_not_taken(model, times, monkeypatch):
-    decibels = {"static": 20.0, "dynamic": 40.0, "dynamic static": 25.0}
+    decibels = {"static": 20.0, "dynamic": 40.0, "dynamic static": 25.0, "": 0.0}  # the last is bf16 alone
     monkeypatch.setattr(
         searching.PreparedAuto,
         "sqnr_db",
@@ -374,3 +374,12 @@ def test_without_a_file_nothing_is_kept():
     nothing = Choices(None)
     nothing.keep({"a": 1}, Taken(None, "because"))
     assert nothing.find({"a": 1}) is None
+
+
+def test_data_that_can_be_read_once_is_read_once(model, times):
+    """As an iterator is."""
+    calls = iter([torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(6)])
+    times.update({"static": 4.0, "dynamic": 8.0, "dynamic static": 9.0})
+    found = nc.autoquant(model, X, run_fn=lambda prepared: [prepared(batch) for batch in calls])
+    assert modes(found) == {"0": "static", "2": "static"}
+    assert torch.equal(found(X), nc.autoquant(model, X, run_fn=calibrate)(X))

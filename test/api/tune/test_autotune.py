@@ -119,3 +119,20 @@ def test_bad_calls(model):
         autotune(model, {}, lambda m: 1)
     with pytest.raises(InputError, match="gave None for Sequential: expected a finite number"):
         autotune(model, TuningConfig(config_set=DYNAMIC), lambda m: None)
+
+
+def test_data_that_can_be_read_once_is_named(model):
+    """As an iterator is: later configurations get nothing, which would look like their fault."""
+    batches = iter([X, X])
+    config = TuningConfig(config_set=[STATIC, StaticQuantConfig(act_algo="mse")], tolerable_loss=0.0)
+    scores = iter([100, 90])
+    with pytest.warns(NCWarning) as caught:
+        autotune(
+            model,
+            config,
+            lambda _: next(scores),
+            run_fn=lambda prepared: [prepared(batch) for batch in batches],
+            example_inputs=X,
+        )
+    texts = [str(each.message) for each in caught]
+    assert any("called an earlier prepared model 2 times, and this one not at all" in text for text in texts)
