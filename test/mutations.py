@@ -61,6 +61,22 @@ MUTATIONS = (
         ("cores",),
     ),
     Mutation(
+        "gptq-version-under-its-other-name",
+        "zero points of GPTQ files of version 2 are not offset, whatever names the version",
+        "interchange/gptq.py",
+        '_VERSION = ("checkpoint_format", "format")',
+        '_VERSION = ("checkpoint_format",)',
+        ("interchange",),
+    ),
+    Mutation(
+        "settings-that-are-not-known",
+        "a setting of foreign files that may change results is refused",
+        "interchange/layer.py",
+        "if name not in known and value:",
+        "if False:",
+        ("interchange",),
+    ),
+    Mutation(
         "threads-that-somebody-chose",
         "load changes no number of threads that somebody chose",
         "process/cores.py",
