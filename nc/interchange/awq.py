@@ -38,12 +38,12 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 #: Where files say their layout.
 _VERSION = ("version", "format", "checkpoint_format")
 #: Settings that are read, or say how the codes were found, or how other tools run them.
-_KNOWN = frozenset(
-    """
-    quant_method method bits group_size zero_point version format checkpoint_format modules_to_not_convert ignore
-    lm_head sym desc_act pack_dtype dynamic meta backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config
-    """.split()
-)
+_KNOWN = """
+    quant_method method bits group_size zero_point version format checkpoint_format
+    modules_to_not_convert ignore
+    lm_head sym desc_act pack_dtype dynamic meta backend do_fuse fuse_max_seq_len
+    modules_to_fuse exllama_config
+"""
 
 
 def write(
@@ -108,7 +108,7 @@ def unpacked(stored: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, StoredLayer]:
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
-    check_settings(config, _KNOWN, "quantization_config")
+    check_settings(config, _KNOWN.split(), "quantization_config")
     said, width = [str(config[key]).lower() for key in _VERSION if config.get(key)], config.get("bits", 4)
     if {*said} - {"gemm"} or width != 4:
         msg = (

@@ -197,13 +197,14 @@ def _check_known(
         raise UnsupportedError(msg)
     if inputs is None:
         return
-    check_settings(inputs, [each for each in _OF_NUMBERS if each != "group_size"], f"Layer {name!r}: activations")
+    known = [each for each in _OF_NUMBERS if each != "group_size"]
+    check_settings(inputs, known, f"Layer {name!r}: activations")
     # what is not said is what compressed-tensors takes
     said = {"type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False, **inputs}
     if any(said.get(key) != value for key, value in _DYNAMIC_INT8.items()):
         msg = (
-            f"Layer {name!r}: activations {dict(inputs)} are not read; nc reads float ones, and symmetric int8 "
-            'with a dynamic scale for each token (strategy "token").'
+            f"Layer {name!r}: activations {dict(inputs)} are not read; nc reads float ones, and symmetric "
+            'int8 with a dynamic scale for each token (strategy "token").'
         )
         raise UnsupportedError(msg)
 

@@ -41,8 +41,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 #: Where files say their version.
 _VERSION = ("checkpoint_format", "format")
 #: Settings that are read, or say how the codes were found, or how other tools run them.
-_KNOWN = frozenset(
-    """
+_KNOWN = """
     quant_method method bits group_size desc_act sym lm_head dynamic pack_dtype checkpoint_format format meta
     true_sequential static_groups damp_percent damp_auto_increment act_group_aware mse hyb_act v2 v2_alpha
     gptaq foem failsafe fallback smoother mock_quantization device offload_to_disk offload_to_disk_path
@@ -51,8 +50,7 @@ _KNOWN = frozenset(
     tokenizer dataset backend use_cuda_fp16 model_seqlen block_name_to_quantize use_exllama disable_exllama
     module_name_preceding_first_block batch_size pad_token_id max_input_length exllama_config
     hessian_chunk_size cache_block_outputs modules_in_block_to_quantize modules_to_not_convert
-    """.split()
-)
+"""
 
 
 def write(
@@ -158,7 +156,7 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
         UnsupportedError: other bits, or groups whose channels are not neighbours.
         ArtefactCorruptError: a tensor is missing or contradicts the others.
     """
-    check_settings(config, _KNOWN, "quantization_config")
+    check_settings(config, _KNOWN.split(), "quantization_config")
     said = [str(config[key]) for key in _VERSION if config.get(key)] or ["gptq"]
     if not {*said} <= {"gptq", "gptq_v2"} or len({*said}) > 1:
         msg = (

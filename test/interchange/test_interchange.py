@@ -985,7 +985,11 @@ class TestAlteredFiles:
         export_weights({"a.b": quantized()}, tmp_path, "compressed-tensors")
         changed(tmp_path, dict, said)
         assert set(read_weights(tmp_path).layers) == {"a.b"}
-        meta = {"meta": {"quantizer": ["gptqmodel:4.0"], "mse": 0.0}, "act_group_aware": True, "format": "gptq"}
+        meta = {
+            "meta": {"quantizer": ["gptqmodel:4.0"], "mse": 0.0},
+            "act_group_aware": True,
+            "format": "gptq",
+        }
         export_weights({"a.b": quantized()}, tmp_path / "g", "gptq")
         changed(tmp_path / "g", dict, meta)
         assert set(read_weights(tmp_path / "g").layers) == {"a.b"}
