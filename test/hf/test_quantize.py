@@ -191,7 +191,7 @@ def test_a_damaged_configuration_is_named(tmp_path):
         nc_hf.load(tmp_path / "out")
     (tmp_path / "out" / "nc_checksums.json").unlink()
     with (
-        pytest.warns(UserWarning),
+        pytest.warns(UserWarning, match="has no nc_checksums"),
         pytest.raises(ArtefactCorruptError, match=r"config\.json could not be read"),
     ):
         nc_hf.load(tmp_path / "out")
