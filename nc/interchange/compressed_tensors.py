@@ -175,7 +175,8 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
         scheme = _scheme_of(name, config)
         weights, inputs = scheme["weights"], scheme.get("input_activations")
         check_settings(scheme, _OF_SCHEME, f"Layer {name!r}: its entry of config_groups")
-        _check_known(name, weights, inputs, {config.get("format"), scheme.get("format")} - {None})
+        formats = [each["format"] for each in (config, scheme) if each.get("format")]
+        _check_known(name, weights, inputs, formats)
         read_one = _read_packed if name in names else _read_integers
         codes, storage = read_one(tensors, name, int(weights["num_bits"]))
         found[name] = layer_of(codes, storage, f"Layer {name!r}", "fp32" if inputs is None else "int8")
