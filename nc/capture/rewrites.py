@@ -100,10 +100,15 @@ def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
         if root.op not in ("placeholder", "get_attr"):
             continue
         if root.op == "get_attr" and not _is_lifted(root):
-            msg = (
-                f"The model changes its buffer {root.meta.get('fqn')!r} while it runs; a quantized graph has "
-                "no state. Move that out of forward."
-            )
+            name = str(root.meta.get("fqn"))
+            msg = f"The model changes its buffer {name!r} while it runs; a quantized graph has no state. "
+            if name.endswith("inv_freq"):  # of transformers' rope types "longrope" and "dynamic"
+                msg += (
+                    "Its rotary positions change with the length of the text. Choose another rope type, or "
+                    "quantize weights alone, which captures nothing: WeightOnlyConfig."
+                )
+            else:
+                msg += "Move that out of forward."
             raise CaptureError(msg)
         with module.graph.inserting_after(root):
             copy = call_function(module.graph, aten.clone.default, (root,))

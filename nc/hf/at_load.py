@@ -17,8 +17,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nc.api.workflow import quantize
 from nc.config import WeightOnlyConfig
-from nc.errors import ConfigError, StateError
-from nc.hf.saved_layers import check_layers, low_bit_layers, put_empty_layers, tensors_of
+from nc.errors import ConfigError, UnsupportedError
+from nc.hf.saved_layers import check_layers, let_save, low_bit_layers, put_empty_layers, tensors_of
 
 #: As transformers calls it in config.json.
 METHOD = "nc"
@@ -90,21 +90,26 @@ class Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         """Quantize in place, or find kernels for what was loaded; transformers ignores what this returns."""
         if self.pre_quantized:
-            check_layers(model, self.quantization_config.rules)
+            check_layers(model)
         else:
             quantize(model, self.quantization_config.rules, inplace=True)
         self.quantization_config.layers = low_bit_layers(model)
-        if not self.is_serializable():
-            model.save_pretrained = _refuse_to_save
+        if self.is_serializable():
+            let_save(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return what `save_pretrained` writes, and no metadata.
+        """Return what `save_pretrained` writes, and no metadata."""
+        return tensors_of(model), {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Refuse.
 
         Raises:
-            StateError: the model has layers that no file of transformers can hold.
+            UnsupportedError: always.
         """
-        return tensors_of(model), {}
+        msg = "Low-bit weights stay low-bit ones: load the float model without quantization_config."
+        raise UnsupportedError(msg)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return fp32: weights are quantized from it, and the rest computes in it."""
@@ -121,13 +126,7 @@ class Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False."""
-        return False
+        """True: `Trainer` takes no other model, not even to evaluate it. Low-bit weights do not learn."""
+        return True
 
-
-def _refuse_to_save(*_: Any, **__: Any) -> None:
-    msg = (
-        "With this transformers a model that was quantized while it was loaded is saved with nc.save(model, "
-        "folder) and loaded with nc.load(folder); save_pretrained takes transformers 5."
-    )
-    raise StateError(msg)
+    is_qat_trainable = is_trainable

@@ -25,7 +25,7 @@ from nc.config import WeightOnlyConfig
 from nc.errors import ArtefactError, ConfigError, InputError
 from nc.hf.at_load import FORMATS
 from nc.hf.folder import ARTEFACT, replaceable, written
-from nc.hf.model import QuantizedTransformer
+from nc.hf.model import QuantizedTransformer, sorted_lengths
 
 #: Folder of the encoder's artefact; that of the whole model has the decoder.
 ENCODER = "nc-encoder"
@@ -143,13 +143,14 @@ def quantize_parts(
     save(low_bit, folder / ARTEFACT)
 
 
-def load_parts(folder: Path, warm: Sequence[Any] = (), lengths: Sequence[int] = ()) -> Any:
-    """Return the model of a folder with both artefacts, of its own class.
+def load_parts(folder: Path, warm: Sequence[Any] = (), lengths: Sequence[int] = (), **options: Any) -> Any:
+    """Return the model of a folder with both artefacts, of its own class; `options` are those of `nc.load`.
 
     Raises:
         ArtefactError: the model of the folder has no encoder; or as `nc.load`.
     """
-    model, quantized = load(folder / ARTEFACT), load(folder / ENCODER)
+    lengths = sorted_lengths(lengths)
+    model, quantized = load(folder / ARTEFACT, **options), load(folder / ENCODER, **options)
     owner, name = _place(model)
     if owner is None:
         msg = f"{folder} has an encoder's artefact, and its model no encoder."

@@ -21,7 +21,8 @@ from nc.api.exports import exported
 from nc.api.quantized import QuantizedModel
 from nc.backends.onnx import OnnxReport
 from nc.errors import ArtefactError, ConfigError, StateError
-from nc.hf.folder import ARTEFACT, is_result, replaceable, written
+from nc.hf import checksums
+from nc.hf.folder import ARTEFACT, CONFIG, is_result, read_by_others, replaceable, written
 from nc.hf.low_bit_files import check_target, write_low_bit
 from nc.hf.model import QuantizedTransformer
 from nc.interchange import FORMATS
@@ -31,7 +32,6 @@ from nc.storage.json_file import json_object
 RECORD = "nc_export.json"
 #: Format → the file in which its readers look for the program.
 PROGRAMS = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
-_CONFIG = "config.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ def export(
     target: str = "",
     processor: Any = None,
     verify: str = "raise",
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write a quantized model as a folder that other tools load without `nc`.
 
@@ -97,6 +98,7 @@ def export(
         target: "vllm-cpu" refuses weights for which vLLM has no kernel on CPUs.
         processor: tokenizer to save beside weights; None: the one in the model's folder.
         verify: see `export_onnx`.
+        trust_remote_code: run Python code that lies in the model's folder, for its tokenizer.
 
     Returns:
         What runs in int8 there, and what does not, with the reason.
@@ -118,10 +120,11 @@ def export(
         if format in PROGRAMS:
             with _folder_of(model) as (source, quantized):
                 shutil.copytree(source, staged, ignore=_without_artefact(source))
-                made = _PROGRAM_WRITERS[format](quantized, staged, verify)
+                made = _PROGRAM_WRITERS[format](quantized, staged, verify, trust_remote_code)
         else:
             staged.mkdir()
-            made = Exported(staged, format, layers=write_low_bit(model, staged, format, target, processor))
+            layers = write_low_bit(model, staged, format, target, processor, trust_remote_code)
+            made = Exported(staged, format, layers=layers)
         made = dataclasses.replace(made, folder=destination)
         record = {**dataclasses.asdict(made), "folder": ".", "nc": __version__, "target": target}
         record["files"] = _files(staged)
@@ -163,7 +166,8 @@ def _folder_of(model: Any) -> Iterator[tuple[Path, QuantizedModel]]:
     if isinstance(model, QuantizedTransformer):
         yield Path(str(model.folder)), model.quantized
         return
-    if isinstance(model, (str, os.PathLike)) and is_result(Path(model), _CONFIG, ARTEFACT):
+    if isinstance(model, (str, os.PathLike)) and is_result(Path(model), CONFIG, ARTEFACT):
+        checksums.check(Path(model))
         found = load(Path(model) / ARTEFACT)
         if isinstance(found, QuantizedModel):
             yield Path(model), found
@@ -178,11 +182,12 @@ def _folder_of(model: Any) -> Iterator[tuple[Path, QuantizedModel]]:
 
 
 def _without_artefact(source: Path) -> Callable[[str, list[str]], set[str]]:
-    """Return what `shutil.copytree` leaves out: the artefact at the top of the folder."""
-    return lambda folder, names: {ARTEFACT} & set(names) if Path(folder) == source else set()
+    """Return what `shutil.copytree` leaves out: the artefact at the top of the folder, and checksums."""
+    left_out = {ARTEFACT, checksums.TABLE}
+    return lambda folder, names: left_out & set(names) if Path(folder) == source else set()
 
 
-def _onnx(model: QuantizedModel, folder: Path, verify: str) -> Exported:
+def _onnx(model: QuantizedModel, folder: Path, verify: str, trust_remote_code: bool) -> Exported:
     report = exported(model, folder / PROGRAMS["onnx"], "onnx", "export", verify=verify)
     return Exported(
         folder,
@@ -204,10 +209,10 @@ def _saturating(report: OnnxReport) -> tuple[str, ...]:
     return (f"On CPUs without VNNI sums of {count} operators can saturate in ONNX Runtime.{here}",)
 
 
-def _openvino(model: QuantizedModel, folder: Path, verify: str) -> Exported:
+def _openvino(model: QuantizedModel, folder: Path, verify: str, trust_remote_code: bool) -> Exported:
     file = folder / PROGRAMS["openvino"]
     report = exported(model, file, "openvino", "export", verify=verify)
-    notes = _tokenizer(folder, file.parent)
+    notes = _tokenizer(folder, file.parent, trust_remote_code)
     if report is None:
         return Exported(folder, "openvino", notes=notes)
     asked = {decision.operator for decision in model.graph.plan.quantized}
@@ -223,7 +228,7 @@ def _openvino(model: QuantizedModel, folder: Path, verify: str) -> Exported:
     )
 
 
-def _tokenizer(folder: Path, out: Path) -> tuple[str, ...]:
+def _tokenizer(folder: Path, out: Path, trust_remote_code: bool) -> tuple[str, ...]:
     """Write the tokenizer as OpenVINO Model Server reads it; returns what stands in the way."""
     if not (folder / "tokenizer_config.json").is_file():
         return ()
@@ -236,12 +241,15 @@ def _tokenizer(folder: Path, out: Path) -> tuple[str, ...]:
     import transformers
     from openvino_tokenizers import convert_tokenizer
 
-    made = convert_tokenizer(transformers.AutoTokenizer.from_pretrained(str(folder)))
+    with read_by_others(folder, trust_remote_code):
+        of = transformers.AutoTokenizer
+        tokenizer = of.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    made = convert_tokenizer(tokenizer)
     openvino.save_model(made, out / "openvino_tokenizer.xml")
     return ()
 
 
-_PROGRAM_WRITERS: dict[str, Callable[[QuantizedModel, Path, str], Exported]] = {
+_PROGRAM_WRITERS: dict[str, Callable[[QuantizedModel, Path, str, bool], Exported]] = {
     "onnx": _onnx,
     "openvino": _openvino,
 }

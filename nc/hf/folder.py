@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from nc.errors import ArtefactError
+from nc.errors import ArtefactCorruptError, ArtefactError, NCError
+from nc.hf import checksums
 from nc.storage.atomic import staging_path
 from nc.storage.folder import alone_in, publish
 
 #: Folder of the artefact beside config.json. Readers of other projects find no weights, and say so.
 ARTEFACT = "nc"
+#: File by which a folder of transformers is known.
+CONFIG = "config.json"
 
 
 def is_result(folder: Path, *marks: str) -> bool:
@@ -40,12 +43,37 @@ def replaceable(target: Path, *marks: str) -> Path:
 
 
 @contextlib.contextmanager
+def read_by_others(place: Path, trust_remote_code: bool) -> Iterator[None]:
+    """Give errors of transformers and sentence-transformers that read a file or folder a type.
+
+    Raises:
+        ArtefactError: code that lies in the folder would have to run.
+        ArtefactCorruptError: any other error.
+    """
+    try:
+        yield
+    except NCError:
+        raise
+    except Exception as error:  # whatever they raise for files that were altered
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            msg = (
+                f"{place} needs Python code that is not part of the installed packages, and was not run. If "
+                f"you trust who wrote it, give trust_remote_code=True. ({error})"
+            )
+            raise ArtefactError(msg) from error
+        msg = f"{place} could not be read ({type(error).__name__}: {error}). Get it again."
+        raise ArtefactCorruptError(msg) from error
+
+
+@contextlib.contextmanager
 def written(target: Path, *marks: str) -> Iterator[Path]:
     """Give a folder to write into, which becomes `target` at the end of the block."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = staging_path(target)
     try:
         yield staged
+        if (staged / ARTEFACT).is_dir():
+            checksums.write(staged)
         with alone_in(target.parent):
             publish(staged, replaceable(target, *marks))
     finally:

@@ -24,7 +24,9 @@ def check_target(target: str, format: str) -> None:
         raise ConfigError(msg)
 
 
-def write_low_bit(model: Any, folder: Path, format: str, target: str, processor: Any) -> tuple[str, ...]:
+def write_low_bit(
+    model: Any, folder: Path, format: str, target: str, processor: Any, trust_remote_code: bool = False
+) -> tuple[str, ...]:
     """Write weights, configuration and tokenizer of a transformers model; returns the layers' names.
 
     Raises:
@@ -44,7 +46,7 @@ def write_low_bit(model: Any, folder: Path, format: str, target: str, processor:
             _check_runs(name, layer)
     export_weights(model, folder, format)
     if processor is None:
-        processor = _processor(model)
+        processor = _processor(model, trust_remote_code)
     if processor is not None:
         processor.save_pretrained(str(folder))
     return tuple(layers)
@@ -69,12 +71,13 @@ def _check_runs(name: str, layer: StoredLayer) -> None:
         raise UnsupportedError(msg)
 
 
-def _processor(model: Any) -> Any:
+def _processor(model: Any, trust_remote_code: bool) -> Any:
     """Return the tokenizer beside a model's weights; None where there is none."""
     import transformers
 
     place = str(getattr(model.config, "_name_or_path", ""))
     try:
-        return transformers.AutoTokenizer.from_pretrained(place) if place else None
+        of = transformers.AutoTokenizer
+        return of.from_pretrained(place, trust_remote_code=trust_remote_code) if place else None
     except (OSError, ValueError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from nc.api.artefact import load, save
 from nc.api.quantized import QuantizedModel
 from nc.api.warm import inputs_of, warm_up
-from nc.errors import ArtefactCorruptError, InputError
-from nc.hf.folder import ARTEFACT
+from nc.errors import ArtefactError, InputError, StateError
+from nc.hf import checksums
+from nc.hf.folder import ARTEFACT, CONFIG, read_by_others
 from nc.hf.loss import LABELS, with_loss
 from nc.numerics.metrics import sqnr_db
 
@@ -54,7 +56,8 @@ class QuantizedTransformer(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.quantized, self.config, self.folder = quantized, config, folder
-        self.lengths = tuple(sorted(lengths))
+        self.lengths = sorted_lengths(lengths)
+        self._again: Any = None  # opens the folder again, for other processes
         self._fills: bool | None = None  # not known until a text could be filled up
         self.main_input_name = self._names()[0]
         self.eval()
@@ -124,12 +127,14 @@ class QuantizedTransformer(torch.nn.Module):
         """Find out whether texts may be filled up, so that no request waits for it.
 
         Raises:
-            InputError: the inputs are no texts, or `lengths` are no numbers of tokens.
+            InputError: the inputs are no texts.
         """
-        if self.main_input_name != "input_ids" or not all(type(n) is int and n > 0 for n in self.lengths):
+        if self.main_input_name != "input_ids":
             msg = f"lengths={self.lengths}: numbers of tokens are for models over texts."
             raise InputError(msg)
-        args, kwargs = inputs_of(self.quantized.graph, (1, max(self.lengths[0] - 1, 1)))
+        graph = self.quantized.graph
+        between = graph.example[0].shape[1:-1]  # e.g. the number of choices
+        args, kwargs = inputs_of(graph, (1, *between, max(self.lengths[0] - 1, 1)))
         with torch.no_grad():
             self(*args, **kwargs)
 
@@ -147,16 +152,38 @@ class QuantizedTransformer(torch.nn.Module):
         """Return False: it has no cache of keys and values."""
         return False
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
-        """Write config.json and, in the folder `nc`, the artefact."""
-        self.config.save_pretrained(save_directory)
-        save(self.quantized, Path(save_directory) / ARTEFACT)
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **_: Any
+    ) -> None:
+        """Write config.json and, in the folder `nc`, the artefact, and checksums of both.
+
+        Raises:
+            StateError: it is to be pushed.
+        """
+        if push_to_hub:
+            self.push_to_hub()
+        folder = Path(save_directory)
+        self.config.save_pretrained(folder)
+        save(self.quantized, folder / ARTEFACT)
+        checksums.write(folder, [folder / CONFIG, *(folder / ARTEFACT).iterdir()])
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Refuse.
+
+        Raises:
+            StateError: always.
+        """
+        msg = (
+            "A quantized graph is not pushed by itself: save it with save_pretrained(folder), and upload the "
+            "folder with huggingface_hub.upload_folder."
+        )
+        raise StateError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give the folder that it was loaded from, for other processes; refuse without one."""
-        if self.folder is None:
+        if self._again is None:
             return self.quantized.__reduce_ex__(2)
-        return load_model, (self.folder, (), self.lengths)
+        return self._again, ()
 
     def _names(self) -> tuple[str, ...]:
         """Return the names of the inputs that the example had."""
@@ -167,7 +194,7 @@ class QuantizedTransformer(torch.nn.Module):
         texts = {"input_ids", "attention_mask", "token_type_ids"}
         if not {"input_ids", "attention_mask"} <= set(inputs) <= texts:
             return 0
-        length = inputs["input_ids"].shape[1]
+        length = inputs["input_ids"].shape[-1]  # choices come before it
         most = getattr(self.config, "max_position_embeddings", None)
         known = next((each for each in self.lengths if each >= length), length + -length % MULTIPLE)
         more = known - length
@@ -181,29 +208,66 @@ class QuantizedTransformer(torch.nn.Module):
         }
 
 
-def load_model(
-    folder: str | os.PathLike[str], warm: Sequence[Any] = (), lengths: Sequence[int] = ()
-) -> QuantizedTransformer:
-    """Return what `QuantizedTransformer.save_pretrained` wrote.
+def sorted_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return numbers of tokens in their order.
 
-    `warm` is as for `nc.load`, `lengths` as in `QuantizedTransformer`.
+    Raises:
+        InputError: something else.
+    """
+    if not isinstance(lengths, Sequence) or not all(type(n) is int and n > 0 for n in lengths):
+        msg = f"lengths={lengths!r}: give a list of numbers of tokens, such as [32, 128]."
+        raise InputError(msg)
+    return tuple(sorted(lengths))
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    warm: Sequence[Any] = (),
+    lengths: Sequence[int] = (),
+    *,
+    trust_remote_code: bool = False,
+    expected: str = "",
+    **options: Any,
+) -> QuantizedTransformer:
+    """Return what `QuantizedTransformer.save_pretrained` wrote; its other files are checked already.
 
     Its class has the name of the float model's: `pipeline` calls others unsupported, and goes on.
 
+    Args:
+        folder: of it.
+        warm: as for `nc.load`.
+        lengths: as in `QuantizedTransformer`.
+        trust_remote_code: of transformers, for the configuration.
+        expected: `checksums.identity` of the artefact; "": any.
+        options: of `nc.load`.
+
     Raises:
-        ArtefactError: a file is missing or damaged.
+        ArtefactError: a file is missing or damaged, or the artefact is not the expected one.
     """
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        msg = f"{Path(folder) / 'config.json'} could not be read: {error}"
-        raise ArtefactCorruptError(msg) from error
-    name = str((config.architectures or [QuantizedTransformer.__name__])[0])
+    lengths, place = sorted_lengths(lengths), Path(folder).resolve()
+    found = checksums.identity(place / ARTEFACT)
+    if expected not in ("", found):
+        msg = f"{place} holds another model than it did when this one was loaded. Load it again."
+        raise ArtefactError(msg)
+    with read_by_others(place / CONFIG, trust_remote_code):
+        config = AutoConfig.from_pretrained(str(place), trust_remote_code=trust_remote_code)
+        name = str((config.architectures or [QuantizedTransformer.__name__])[0])
     kind: Any = type(name, (QuantizedTransformer,), {"__doc__": QuantizedTransformer.__doc__})
-    model: QuantizedTransformer = kind(
-        load(Path(folder) / ARTEFACT), config, str(Path(folder).resolve()), lengths
+    loaded = load(place / ARTEFACT, **options)
+    if not isinstance(loaded, QuantizedModel):
+        msg = f"{place / ARTEFACT} holds a {type(loaded).__name__}, and {CONFIG} is for a quantized graph."
+        raise ArtefactError(msg)
+    model: QuantizedTransformer = kind(loaded, config, str(place), lengths)
+    model._again = functools.partial(
+        load_model,
+        str(place),
+        (),
+        lengths,
+        trust_remote_code=trust_remote_code,
+        expected=found,
+        **options,
     )
     warm_up(model, warm, model.quantized.graph)
     if model.lengths:

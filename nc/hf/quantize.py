@@ -13,13 +13,11 @@ import torch
 from nc.api.quantized import QuantizedModel
 from nc.api.workflow import quantize as quantize_model
 from nc.errors import ArtefactError, ConfigError, InputError
+from nc.hf import checksums
 from nc.hf.data import batches_of
 from nc.hf.encoder_decoder import ENCODER, is_encoder_decoder, load_parts, quantize_parts
-from nc.hf.folder import ARTEFACT, is_result, replaceable, written
+from nc.hf.folder import ARTEFACT, CONFIG, is_result, read_by_others, replaceable, written
 from nc.hf.model import QuantizedTransformer, load_model
-
-#: File by which a folder of transformers is known.
-CONFIG = "config.json"
 
 
 def quantize(
@@ -29,6 +27,7 @@ def quantize(
     config: Any = "auto",
     *,
     processor: Any = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Any:
     """Quantize a transformers model with data, and save it with its configuration and tokenizer as a folder.
@@ -44,6 +43,8 @@ def quantize(
         config: as for `nc.quantize`.
         processor: tokenizer, image processor or feature extractor, which is saved beside the model; None: the
             one in the model's folder. Batches need none.
+        trust_remote_code: run Python code that lies in the model's folder, where transformers has no class of
+            its own.
         options: of `nc.quantize`.
 
     Returns:
@@ -52,15 +53,16 @@ def quantize(
     Raises:
         InputError: the model has a decoder alone, or does not read what data has.
         ConfigError: a configuration for weights alone.
-        ArtefactError: something else than an earlier result lies at `out`.
+        ArtefactError: something else than an earlier result lies at `out`, or the folder of the model needs
+            code that is not trusted.
     """
     target = replaceable(Path(out).resolve(), CONFIG, ARTEFACT)
     if isinstance(model, (str, os.PathLike)):
-        model = _opened(Path(model))
+        model = _opened(Path(model), trust_remote_code)
     _check_kind(model)
     why_none = ""
     if processor is None:
-        processor, why_none = _processor(model)
+        processor, why_none = _processor(model, trust_remote_code)
     batches = batches_of(model, processor, data, why_none)
     # transformers 5 loads weights as they are stored, often in bf16
     floats = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
@@ -72,7 +74,7 @@ def quantize(
             described.save_pretrained(staged)
             if processor is not None:
                 processor.save_pretrained(str(staged))
-        return load(target)
+        return load(target, trust_remote_code=trust_remote_code)
 
     def run(prepared: torch.nn.Module) -> None:
         for batch in batches:
@@ -91,50 +93,70 @@ def quantize(
         QuantizedTransformer(quantized, described).save_pretrained(staged)
         if processor is not None:
             processor.save_pretrained(str(staged))
-    return load(target)
+    return load(target, trust_remote_code=trust_remote_code)
 
 
-def load(folder: str | os.PathLike[str], *, warm: Sequence[Any] = (), lengths: Sequence[int] = ()) -> Any:
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    warm: Sequence[Any] = (),
+    lengths: Sequence[int] = (),
+    verify: str = "raise",
+    verify_sizes: bool = True,
+    trust_remote_code: bool = False,
+) -> Any:
     """Return the model of a folder that `quantize` wrote.
+
+    All files are compared with the checksums in `nc_checksums.json` first; other files, and folders without
+    it, are not.
 
     Args:
         folder: of it.
         warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (8, 64)]`.
         lengths: texts are filled up to the next one of these numbers of tokens, so that those of any length
             have sizes that are warm; longer ones, and all without it, to a multiple of 16.
+        verify: as for `nc.load`.
+        verify_sizes: as for `nc.load`.
+        trust_remote_code: run Python code that lies in the folder, where transformers has no configuration of
+            its own.
 
     Raises:
-        ArtefactError: it is no such folder, or a file is damaged.
-        InputError: an entry of `warm` does not fit the model.
+        ArtefactError: it is no such folder, a file is damaged or missing, or it needs code that is not
+            trusted.
+        InputError: an entry of `warm` does not fit the model, or `lengths` are no numbers of tokens.
+        VerificationError, BackendError: as for `nc.load`.
     """
     if not is_result(Path(folder), CONFIG, ARTEFACT):
         msg = (
-            f"{folder} is no folder of nc.hf.quantize: it has no {CONFIG}, or no folder {ARTEFACT!r}. "
+            f"{folder} is not a folder of nc.hf.quantize: it has no {CONFIG}, or no folder {ARTEFACT!r}. "
             "transformers loads folders of float models."
         )
         raise ArtefactError(msg)
+    checksums.check(Path(folder))
+    options: dict[str, Any] = {"verify": verify, "verify_sizes": verify_sizes}
     if (Path(folder) / ENCODER).is_dir():
-        return load_parts(Path(folder), warm, lengths)
-    return load_model(folder, warm, lengths)
+        return load_parts(Path(folder), warm, lengths, **options)
+    return load_model(folder, warm, lengths, trust_remote_code=trust_remote_code, **options)
 
 
-def _opened(folder: Path) -> Any:
+def _opened(folder: Path, trust_remote_code: bool) -> Any:
     """Return the float model of a folder, of the class that it names."""
     import transformers
 
     if not (folder / CONFIG).is_file():
         msg = f"{folder} is no folder of a transformers model: it has no {CONFIG}."
         raise InputError(msg)
-    try:
-        name = (transformers.AutoConfig.from_pretrained(str(folder)).architectures or ["AutoModel"])[0]
-        kind = getattr(transformers, name, None)
+    with read_by_others(folder, trust_remote_code):
+        trust = {"trust_remote_code": trust_remote_code}
+        config = transformers.AutoConfig.from_pretrained(str(folder), **trust)
+        name = (config.architectures or ["AutoModel"])[0]
+        own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
+        auto = next((each for each, code in own.items() if code.rpartition(".")[2] == name), name)
+        kind = getattr(transformers, auto, None)
         if kind is None:
             msg = f"{folder / CONFIG} names {name}, which the installed transformers lacks; give the model."
             raise InputError(msg)
-        return kind.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        msg = f"{folder} could not be opened as a transformers model: {error}"
-        raise InputError(msg) from error
+        return kind.from_pretrained(str(folder), **(trust if auto.startswith("Auto") else {}))
 
 
 def _check_kind(model: Any) -> None:
@@ -151,7 +173,7 @@ def _check_kind(model: Any) -> None:
         raise InputError(msg)
 
 
-def _processor(model: Any) -> tuple[Any, str]:
+def _processor(model: Any, trust_remote_code: bool) -> tuple[Any, str]:
     """Return what stands beside a model's weights; or None, and why."""
     import transformers
 
@@ -160,6 +182,6 @@ def _processor(model: Any) -> tuple[Any, str]:
         return None, ""
     of: Any = transformers.AutoProcessor
     try:
-        return of.from_pretrained(place), ""
+        return of.from_pretrained(place, trust_remote_code=trust_remote_code), ""
     except (OSError, ValueError, ImportError) as error:
         return None, f" ({place}: {error})"

@@ -23,7 +23,7 @@ from nc.errors import (
     StateError,
     UnsupportedError,
 )
-from nc.interchange import awq, compressed_tensors, folder, gguf, gptq, quark
+from nc.interchange import auto_round, awq, compressed_tensors, folder, gguf, gptq, quark
 from nc.interchange.gguf_writer import write as write_gguf
 from nc.interchange.layer import INT8, StoredLayer
 from nc.interchange.model import contents_of, put, settings_of
@@ -136,7 +136,7 @@ def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
     if file is not None:
         return _read_gguf(file)
     tensors, config = folder.read(where)
-    name = _format_of(config, where)
+    name, config = _format_of(config, where)
     try:
         layers = FORMATS[name][1](tensors, config)
     except (NCError, Warning):
@@ -174,20 +174,18 @@ def import_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> torc
     return put(model, found.layers, found.tensors, str(path))
 
 
-def _format_of(config: Mapping[str, Any], where: Path) -> str:
+def _format_of(config: dict[str, Any], where: Path) -> tuple[str, dict[str, Any]]:
+    """Return a key of `FORMATS`, and the settings of its reader."""
     method = str(config.get("quant_method", "")).lower()
-    if method == "auto-round":  # its own name for the layouts of others
-        method = next(
-            (part for part in ("gptq", "awq") if part in str(config.get("packing_format", "auto_gptq"))),
-            method,
-        )
+    if method == "auto-round":
+        method, config = auto_round.settings(config)
     if method not in FORMATS:
         msg = (
             f"{str(where)!r} is of quant_method {method!r}, which nc does not read; it reads "
             f"{', '.join((*FORMATS, GGUF))}."
         )
         raise ArtefactSchemaError(msg)
-    return method
+    return method, config
 
 
 def _gguf_in(where: Path) -> Path | None:

@@ -17,6 +17,7 @@ from nc.interchange.layer import (
     INT8,
     GroupCodes,
     StoredLayer,
+    check_settings,
     codes_in,
     codes_of,
     groups_in,
@@ -34,6 +35,15 @@ GROUPS = (16, 32, 64, 128)
 #: The output that nibble i of a word holds.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: Where files say their layout.
+_VERSION = ("version", "format", "checkpoint_format")
+#: Settings that are read, or say how the codes were found, or how other tools run them.
+_KNOWN = """
+    quant_method method bits group_size zero_point version format checkpoint_format
+    modules_to_not_convert ignore
+    lm_head sym desc_act pack_dtype dynamic meta backend do_fuse fuse_max_seq_len
+    modules_to_fuse exllama_config
+"""
 
 
 def write(
@@ -98,10 +108,12 @@ def unpacked(stored: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, StoredLayer]:
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
-    version, width = str(config.get("version", "gemm")).lower(), config.get("bits", 4)
-    if version != "gemm" or width != 4:
+    check_settings(config, _KNOWN.split(), "quantization_config")
+    said, width = [str(config[key]).lower() for key in _VERSION if config.get(key)], config.get("bits", 4)
+    if {*said} - {"gemm"} or width != 4:
         msg = (
-            f"AWQ of version {version!r} with {width} bits is not read; nc reads version 'gemm' with 4 bits."
+            f"AWQ of version {' and '.join(map(repr, said))} with {width} bits is not read; nc reads version "
+            "'gemm' with 4 bits."
         )
         raise UnsupportedError(msg)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]

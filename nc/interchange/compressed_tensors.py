@@ -16,7 +16,7 @@ A `config_groups` entry says which modules have which bits and groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from nc.errors import ArtefactCorruptError, UnsupportedError
 from nc.interchange.layer import (
     GroupCodes,
     StoredLayer,
+    check_settings,
     codes_in,
     codes_of,
     groups_in,
@@ -40,6 +41,34 @@ NAME = "compressed-tensors"
 BITS = (2, 4, 8)
 PACKED, INTEGERS, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Settings that are read, or change no result: of a file, of a scheme, of its weights or activations.
+_KNOWN = (
+    "quant_method",
+    "format",
+    "quantization_status",
+    "config_groups",
+    "ignore",
+    "global_compression_ratio",
+    "version",
+    "compressed-tensors_version",
+    "provider",
+)
+_OF_SCHEME = ("targets", "weights", "input_activations", "format")
+_OF_NUMBERS = (
+    "num_bits",
+    "type",
+    "symmetric",
+    "strategy",
+    "group_size",
+    "dynamic",
+    "actorder",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "zp_dtype",
+)
+_FORMATS = (PACKED, INTEGERS, MIXED, "naive-quantized")
+_STRATEGIES = (None, "tensor", "channel", "group")
 _DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -137,6 +166,7 @@ def _integers(codes: GroupCodes) -> dict[str, torch.Tensor]:
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, StoredLayer]:
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
+    check_settings(config, _KNOWN, "quantization_config")
     names = [key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")]
     integers = [key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")]
     integers = [name for name in integers if name not in names]
@@ -144,25 +174,39 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     for name in [*names, *integers]:
         scheme = _scheme_of(name, config)
         weights, inputs = scheme["weights"], scheme.get("input_activations")
-        _check_known(name, weights, inputs)
+        check_settings(scheme, _OF_SCHEME, f"Layer {name!r}: its entry of config_groups")
+        formats = [each["format"] for each in (config, scheme) if each.get("format")]
+        _check_known(name, weights, inputs, formats)
         read_one = _read_packed if name in names else _read_integers
         codes, storage = read_one(tensors, name, int(weights["num_bits"]))
         found[name] = layer_of(codes, storage, f"Layer {name!r}", "fp32" if inputs is None else "int8")
     return found
 
 
-def _check_known(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> None:
+def _check_known(
+    name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, formats: Collection[str]
+) -> None:
     """Raise UnsupportedError for formats of a layer's weights and activations that are not read."""
+    check_settings(weights, _OF_NUMBERS, f"Layer {name!r}: weights")
+    if unknown := sorted(set(formats) - set(_FORMATS)):
+        msg = f"Layer {name!r}: files of format {unknown[0]!r} are not read; nc reads {', '.join(_FORMATS)}."
+        raise UnsupportedError(msg)
     is_integer = weights.get("type", "int") == "int" and weights.get("num_bits") in BITS
-    if not is_integer or weights.get("strategy") == "block":
+    if not is_integer or weights.get("dynamic") or weights.get("strategy") not in _STRATEGIES:
         what = f"integers of {BITS} bits in groups, channels or tensors"
         msg = f"Layer {name!r}: weights {weights} are not read; nc reads {what}."
         raise UnsupportedError(msg)
     if inputs is None:
         return
-    is_int8 = inputs.get("type") == "int" and inputs.get("num_bits") == 8
-    if inputs.get("dynamic") is not True or not is_int8:
-        msg = f"Layer {name!r}: activations {inputs} are not read; nc reads float ones and dynamic int8."
+    known = [each for each in _OF_NUMBERS if each != "group_size"]
+    check_settings(inputs, known, f"Layer {name!r}: activations")
+    # what is not said is what compressed-tensors takes
+    said = {"type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False, **inputs}
+    if any(said.get(key) != value for key, value in _DYNAMIC_INT8.items()):
+        msg = (
+            f"Layer {name!r}: activations {dict(inputs)} are not read; nc reads float ones, and symmetric "
+            'int8 with a dynamic scale for each token (strategy "token").'
+        )
         raise UnsupportedError(msg)
 
 

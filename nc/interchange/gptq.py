@@ -4,7 +4,7 @@ Per linear of shape [N, K] with G groups: `qweight` int32 [K b / 32, N], input c
 bits; `qzeros` int32 [G, N b / 32], outputs packed likewise; `scales` fp16 [G, N]; `g_idx` int32 [K], the
 group of each input channel. Version 1 (`checkpoint_format` "gptq") stores zero - 1 and so has no zero point
 0: readers add 1 to each field of a word, and from the highest code 1 would be carried into the next field.
-Version 2 ("gptq_v2") stores the zero point.
+Version 2 ("gptq_v2") stores the zero point. GPTQModel says the version as `format` too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nc.interchange.layer import (
     INT8,
     GroupCodes,
     StoredLayer,
+    check_settings,
     codes_in,
     codes_of,
     groups_in,
@@ -37,6 +38,19 @@ NAME = "GPTQ"
 BITS = (2, 4, 8)
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: Where files say their version.
+_VERSION = ("checkpoint_format", "format")
+#: Settings that are read, or say how the codes were found, or how other tools run them.
+_KNOWN = """
+    quant_method method bits group_size desc_act sym lm_head dynamic pack_dtype checkpoint_format format meta
+    true_sequential static_groups damp_percent damp_auto_increment act_group_aware mse hyb_act v2 v2_alpha
+    gptaq foem failsafe fallback smoother mock_quantization device offload_to_disk offload_to_disk_path
+    compute_device_filter auto_forward_data_parallelism vram_strategy gc_mode wait_for_submodule_finalizers
+    model_name_or_path model_file_base_name base_model_name_or_path quantizer version
+    tokenizer dataset backend use_cuda_fp16 model_seqlen block_name_to_quantize use_exllama disable_exllama
+    module_name_preceding_first_block batch_size pad_token_id max_input_length exllama_config
+    hessian_chunk_size cache_block_outputs modules_in_block_to_quantize modules_to_not_convert
+"""
 
 
 def write(
@@ -142,11 +156,15 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
         UnsupportedError: other bits, or groups whose channels are not neighbours.
         ArtefactCorruptError: a tensor is missing or contradicts the others.
     """
-    version = config.get("checkpoint_format") or "gptq"
-    if version not in ("gptq", "gptq_v2"):
-        msg = f"GPTQ files of checkpoint_format {version!r} are not read; nc reads 'gptq' and 'gptq_v2'."
+    check_settings(config, _KNOWN.split(), "quantization_config")
+    said = [str(config[key]) for key in _VERSION if config.get(key)] or ["gptq"]
+    if not {*said} <= {"gptq", "gptq_v2"} or len({*said}) > 1:
+        msg = (
+            f"GPTQ files of {' or '.join(_VERSION)} {' and '.join(map(repr, said))} are not read; nc reads "
+            "'gptq' and 'gptq_v2'."
+        )
         raise UnsupportedError(msg)
-    version_1 = version == "gptq"
+    version_1 = said[0] == "gptq"
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
     return {name: _layer(tensors, name, config, version_1) for name in names}
 

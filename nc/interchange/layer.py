@@ -5,9 +5,9 @@ They have integer codes, positive scales and integer zero points.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -130,6 +130,23 @@ def codes_of(layer: StoredLayer, name: str, format_name: str, *, positive: bool 
 
 
 _INTEGER_ZERO = "Quantize with integer zero points (w_sym=False without a float zero) or symmetrically"
+
+
+def check_settings(settings: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise UnsupportedError for a setting that is not known, since it may change what is computed.
+
+    Args:
+        settings: of a file, by name; those without a value (None, False, 0, empty) say nothing.
+        known: names of settings that the reader reads, and of those that change no result.
+        where: they are, for the message.
+    """
+    for name, value in settings.items():
+        if name not in known and value:
+            msg = (
+                f"{where} sets {name} = {str(value)[:200]}, which nc does not read and which may change what "
+                "is computed. If it changes nothing, remove it from the file."
+            )
+            raise UnsupportedError(msg)
 
 
 def refuse(name: str, format_name: str, reason: str, way_out: str) -> NoReturn:

@@ -18,6 +18,7 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.storage import pretrained_class
 from nc.weights.experts import Experts
 from nc.weights.history import history_of
+from nc.weights.swap import refuse_save_pretrained
 
 Contents = tuple[dict[str, StoredLayer], list[str], dict[str, torch.Tensor]]
 
@@ -139,6 +140,7 @@ def put(
     _check_rest(model, made, rest, path)
     for name, module in made.items():
         model.set_submodule(name, module)
+        refuse_save_pretrained(model, name)
     model.load_state_dict(rest, strict=False)
     return model.eval()
 

@@ -19,6 +19,7 @@ from nc.interchange.layer import (
     INT8,
     GroupCodes,
     StoredLayer,
+    check_settings,
     codes_of,
     groups_in,
     layer_of,
@@ -33,6 +34,33 @@ NAME = "Quark"
 BITS = (4, 8)
 ORDERS = {"reorder": awq.ORDER, "order": tuple(range(8))}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Settings that are read, or change no result: of a file, of its export, of its weights.
+_KNOWN = (
+    "quant_method",
+    "quant_mode",
+    "global_quant_config",
+    "exclude",
+    "algo_config",
+    "export",
+    "version",
+    "log_severity_level",
+)
+_OF_EXPORT = ("weight_format", "pack_method", "min_kv_scale", "weight_merge_groups")
+_OF_WEIGHTS = (
+    "dtype",
+    "qscheme",
+    "ch_axis",
+    "group_size",
+    "symmetric",
+    "round_method",
+    "scale_type",
+    "scale_format",
+    "scale_calculation_mode",
+    "observer_cls",
+    "zero_point_type",
+)
+#: Algorithms after which linears compute as ever.
+_ALGORITHMS = ("awq", "gptq", "gptaq", "autosmoothquant", "smooth", "smoothquant")
 
 
 def write(
@@ -131,6 +159,13 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
     schemes = config.get("global_quant_config") or {}
     weight, export = dict(schemes.get("weight") or {}), dict(config.get("export") or {})
+    check_settings(config, (*_KNOWN, "layer_quant_config", "layer_type_quant_config"), "quantization_config")
+    check_settings(export, _OF_EXPORT, "export")
+    check_settings(weight, _OF_WEIGHTS, "weight of global_quant_config")
+    algorithms = config.get("algo_config") or []
+    for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
+        name = str(algorithm.get("name", algorithm)).lower()
+        check_settings({name: algorithm}, _ALGORITHMS, "algo_config")
     order = ORDERS.get(str(export.get("pack_method", "reorder")))
     if order is None or not (_is_known(weight) and _is_uniform(config, export)):
         msg = (
@@ -138,9 +173,7 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
             "and uint8 weights per group along the input channels, one format for all layers."
         )
         raise UnsupportedError(msg)
-    if any(schemes.get(part) for part in ("input_tensors", "output_tensors", "bias")):
-        msg = "These Quark files are not read: they quantize activations or biases; nc reads weights."
-        raise UnsupportedError(msg)
+    check_settings(schemes, ("weight", "target_device"), "global_quant_config")  # e.g. input_tensors, bias
     names = [key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")]
     return {name: _layer(tensors, name, weight, order) for name in names}
 

@@ -38,6 +38,9 @@ class QuantizedTensor(torch.Tensor):
 
     packed: PackedWeight
     transposed: bool
+    #: Initializers of transformers leave such tensors alone: `from_pretrained` calls them for models whose
+    #: weights it has read.
+    _is_hf_initialized = True
 
     @staticmethod
     def __new__(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nc.algorithms.inputs.layers import Layer
+from nc.errors import StateError
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.nn.result import LayerResult
 from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import LayerDecision
 
+#: Methods that write what `from_pretrained` reads.
+SAVERS = ("save_pretrained", "push_to_hub")
 #: Where torch keeps the hooks of calls: of the forward and the backward pass, and which of them want keywords
 #: or run after errors.
 _HOOKS = (
@@ -43,6 +48,35 @@ def replace(
     for name in (layer.name, *layer.others):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
+        refuse_save_pretrained(model, name)
+
+
+def refuse_save_pretrained(model: torch.nn.Module, name: str) -> None:
+    """Let all parts of a model that hold a low-bit layer refuse `save_pretrained` and `push_to_hub`.
+
+    `from_pretrained` would give the layer random float weights. Adapters of peft are saved without it.
+    """
+    parts = name.split(".")
+    for end in range(len(parts)):
+        owner: Any = model.get_submodule(".".join(parts[:end]))
+        for way in SAVERS if not type(owner).__module__.startswith("peft.") else ():
+            if hasattr(owner, way):
+                setattr(owner, way, _refused)
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    """Take the place of those in `SAVERS`.
+
+    Raises:
+        StateError: always.
+    """
+    msg = (
+        "save_pretrained does not write how low-bit weights are read, and from_pretrained would take random "
+        "ones. Save with nc.save(model, folder) and load with nc.load(folder); for other tools use "
+        'nc.hf.export(model, folder, "compressed-tensors"). Only a model that transformers 5 quantized while '
+        "it loaded it, without stacked experts, has a save_pretrained of its own."
+    )
+    raise StateError(msg)
 
 
 def _keep_hooks(module: torch.nn.Module, new: torch.nn.Module) -> None:

@@ -187,7 +187,13 @@ def test_a_damaged_configuration_is_named(tmp_path):
     batches = [{"pixel_values": torch.randn(2, 3, 64, 64)} for _ in range(2)]
     nc_hf.quantize(picture_model(), batches, tmp_path / "out", config(), measure=False)
     (tmp_path / "out" / "config.json").write_text("{")
-    with pytest.raises(ArtefactCorruptError, match=r"config\.json could not be read"):
+    with pytest.raises(ArtefactCorruptError, match=r"config\.json is not the file that was saved"):
+        nc_hf.load(tmp_path / "out")
+    (tmp_path / "out" / "nc_checksums.json").unlink()
+    with (
+        pytest.warns(UserWarning, match="has no nc_checksums"),
+        pytest.raises(ArtefactCorruptError, match=r"config\.json could not be read"),
+    ):
         nc_hf.load(tmp_path / "out")
 
 
@@ -245,5 +251,5 @@ def test_weights_alone_and_other_folders_are_refused(tmp_path, tokenizer):
     with pytest.raises(ArtefactError, match="no earlier result"):
         nc_hf.quantize(real("AutoModel"), TEXTS, tmp_path / "mine", processor=tokenizer)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
-    with pytest.raises(ArtefactError, match=r"no folder of nc\.hf\.quantize"):
+    with pytest.raises(ArtefactError, match=r"not a folder of nc\.hf\.quantize"):
         nc_hf.load(tmp_path / "mine")

@@ -264,6 +264,13 @@ def changed(path, change, config=None):
         (path / "config.json").write_text(json.dumps(document))
 
 
+def with_a_zero_of_0():
+    """A weight of which a zero point is 0, so that version 1 of GPTQ cannot hold it."""
+    weight = quantized(dtype="uint4", symmetric=False)
+    weight.zero[3, 0] &= 0xF0
+    return weight
+
+
 def negative():
     """A symmetric weight some of whose scales are negative."""
     weight = quantized(rule="wls")
@@ -503,6 +510,29 @@ class TestGPTQ:
         export_weights({"a.b": weight}, tmp_path, "gptq")
         changed(tmp_path, dict, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"})
         same(read_weights(tmp_path).layers["a.b"].weight, weight)
+
+    @pytest.mark.parametrize("layout", ["auto_round", "auto_round:gptqmodel"])
+    def test_auto_round_also_stores_zero_points_as_they_are(self, layout, tmp_path):
+        weight = with_a_zero_of_0()
+        with pytest.warns(NCWarning, match="gptq_v2"):
+            export_weights({"a.b": weight}, tmp_path, "gptq")
+        said = {"quant_method": "auto-round", "packing_format": layout, "checkpoint_format": None}
+        changed(tmp_path, dict, said)
+        same(read_weights(tmp_path).layers["a.b"].weight, weight)
+
+    @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+    def test_both_names_of_the_version_are_read(self, key, tmp_path):
+        weight = with_a_zero_of_0()
+        with pytest.warns(NCWarning, match="gptq_v2"):
+            export_weights({"a.b": weight}, tmp_path, "gptq")
+        changed(tmp_path, dict, {"checkpoint_format": None, key: "gptq_v2"})
+        same(read_weights(tmp_path).layers["a.b"].weight, weight)
+
+    def test_two_versions_in_one_file_are_refused(self, tmp_path):
+        export_weights({"a.b": quantized()}, tmp_path, "gptq")
+        changed(tmp_path, dict, {"checkpoint_format": "gptq", "format": "gptq_v2"})
+        with pytest.raises(UnsupportedError, match="'gptq' and 'gptq_v2'"):
+            read_weights(tmp_path)
 
 
 class TestRefusals:
@@ -895,3 +925,71 @@ class TestAlteredFiles:
         changed(tmp_path, dict, config)
         with pytest.raises((ArtefactError, UnsupportedError)):
             read_weights(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("format", "config"),
+        [
+            ("compressed-tensors", {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}),
+            ("compressed-tensors", {"kv_cache_scheme": {"num_bits": 8}}),
+            ("compressed-tensors", {"sparsity_config": {"format": "sparse-24-bitmask"}}),
+            ("compressed-tensors", {"format": "marlin-24"}),
+            ("compressed-tensors", {"something_new": 1}),
+            ("gptq", {"rotation": "hadamard"}),
+            ("gptq", {"adapter": {"name": "lora", "rank": 32}}),
+            ("gptq", {"is_marlin_format": True}),
+            ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}),
+            ("gptq", {"quant_method": "auto-round", "act_bits": 8}),
+            ("awq", {"format": "gemv"}),
+            ("awq", {"something_new": 1}),
+            ("quark", {"kv_cache_quant_config": {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3"}}}}),
+            ("quark", {"algo_config": [{"name": "rotation", "r3": True}]}),
+            ("quark", {"softmax_quant_spec": {"dtype": "fp8_e4m3"}}),
+        ],
+    )
+    def test_settings_that_may_change_results_are_not_passed_over(self, format, config, tmp_path):
+        export_weights({"a.b": quantized()}, tmp_path, format)
+        changed(tmp_path, dict, config)
+        with pytest.raises(UnsupportedError):
+            read_weights(tmp_path)
+        changed(tmp_path, dict, dict.fromkeys(config))  # nothing is said
+        if "format" not in config and "quant_method" not in config:
+            assert set(read_weights(tmp_path).layers) == {"a.b"}
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"output_activations": {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}},
+            {"input_activations": {"strategy": "tensor"}},
+            {"input_activations": {"strategy": None}},
+            {"input_activations": {"symmetric": False}},
+            {"input_activations": {"dynamic": "local"}},
+            {"input_activations": {"group_size": 32}},
+            {"weights": {"dynamic": True}},
+            {"weights": {"strategy": "attn_head"}},
+            {"weights": {"block_structure": [16, 16]}},
+            {"smooth": 0.5},
+        ],
+    )
+    def test_schemes_that_compute_something_else(self, change, tmp_path):
+        export_weights(net(act_dtype="int8", dtype="int8", group_size=-1)[0], tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+        scheme = config["config_groups"]["group_0"]
+        for key, value in change.items():
+            scheme[key] = {**scheme[key], **value} if isinstance(scheme.get(key), dict) else value
+        changed(tmp_path, dict, config)
+        with pytest.raises(UnsupportedError, match="Layer"):
+            read_weights(tmp_path)
+
+    def test_settings_of_todays_tools_that_change_nothing_are_taken(self, tmp_path):
+        said = {"version": "0.12.1", "sparsity_config": {}, "transform_config": {}, "kv_cache_scheme": None}
+        export_weights({"a.b": quantized()}, tmp_path, "compressed-tensors")
+        changed(tmp_path, dict, said)
+        assert set(read_weights(tmp_path).layers) == {"a.b"}
+        meta = {
+            "meta": {"quantizer": ["gptqmodel:4.0"], "mse": 0.0},
+            "act_group_aware": True,
+            "format": "gptq",
+        }
+        export_weights({"a.b": quantized()}, tmp_path / "g", "gptq")
+        changed(tmp_path / "g", dict, meta)
+        assert set(read_weights(tmp_path / "g").layers) == {"a.b"}

@@ -1,0 +1,103 @@
+"""A table of checksums over the files of a folder that nc.hf wrote, checked before one of them is used.
+
+Artefacts have checksums of their own: the table has that of their `checksums.json`. Files that are not in it,
+such as a README that was added later, are not looked at. Folders of versions that wrote no table are loaded
+with a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError
+from nc.process.warn import warn
+from nc.storage import folder as artefact
+from nc.storage.atomic import replaced
+from nc.storage.json_file import json_object
+
+TABLE = "nc_checksums.json"
+_SCHEMA = 1
+
+
+def write(folder: Path, files: Iterable[Path] | None = None) -> None:
+    """Write the table of a folder.
+
+    Args:
+        folder: of the files.
+        files: those to list, in the folder; None: all.
+    """
+    listed = folder.rglob("*") if files is None else files
+    found = {
+        path.relative_to(folder).as_posix(): _checksum(path)
+        for path in listed
+        if path.is_file() and path != folder / TABLE and not _is_covered(path)
+    }
+    text = _text({"schema": _SCHEMA, "files": found})
+    with replaced(folder / TABLE) as staged:
+        staged.write_bytes(text)
+
+
+def check(folder: Path) -> None:
+    """Compare the files of a folder with its table; it warns where there is none.
+
+    Raises:
+        ArtefactMissingError: a file is missing.
+        ArtefactCorruptError: a file, or the table, was altered.
+        ArtefactSchemaError: a newer version wrote the table.
+    """
+    path = folder / TABLE
+    if not path.is_file():
+        warn(
+            f"{folder} has no {TABLE}, as folders of older versions of nc: what lies beside the artefact, "
+            "e.g. the tokenizer, is not checked. To get one, quantize again."
+        )
+        return
+    table = json_object(path)
+    if isinstance(table.get("schema"), int) and table["schema"] > _SCHEMA:
+        msg = f"{path} was written by a newer version of nc. Install a newer version of nc."
+        raise ArtefactSchemaError(msg)
+    with artefact.malformed(path):
+        files = dict(table["files"])
+        if _text({"schema": _SCHEMA, "files": files}) != path.read_bytes() or not all(map(_is_inside, files)):
+            msg = "it is not as it was written"
+            raise ValueError(msg)
+    for name, expected in files.items():
+        if not (folder / name).is_file():
+            msg = f"{folder / name} is missing. Copy the folder again, or quantize again."
+            raise ArtefactMissingError(msg)
+        if _checksum(folder / name) != expected:
+            msg = (
+                f"{folder / name} is not the file that was saved. Copy the folder again, or quantize again. "
+                f"If you changed it on purpose, remove {path}: then only the artefact is checked."
+            )
+            raise ArtefactCorruptError(msg)
+
+
+def identity(folder: Path) -> str:
+    """Return what tells an artefact from others; "" where there is none."""
+    path = folder / artefact.CHECKSUMS
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def _is_covered(path: Path) -> bool:
+    """Whether a file is one of an artefact, whose own checksums cover it."""
+    names = (artefact.MODEL, artefact.WEIGHTS)
+    return path.name in names and (path.parent / artefact.CHECKSUMS).is_file()
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    raw = path.read_bytes()
+    return {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
+
+
+def _text(table: dict[str, Any]) -> bytes:
+    return (json.dumps(table, indent=1, sort_keys=True) + "\n").encode("ascii")
