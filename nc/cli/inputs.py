@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import functools
 import importlib
-import json
 import re
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from nc.config import AnyConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import InputError, NCError
 from nc.planning.layer_plan import WeightPlan
+from nc.storage.json_file import json_value
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -90,16 +90,6 @@ def check_can_be_made(folder: Path) -> None:
             pass
     except OSError as error:
         msg = f"{folder} cannot be written: no folder can be made in {existing} ({error.strerror or error})."
-        raise RequestError(msg) from error
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Say of a folder that can't be written its own name: the error has that of a temporary file."""
-    try:
-        yield
-    except OSError as error:
-        msg = f"{folder} cannot be written: {error.strerror or error}."
         raise RequestError(msg) from error
 
 
@@ -189,11 +179,8 @@ def check_needs_no_data(prepared: Preparation) -> None:
 def read_config(path: Path) -> AnyConfig | AutoConfig:
     """Return a configuration as `to_json_file` writes it."""
     try:
-        return auto_or_config(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        msg = f"{path}: the configuration is not valid JSON: {error}"
-        raise RequestError(msg) from error
-    except (NCError, TypeError, UnicodeDecodeError) as error:
+        return auto_or_config(json_value(path))
+    except (NCError, TypeError) as error:
         msg = f"{path}: {error}"
         raise RequestError(msg) from error
 

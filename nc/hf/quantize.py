@@ -17,6 +17,7 @@ from nc.hf.data import batches_of
 from nc.hf.encoder_decoder import ENCODER, is_encoder_decoder, load_parts, quantize_parts
 from nc.hf.folder import ARTEFACT, is_result, replaceable, written
 from nc.hf.model import QuantizedTransformer, load_model
+from nc.storage.atomic import resolved
 
 #: File by which a folder of transformers is known.
 CONFIG = "config.json"
@@ -54,7 +55,7 @@ def quantize(
         ConfigError: a configuration for weights alone.
         ArtefactError: something else than an earlier result lies at `out`.
     """
-    target = replaceable(Path(out).resolve(), CONFIG, ARTEFACT)
+    target = replaceable(resolved(out), CONFIG, ARTEFACT)
     if isinstance(model, (str, os.PathLike)):
         model = _opened(Path(model))
     _check_kind(model)

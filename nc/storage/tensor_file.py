@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nc.errors import ArtefactCorruptError
+from nc.text.json_text import parsed
 
 #: safetensors' names, in its order of layout from the back.
 _DTYPES = {
@@ -105,7 +106,7 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
             pass
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
+            header = parsed(opened.read(length))
         return {
             name: StoredTensor(
                 path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
@@ -134,7 +135,7 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
     """
     length = int.from_bytes(content[:8], "little")
     entries = {
-        name: entry for name, entry in json.loads(content[8 : 8 + length]).items() if name != "__metadata__"
+        name: entry for name, entry in parsed(content[8 : 8 + length]).items() if name != "__metadata__"
     }
     found, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
