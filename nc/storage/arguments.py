@@ -287,7 +287,7 @@ def _fits(expected: str, value: Any, length: int | None = None) -> bool:
         return isinstance(value, _TAGGED[expected])
     if expected == "Tensor":
         # arithmetic takes a number in the place of a tensor: a constant, or a size of an input
-        return isinstance(value, (bool, int, float))
+        return isinstance(value, (bool, int, float, complex))
     types = _PLAIN.get(expected)
     return types is not None and isinstance(value, types)
 
