@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import runpy
+import shlex
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,12 @@ def compiler(named: str) -> str:
 
     It is "" for none.
     """
-    return named or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+    return named.strip() or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+
+
+def words(compiler: str) -> list[str]:
+    """Return the words of a command as a shell takes them apart; raises ValueError as `command`."""
+    return shlex.split(compiler)
 
 
 def source_hash(source: Path) -> str:
@@ -47,12 +53,16 @@ def short_hash(content: bytes) -> str:
 
 
 def command(compiler: str, source: Path, target: Path) -> list[str]:
-    """Return the command that compiles a source to a library; write the header of `abi.py` beside that."""
+    """Return the command that compiles a source to a library; write the header of `abi.py` beside that.
+
+    Raises:
+        ValueError: the compiler's command has a quotation mark without its other one.
+    """
     made = target.with_suffix(".abi")
     made.write_text(made_header(), encoding="utf-8")
     included = ("-include", str(made), "-include", str(source.parent / _HEADER))
     defined = f'-DNC_SOURCE_HASH="{source_hash(source)}"'
-    return [*compiler.split(), *FLAGS, defined, *included, "-o", str(target), str(source)]
+    return [*words(compiler), *FLAGS, defined, *included, "-o", str(target), str(source)]
 
 
 if __name__ == "__main__":
