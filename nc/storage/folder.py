@@ -25,6 +25,7 @@ import torch
 
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
+from nc.process.warn import said_after
 from nc.storage import tensor_file
 from nc.storage.atomic import check_first, replaced_folder, resolved
 from nc.storage.mapped import MappedFile
@@ -62,12 +63,10 @@ class FolderContent:
     def checked(self) -> Iterator[None]:
         """Check the weights at the end of a block.
 
-        If they are damaged, that is the cause of whatever fails in it.
+        If they are damaged, that is the cause of whatever fails in it, or is warned of.
         """
-        try:
+        with said_after(self.check):
             yield
-        finally:
-            self.check()
 
     @property
     def format(self) -> str:

@@ -258,8 +258,7 @@ def test_a_folder_that_others_may_write_is_said_once(kept, level):
     """All is compiled again in each process, which costs seconds, and nobody would know why."""
     kept.parents[level].chmod(0o777)
     with pytest.warns(NCWarning, match="compiled in each process anew.*others may.*XDG_CACHE_HOME") as said:
-        for name in build.sources()[:2]:
-            build.load(name)
+        assert all(build.load(name) for name in build.sources()[:2])
     assert len(said) == 1
 
 
