@@ -12,7 +12,7 @@ from nc.backends.base import EngineModel, Exporter
 from nc.errors import ArtefactError, ConfigError
 from nc.graph.qdq import QDQGraph
 from nc.storage import marks
-from nc.storage.atomic import check_first, check_no_directory, replaced, resolved
+from nc.storage.atomic import check_first, check_no_directory, replaced, resolved, writing
 
 
 def export(
@@ -48,7 +48,7 @@ def export(
         raise ConfigError(msg)
     check_no_directory(resolved(path))
     check_first(resolved(path), marks.program)
-    with tempfile.TemporaryDirectory(prefix="nc-") as folder:
+    with writing(path), tempfile.TemporaryDirectory(prefix="nc-") as folder:
         told = exporter.write(graph, engine, Path(folder) / path.name, **options)
         parts = sorted(Path(folder).iterdir())
         marks.mark(Path(folder) / path.name)

@@ -24,6 +24,7 @@ from nc.config import AnyConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import InputError, NCError
 from nc.planning.layer_plan import WeightPlan
+from nc.storage.atomic import resolved
 from nc.storage.json_file import json_value
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -81,7 +82,7 @@ def check_can_be_made(folder: Path) -> None:
 
     A folder is written beside its place, so one is made there for a try.
     """
-    existing = next(p for p in folder.resolve().parents if p.exists())
+    existing = next(p for p in resolved(folder).parents if p.exists())
     if not existing.is_dir():
         msg = f"{folder} cannot be written: {existing} is a file."
         raise RequestError(msg)

@@ -16,6 +16,8 @@ from nc.errors import ArtefactCorruptError, InputError
 from nc.hf.folder import ARTEFACT
 from nc.hf.loss import LABELS, with_loss
 from nc.numerics.metrics import sqnr_db
+from nc.storage.atomic import check_ours, replaced, resolved
+from nc.storage.folder import is_artefact
 
 #: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
 MULTIPLE = 16
@@ -148,9 +150,18 @@ class QuantizedTransformer(torch.nn.Module):
         return False
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
-        """Write config.json and, in the folder `nc`, the artefact."""
-        self.config.save_pretrained(save_directory)
-        save(self.quantized, Path(save_directory) / ARTEFACT)
+        """Write config.json and, in the folder `nc`, the artefact; other files stay.
+
+        Raises:
+            ArtefactError: a config.json is there without an artefact of nc, or `nc` is something else; or they
+                cannot be written.
+        """
+        folder = resolved(save_directory)
+        earlier = is_artefact(folder / ARTEFACT)
+        check_ours(folder / "config.json", lambda _: earlier)
+        save(self.quantized, folder / ARTEFACT)
+        with replaced(folder / "config.json", lambda _: earlier) as staged:
+            self.config.to_json_file(staged)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give the folder that it was loaded from, for other processes; refuse without one."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
 from nc.storage import marks
-from nc.storage.atomic import check_ours, replaced, write_text
+from nc.storage.atomic import check_ours, replaced, resolved, write_text
 from nc.storage.json_file import json_object
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -28,7 +28,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], files: Mapping[str,
         ArtefactError: the folder has weights that are not replaced by these, so that readers would mix them;
             or one of the files is there and not from an earlier export.
     """
-    alone(folder, WEIGHTS, *files)
+    folder = alone(resolved(folder), WEIGHTS, *files)
     earlier = (folder / WEIGHTS).is_file() and marks.program(folder / WEIGHTS)
     for name in (WEIGHTS, *files):  # before the first is written
         check_ours(folder / name, lambda _: earlier)
