@@ -178,9 +178,10 @@ def check_needs_no_data(prepared: Preparation) -> None:
 
 
 def read_config(path: Path) -> AnyConfig | AutoConfig:
-    """Return a configuration as `to_json_file` writes it."""
+    """Return a configuration as `to_json_file` writes it; the error names the file where it is none."""
+    value = json_value(path)
     try:
-        return auto_or_config(json_value(path))
+        return auto_or_config(value)
     except (NCError, TypeError) as error:
         msg = f"{path}: {error}"
         raise RequestError(msg) from error

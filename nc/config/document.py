@@ -46,7 +46,13 @@ class Document(abc.ABC):
         except ValueError as error:
             msg = f"The configuration is not valid JSON: {error}."
             raise ConfigError(msg) from error
-        return cls.from_dict(found)
+        try:
+            return cls.from_dict(found)
+        except TypeError as error:  # a list or an object where a name is expected
+            if isinstance(error, ConfigError):
+                raise
+            msg = f"The configuration has a value of another type than it may have: {error}."
+            raise ConfigError(msg) from error
 
     def to_json_file(self, path: str | Path) -> None:
         """Write `to_json` to a file.

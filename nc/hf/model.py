@@ -153,8 +153,8 @@ class QuantizedTransformer(torch.nn.Module):
         """Write config.json and, in the folder `nc`, the artefact; other files stay.
 
         Raises:
-            ArtefactError: a config.json is there without an artefact of nc, or `nc` is something else; or they
-                cannot be written.
+            ArtefactError: a config.json is there without an artefact of nc, or `nc` is something else; or
+                they cannot be written.
         """
         folder = resolved(save_directory)
         earlier = is_artefact(folder / ARTEFACT)

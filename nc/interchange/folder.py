@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
 from nc.storage import marks
 from nc.storage.atomic import check_ours, replaced, resolved, write_text
-from nc.storage.json_file import json_object
+from nc.storage.json_file import check_is_file, json_object
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 KEY = "quantization_config"
@@ -72,6 +72,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
         raise ArtefactMissingError(msg)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
+        check_is_file(file)
         try:
             found = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:

@@ -36,9 +36,10 @@ def is_staged(path: Path) -> bool:
 
 
 def check_no_directory(target: Path) -> None:
-    """Raise ArtefactError where a file is to be written and a directory has its name."""
-    if target.is_dir():
-        msg = f"{str(target)!r} is a directory; choose another name for the file."
+    """Raise ArtefactError where a file is to be written and a directory, pipe or device has its name."""
+    if target.exists() and not target.is_file():
+        what = "a directory" if target.is_dir() else "a pipe or device"
+        msg = f"{str(target)!r} is {what}; choose another name for the file."
         raise ArtefactError(msg)
 
 

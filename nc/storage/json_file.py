@@ -9,6 +9,13 @@ from nc.errors import ArtefactCorruptError, ArtefactMissingError
 from nc.text.json_text import MOST_BYTES, parsed
 
 
+def check_is_file(path: Path) -> None:
+    """Raise ArtefactMissingError where there is no file of this name; to read a pipe would wait for ever."""
+    if not path.is_file():
+        msg = f"{str(path)!r} does not exist, or is not a file."
+        raise ArtefactMissingError(msg)
+
+
 def text_of(path: Path) -> bytes:
     """Return the bytes of a file, if there is one and it is not too large for JSON.
 
@@ -16,9 +23,7 @@ def text_of(path: Path) -> bytes:
         ArtefactMissingError: there is no file of this name.
         ArtefactCorruptError: it can't be read, or is too large.
     """
-    if not path.is_file():
-        msg = f"{str(path)!r} does not exist, or is not a file."
-        raise ArtefactMissingError(msg)
+    check_is_file(path)
     try:
         with path.open("rb") as file:
             found = file.read(MOST_BYTES + 1)

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nc.errors import ArtefactCorruptError
+from nc.storage.json_file import check_is_file
 from nc.text.json_text import parsed
 
 #: safetensors' names, in its order of layout from the back.
@@ -98,9 +99,11 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name; only the header is read.
 
     Raises:
+        ArtefactMissingError: there is no such file.
         ArtefactCorruptError: it is not a safetensors file, is cut, or has a tensor of a dtype that torch has
             not.
     """
+    check_is_file(path)
     try:
         with safe_open(path, "pt"):  # checks the header against the size of the file
             pass

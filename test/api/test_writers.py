@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import inspect
-import os
 import re
 import resource
 import warnings
@@ -257,7 +256,7 @@ def content(path):
     found = {}
     for each in sorted((path, *path.rglob("*"))):
         if each.is_symlink():
-            found[each] = os.readlink(each)
+            found[each] = each.readlink()
         elif each.is_file():
             found[each] = each.read_bytes()
         else:
