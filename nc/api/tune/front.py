@@ -275,20 +275,20 @@ def read_front(path: Path) -> dict[str, Any]:
         if not front.points:
             msg = "it has no points"
             raise ValueError(msg)
-        for point in front.points:
-            _check_point(point)
+        points = [_point_of(point) for point in front.points]
     except ArtefactSchemaError:
         raise
     except ValueError as error:
         msg = f"{path}: it is not what front.save({path.name!r}) of nc.tune writes: {error}."
         raise ArtefactCorruptError(msg) from error
-    return dataclasses.asdict(front)
+    return {**dataclasses.asdict(front), "points": points}
 
 
-def _check_point(point: Mapping[str, Any]) -> None:
-    """Raise ValueError unless plain values are those of a `FrontPoint`."""
-    built(_Point, {name: value for name, value in point.items() if name in _OF_POINT}, "a point")
-    result_of({name: value for name, value in point.items() if name not in _OF_POINT})
+def _point_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values of a `FrontPoint` with all fields; raises ValueError for others."""
+    point = built(_Point, {name: value for name, value in values.items() if name in _OF_POINT}, "a point")
+    result = result_of({name: value for name, value in values.items() if name not in _OF_POINT})
+    return {**dataclasses.asdict(point), **dataclasses.asdict(result)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
