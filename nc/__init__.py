@@ -69,6 +69,7 @@ from nc.errors import ArtefactError as ArtefactError
 from nc.errors import ArtefactMissingError as ArtefactMissingError
 from nc.errors import ArtefactOperatorError as ArtefactOperatorError
 from nc.errors import ArtefactSchemaError as ArtefactSchemaError
+from nc.errors import ArtefactWriteError as ArtefactWriteError
 from nc.errors import BackendError as BackendError
 from nc.errors import BackendUnavailableError as BackendUnavailableError
 from nc.errors import CalibrationError as CalibrationError

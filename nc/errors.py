@@ -18,6 +18,7 @@ One tree:
     │   └── VerificationError                 the engine disagrees with the reference
     └── ArtefactError (ValueError)        a saved model that cannot be loaded
         ├── ArtefactMissingError              a file is not there
+        ├── ArtefactWriteError (OSError)      a file or folder cannot be written
         ├── ArtefactCorruptError              a checksum does not match
         ├── ArtefactSchemaError               written by a newer version, or not by nc
         └── ArtefactOperatorError             an operator that is not on the allow-list
@@ -118,6 +119,13 @@ class ArtefactError(NCError, ValueError):
 
 class ArtefactMissingError(ArtefactError, FileNotFoundError):
     """A file of the artefact does not exist. Check the path, or copy the artefact again."""
+
+
+class ArtefactWriteError(ArtefactError, OSError):
+    """A file or folder cannot be written: the disk is full, or permission is missing.
+
+    What was there is as it was. The message names the path.
+    """
 
 
 class ArtefactCorruptError(ArtefactError):

@@ -7,7 +7,7 @@ captures models with `torch.export` too, so the operators have the same names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -17,6 +17,8 @@ from nc.api.page_strip import form_of
 
 #: The id that Model Explorer gives to the graph of an exported program.
 _GRAPH = "graph"
+#: By which nc knows its own files; Model Explorer passes over what it does not know.
+_MARK = {"writtenBy": "nc"}
 _COLOURS = {
     "int8": "#8ab4f8",
     "bf16": "#81c995",
@@ -45,4 +47,10 @@ def node_data(module: fx.GraphModule, ops: Sequence[OpReport]) -> dict[str, Any]
         for op in ops
         if op.operator in nodes
     }
-    return {_GRAPH: {"results": results}}
+    return {_GRAPH: {"results": results, **_MARK}}
+
+
+def is_node_data(document: Mapping[str, Any]) -> bool:
+    """Whether a document is what `node_data` returns."""
+    graph = document.get(_GRAPH)
+    return isinstance(graph, Mapping) and _MARK.items() <= graph.items()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nc.api.advice import accuracy_lines, next_steps, reason_lines, ways_out
 from nc.api.op_report import OpReport
-from nc.api.report_page import numbers_of, page_of
+from nc.api.report_page import FORMAT, SCHEMA, numbers_of, page_of
 from nc.api.tune.page import section
 from nc.backends.base import EngineReport, OpRun
 from nc.backends.profiling import scaling
@@ -27,6 +27,8 @@ from nc.graph.plan import Applied, Decision
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.shares import fractions, shares_of
+from nc.storage import marks
+from nc.storage.atomic import write_text
 from nc.text.table import flowing, folded, format_table, listed
 
 if TYPE_CHECKING:
@@ -131,6 +133,7 @@ class Report:
 
         Raises:
             ConfigError: another ending; `front` is given for plain values.
+            ArtefactError: something else than a page, or a report, is there; or it cannot be written.
         """
         target = Path(path)
         if target.suffix not in (".html", ".json"):
@@ -139,9 +142,11 @@ class Report:
         if front is not None and target.suffix == ".json":
             msg = f"{target}: front= is for a page; save the front itself as .json."
             raise ConfigError(msg)
+        if target.suffix == ".json":
+            write_text(target, numbers_of(self), marks.of_format(FORMAT, SCHEMA))
+            return
         below = "" if front is None else section(front.to_dict())
-        text = page_of(self, below=below) if target.suffix == ".html" else numbers_of(self)
-        target.write_text(text, encoding="utf-8")
+        write_text(target, page_of(self, below=below), marks.page)
 
     def summary(self) -> str:
         """Return the verdict and the figures, without the table of operators."""

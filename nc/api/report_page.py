@@ -31,6 +31,9 @@ from nc.graph.qdq import Finding
 from nc.text.html_page import SORTING, bullets, document, escaped, table
 from nc.text.table import folded
 
+#: Of files of plain values.
+FORMAT, SCHEMA = "nc-report", 1
+
 
 class Shown(Protocol):
     """What is read of a `Report`, whose docstring says what it means."""
@@ -144,7 +147,8 @@ def _machine() -> dict[str, str]:
 
 def numbers_of(report: Shown) -> str:
     """Return the report as JSON."""
-    return json.dumps(_finite(report.to_dict()), indent=1, default=str, allow_nan=False) + "\n"
+    document = {"format": FORMAT, "schema": SCHEMA, **_finite(report.to_dict())}
+    return json.dumps(document, indent=1, default=str, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

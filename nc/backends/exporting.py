@@ -11,7 +11,8 @@ from pathlib import Path
 from nc.backends.base import EngineModel, Exporter
 from nc.errors import ArtefactError, ConfigError
 from nc.graph.qdq import QDQGraph
-from nc.storage.atomic import check_no_directory, replaced
+from nc.storage import marks
+from nc.storage.atomic import check_first, check_no_directory, replaced, resolved, writing
 
 
 def export(
@@ -45,10 +46,13 @@ def export(
     if exporter.suffix and path.suffix != exporter.suffix:
         msg = f"Expected a path that ends in {exporter.suffix!r}, but got {str(path)!r}."
         raise ConfigError(msg)
-    check_no_directory(path.resolve())
-    with tempfile.TemporaryDirectory(prefix="nc-") as folder:
+    check_no_directory(resolved(path))
+    check_first(resolved(path), marks.program)
+    with writing(path), tempfile.TemporaryDirectory(prefix="nc-") as folder:
         told = exporter.write(graph, engine, Path(folder) / path.name, **options)
-        _put(sorted(Path(folder).iterdir()), path)
+        parts = sorted(Path(folder).iterdir())
+        marks.mark(Path(folder) / path.name)
+        _put(parts, path)
     return told
 
 
@@ -72,6 +76,8 @@ def _put(parts: Sequence[Path], path: Path) -> None:
             "it leads to."
         )
         raise ArtefactError(msg)
+    earlier = path.exists() and marks.program(path)  # what it names, beside it, is then ours too
     with contextlib.ExitStack() as stack:
         for file, part in files.items():
-            shutil.copyfile(part, stack.enter_context(replaced(file)))
+            ours = marks.program if file == path else lambda _: earlier
+            shutil.copyfile(part, stack.enter_context(replaced(file, ours)))

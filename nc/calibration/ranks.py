@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from nc._version import __version__
 from nc.errors import StateError
+from nc.text.json_text import parsed
 
 if dist.is_available():
     # torch.export imports this module, and its functions have the default process group of that moment as a
@@ -121,7 +122,7 @@ class Ranks:
         size = self._numbers(len(header))[0]
         sent = _tensor(header) if self.is_first else torch.empty(size, dtype=torch.uint8)
         _collective(dist.broadcast, sent, 0)
-        document, rows = json.loads(sent.numpy().tobytes())
+        document, rows = parsed(sent.numpy().tobytes(), finite=False)
         found: dict[str, torch.Tensor] = {}
         for name, empty in zip(rows[0], _empty(rows[1]), strict=True):
             mine = tensors[name].detach().contiguous() if self.is_first else empty
@@ -142,7 +143,8 @@ class Ranks:
             tensors: likewise of this rank.
         """
         documents = [
-            json.loads(data) for data in self.each(json.dumps([document, _described(tensors)]).encode())
+            parsed(data, finite=False)
+            for data in self.each(json.dumps([document, _described(tensors)]).encode())
         ]
         for rank in range(1, self.count):
             if self.is_first:

@@ -5,6 +5,7 @@ Loading unpickles nothing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -12,12 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import safetensors
 import safetensors.torch
 import torch
 
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, NCError
 from nc.storage.atomic import replaced
+from nc.text.json_text import parsed
 
 #: Name and version of a kind of file.
 Kind = tuple[str, int]
@@ -32,9 +35,24 @@ def encode(kind: Kind, document: dict[str, Any], tensors: dict[str, torch.Tensor
 def write(
     path: str | os.PathLike[str], kind: Kind, document: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Write a file. If that fails, an earlier file stays as it was."""
-    with replaced(path) as staged:
+    """Write a file. If that fails, an earlier file stays as it was.
+
+    Raises:
+        ArtefactError: something else than an earlier file of this kind is there, or it cannot be written.
+    """
+    with replaced(path, functools.partial(_is_of, kind)) as staged:
         safetensors.torch.save_file(tensors, staged, _metadata(kind, document, tensors))
+
+
+def _is_of(kind: Kind, path: Path) -> bool:
+    """Whether a file is of a kind, and no newer one."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            document = parsed((file.metadata() or {}).get("nc", ""))
+    except (safetensors.SafetensorError, ValueError):
+        return False
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    return type(version) is int and version <= kind[1] and document["format"] == kind[0]
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
@@ -63,7 +81,7 @@ def decode(
         ArtefactCorruptError, ArtefactSchemaError.
     """
     try:
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        metadata = parsed(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         # a copy in torch's own memory is aligned: kernels round differently on other memory
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(data).items()}
         text = metadata["nc"]
@@ -73,7 +91,7 @@ def decode(
                 "again."
             )
             raise ArtefactCorruptError(msg)
-        document = json.loads(text)
+        document = parsed(text)
         found = document.get("format"), document.get("schema_version")
         if found != kind:
             msg = (

@@ -6,7 +6,6 @@ The rewrites in `rewrites.py` begin with it.
 from __future__ import annotations
 
 import operator
-import re
 
 import torch
 from torch import fx
@@ -98,7 +97,7 @@ class Unused:
 def _constant_node(
     root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object
 ) -> fx.Node:
-    name = free_name(root, re.sub(r"\W", "_", fqn))
+    name = free_name(root, fqn)
     value = value.detach()
     root.register_buffer(name, value)
     node = graph.get_attr(name)

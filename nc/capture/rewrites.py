@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -351,7 +350,7 @@ def _to_linear(module: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bi
     if bias is not None and (not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1):
         return
     fqn = fqn_of(w)
-    weight = add_constant(module, node, re.sub(r"\W", "_", f"{fqn}_t"), value.t(), fqn)
+    weight = add_constant(module, node, f"{fqn}_t", value.t(), fqn)
     retarget(node, aten.linear.default)
     node.args = (x, weight, bias)
     node.kwargs = {}
@@ -507,10 +506,9 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
         axis = 1 if kind.startswith("conv_transpose") else 0
         new_weight, new_bias = _folded(weight, bias, factor, mean, beta, axis)
         fqn = conv["weight"].meta["fqn"]
-        name = re.sub(r"\W", "_", fqn)
-        conv["weight"] = add_constant(module, producer, f"{name}_folded", new_weight, fqn)
+        conv["weight"] = add_constant(module, producer, f"{fqn}_folded", new_weight, fqn)
         conv["bias"] = add_constant(
-            module, producer, f"{name}_folded_bias", new_bias, fqn.removesuffix("weight") + "bias"
+            module, producer, f"{fqn}_folded_bias", new_bias, fqn.removesuffix("weight") + "bias"
         )
         producer.args, producer.kwargs = tuple(conv.values()), {}
         # what bias absorption knows of the output without data: float64 [channels]

@@ -79,6 +79,8 @@ def check(folder: Path, seconds: float, page: Path | None, **options: Any) -> No
     from nc.api.report_page import page_of
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
+    from nc.storage import marks
+    from nc.storage.atomic import write_text
 
     asked = _Asked(**options)
     if why := asked.why_senseless():
@@ -114,10 +116,9 @@ def check(folder: Path, seconds: float, page: Path | None, **options: Any) -> No
         **{each.what: dataclasses.asdict(each) for each in compared},
     }
     if page is not None:
-        with inputs.writing(page):
-            title = "Must not be published" if reasons else "May be published"
-            measured = table(("", ""), [(name, json.dumps(value)) for name, value in result.items()])
-            page.write_text(page_of(q_model.report(), title, measured), encoding="utf-8")
+        title = "Must not be published" if reasons else "May be published"
+        measured = table(("", ""), [(name, json.dumps(value)) for name, value in result.items()])
+        write_text(page, page_of(q_model.report(), title, measured), marks.page)
     click.echo(json.dumps(result))
     if reasons:
         sys.exit(1)

@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import functools
 import importlib
-import json
 import re
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from nc.config import AnyConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import InputError, NCError
 from nc.planning.layer_plan import WeightPlan
+from nc.storage.atomic import resolved
+from nc.storage.json_file import json_value
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -81,7 +82,7 @@ def check_can_be_made(folder: Path) -> None:
 
     A folder is written beside its place, so one is made there for a try.
     """
-    existing = next(p for p in folder.resolve().parents if p.exists())
+    existing = next(p for p in resolved(folder).parents if p.exists())
     if not existing.is_dir():
         msg = f"{folder} cannot be written: {existing} is a file."
         raise RequestError(msg)
@@ -90,16 +91,6 @@ def check_can_be_made(folder: Path) -> None:
             pass
     except OSError as error:
         msg = f"{folder} cannot be written: no folder can be made in {existing} ({error.strerror or error})."
-        raise RequestError(msg) from error
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Say of a folder that can't be written its own name: the error has that of a temporary file."""
-    try:
-        yield
-    except OSError as error:
-        msg = f"{folder} cannot be written: {error.strerror or error}."
         raise RequestError(msg) from error
 
 
@@ -187,13 +178,11 @@ def check_needs_no_data(prepared: Preparation) -> None:
 
 
 def read_config(path: Path) -> AnyConfig | AutoConfig:
-    """Return a configuration as `to_json_file` writes it."""
+    """Return a configuration as `to_json_file` writes it; the error names the file where it is none."""
+    value = json_value(path)
     try:
-        return auto_or_config(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        msg = f"{path}: the configuration is not valid JSON: {error}"
-        raise RequestError(msg) from error
-    except (NCError, TypeError, UnicodeDecodeError) as error:
+        return auto_or_config(value)
+    except (NCError, TypeError) as error:
         msg = f"{path}: {error}"
         raise RequestError(msg) from error
 

@@ -17,6 +17,7 @@ from nc.formats import WeightFormat
 from nc.graph.plan import Plan
 from nc.storage import folder as folders
 from nc.storage import store
+from nc.text.json_text import parsed
 from nc.text.table import folded, format_table
 from nc.weights.files.artefact import FORMAT as LOW_BIT
 
@@ -186,7 +187,7 @@ def _bytes_by_dtype(safetensors: mmap.mmap | bytearray) -> dict[str, int]:
     """
     length = int.from_bytes(safetensors[:8], "little")
     sizes: dict[str, int] = {}
-    for name, entry in json.loads(safetensors[8 : 8 + length]).items():
+    for name, entry in parsed(safetensors[8 : 8 + length]).items():
         if name != "__metadata__":
             kind = _KINDS.get(name.partition(".")[0], entry["dtype"])
             start, end = entry["data_offsets"]

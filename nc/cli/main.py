@@ -183,8 +183,7 @@ def quantize(
         _calibrate(prepared, arrays, batch_size, progress)
         with step_of(progress, "convert") as say:
             q_model = nc.convert(prepared, verify=verify, measure=measure, progress=say)
-        with inputs.writing(out):
-            save(q_model, out)
+        save(q_model, out)
     click.echo(str(q_model.report()))
     click.echo(f"saved to {out}")
 

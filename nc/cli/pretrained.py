@@ -60,8 +60,7 @@ def quantize_pretrained(
         if name:
             click.echo(f"block {done + 1} of {total}: {name} ({passed:.0f} s{left})", err=True)
 
-    with inputs.writing(out):
-        report = quantize_folder(source, chosen, out, texts, progress=progress)
+    report = quantize_folder(source, chosen, out, texts, progress=progress)
     click.echo(str(report))
     click.echo(f"saved to {out}")
 

@@ -49,12 +49,17 @@ def report(
     The page is one file that needs no network. With OTHER_DIR it compares both artefacts.
     """
     from nc.api.artefact import load
-    from nc.api.model_explorer import node_data
+    from nc.api.model_explorer import is_node_data, node_data
     from nc.api.page_compare import comparison
     from nc.api.quantized import QuantizedModel
     from nc.api.report_page import page_of
+    from nc.api.tune.front import read_front
+    from nc.api.tune.page import section
     from nc.api.workflow import report as report_of
-    from nc.cli.inputs import RequestError, writing
+    from nc.cli.inputs import RequestError
+    from nc.storage import marks
+    from nc.storage.atomic import write_text
+    from nc.storage.marks import json_like
 
     for name, target, suffix in (("--html", page, ".html"), ("--model-explorer", explorer, ".json")):
         if target is not None and target.suffix != suffix:
@@ -73,43 +78,21 @@ def report(
         return
     found = _report(q_model, profile)
     if explorer is not None:
-        with writing(explorer):
-            explorer.write_text(
-                json.dumps(node_data(q_model.graph.module, found.ops)) + "\n", encoding="utf-8"
-            )
+        text = json.dumps(node_data(q_model.graph.module, found.ops)) + "\n"
+        write_text(explorer, text, json_like(is_node_data))
         click.echo(f"written to {explorer}")
     if page is not None:
-        below = "" if front is None else _section(front)
+        below = "" if front is None else section(read_front(front))
         if other is not None:
             second = load(other)
             if not isinstance(second, QuantizedModel):
                 msg = f"{other} holds a {type(second).__name__} with low-bit weights, which has no page."
                 raise RequestError(msg)
             below += comparison(found, _report(second, profile), (str(folder), str(other)))
-        with writing(page):
-            page.write_text(page_of(found, below=below), encoding="utf-8")
+        write_text(page, page_of(found, below=below), marks.page)
         click.echo(f"written to {page}")
     if page is None and explorer is None:
         click.echo(str(found))
-
-
-def _section(front: Path) -> str:
-    """Return the section of a front.
-
-    Raises:
-        RequestError: the file holds none.
-    """
-    from nc.api.tune.page import section
-    from nc.cli.inputs import RequestError
-
-    try:
-        return section(json.loads(front.read_text(encoding="utf-8")))
-    except OSError as error:
-        msg = f"--front {front}: it can't be read: {error}."
-        raise RequestError(msg) from error
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        msg = f"--front {front}: it is not what front.save({front.name!r}) of nc.tune writes: {error!r}."
-        raise RequestError(msg) from error
 
 
 def _report(q_model: QuantizedModel, profile: bool) -> Report:

@@ -31,6 +31,7 @@ from nc.api.warm import inputs_of, warm_up
 from nc.cli.inputs import RequestError
 from nc.graph.qdq import QDQGraph
 from nc.process import env
+from nc.text.json_text import parsed
 
 OPENVINO = "openvino"
 Shape = tuple[int, ...]
@@ -184,7 +185,7 @@ def _line(process: subprocess.Popen[str]) -> Any:
     if not line:
         msg = f"a process of the measurement ended with code {process.wait()}; its message is above."
         raise RequestError(msg)
-    return json.loads(line)
+    return parsed(line, finite=False)
 
 
 def _work(job: dict[str, Any]) -> None:
@@ -248,4 +249,4 @@ def _ready() -> None:
 
 
 if __name__ == "__main__":
-    _work(json.loads(sys.argv[1]))
+    _work(parsed(sys.argv[1], finite=False))

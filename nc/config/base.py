@@ -539,9 +539,12 @@ def _rules_from(entries: object, cls: type[QuantConfig]) -> tuple[Rule, ...]:
 def _rule_from(entry: object, cls: type[QuantConfig]) -> Rule:
     names = {"key", "is_type", "algorithm", "config"}
     known = (
-        isinstance(entry, dict) and {"key", "config"} <= set(entry) <= names and isinstance(entry["key"], str)
+        isinstance(entry, dict)
+        and {"key", "config"} <= set(entry) <= names
+        and isinstance(entry["key"], str)
+        and entry.get("algorithm", cls.algorithm) in list(strategies())  # it may be anything
     )
-    if not isinstance(entry, dict) or not known or entry.get("algorithm", cls.algorithm) not in strategies():
+    if not isinstance(entry, dict) or not known:
         msg = (
             f"Expected a local rule as {{key, is_type, algorithm, config}}, its key a string, but got "
             f"{entry!r}."

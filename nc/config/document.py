@@ -10,7 +10,10 @@ from typing import Any
 
 from nc.errors import ArtefactMissingError, ConfigError
 from nc.formats.rule_key import ParsedKey, check_pattern
-from nc.storage.atomic import replaced
+from nc.storage.atomic import write_text
+from nc.storage.json_file import text_of
+from nc.storage.marks import json_like
+from nc.text.json_text import parsed
 
 SCHEMA_VERSION = 1
 
@@ -32,22 +35,33 @@ class Document(abc.ABC):
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> Any:
+    def from_json(cls, text: str | bytes) -> Any:
         """Return the inverse of `to_json`.
 
         Raises:
             ConfigError: not JSON, or not a configuration of this class.
         """
         try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
+            found = parsed(text)
+        except ValueError as error:
             msg = f"The configuration is not valid JSON: {error}."
+            raise ConfigError(msg) from error
+        try:
+            return cls.from_dict(found)
+        except TypeError as error:  # a list or an object where a name is expected
+            if isinstance(error, ConfigError):
+                raise
+            msg = f"The configuration has a value of another type than it may have: {error}."
             raise ConfigError(msg) from error
 
     def to_json_file(self, path: str | Path) -> None:
-        """Write `to_json` to a file."""
-        with replaced(path) as staged:
-            staged.write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write `to_json` to a file.
+
+        Raises:
+            ArtefactError: something else than a configuration is there, or one of a newer nc; or it cannot be
+                written.
+        """
+        write_text(path, self.to_json() + "\n", json_like(_is_config))
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Any:
@@ -60,7 +74,13 @@ class Document(abc.ABC):
         if not Path(path).is_file():
             msg = f"{path}: the file does not exist; `config.to_json_file(path)` writes one."
             raise ArtefactMissingError(msg)
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        return cls.from_json(text_of(Path(path)))
+
+
+def _is_config(data: Mapping[str, Any]) -> bool:
+    """Whether a document is what `to_dict` gives."""
+    version = data.get("schema_version")
+    return type(version) is int and 1 <= version <= SCHEMA_VERSION and isinstance(data.get("algorithm"), str)
 
 
 def key_from(entry: Mapping[str, Any]) -> ParsedKey:
@@ -136,7 +156,7 @@ def plain_values(config: Any) -> dict[str, Any] | None:
         config: what has `to_dict`.
     """
     try:
-        found: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+        found: dict[str, Any] = parsed(json.dumps(config.to_dict()))
     except (TypeError, ValueError):  # what json says of values that it can't write
         return None
     return found

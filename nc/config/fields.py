@@ -171,7 +171,7 @@ def plain_object(known: Mapping[str, type], protocol: type) -> Check:
     def check(name: str, value: Any) -> Any:
         if isinstance(value, str) and value in known:
             return known[value]()
-        if isinstance(value, Mapping) and value.get("name") in known:
+        if isinstance(value, Mapping) and value.get("name") in list(known):
             return _built(known[value["name"]], {k: v for k, v in value.items() if k != "name"})
         own = (
             dataclasses.is_dataclass(type(value))

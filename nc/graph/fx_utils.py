@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -223,10 +224,12 @@ def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]
 
 
 def free_name(module: torch.nn.Module, name: str) -> str:
-    """Return the name with as many underscores behind it as make it free.
+    """Return a name that `module` has no attribute of, as artefacts take it.
 
-    `module` then has no attribute of that name.
+    Letters beyond ASCII and what is no letter become underscores; as many more stand behind it as make it
+    free.
     """
+    name = re.sub(r"\W", "_", name, flags=re.ASCII)
     while hasattr(module, name):
         name += "_"
     return name

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError
 from nc.process.warn import warn
 from nc.storage import folder as artefact
+from nc.storage import marks
 from nc.storage.atomic import replaced
 from nc.storage.json_file import json_object
 
@@ -37,7 +38,8 @@ def write(folder: Path, files: Iterable[Path] | None = None) -> None:
         if path.is_file() and path != folder / TABLE and not _is_covered(path)
     }
     text = _text({"schema": _SCHEMA, "files": found})
-    with replaced(folder / TABLE) as staged:
+    ours = marks.json_like(lambda known: known.keys() == {"schema", "files"})
+    with replaced(folder / TABLE, ours) as staged:
         staged.write_bytes(text)
 
 
@@ -57,9 +59,7 @@ def check(folder: Path) -> None:
         )
         return
     table = json_object(path)
-    if isinstance(table.get("schema"), int) and table["schema"] > _SCHEMA:
-        msg = f"{path} was written by a newer version of nc. Install a newer version of nc."
-        raise ArtefactSchemaError(msg)
+    _check_schema(table, path)
     with artefact.malformed(path):
         files = dict(table["files"])
         if _text({"schema": _SCHEMA, "files": files}) != path.read_bytes() or not all(map(_is_inside, files)):
@@ -75,6 +75,30 @@ def check(folder: Path) -> None:
                 f"If you changed it on purpose, remove {path}: then only the artefact is checked."
             )
             raise ArtefactCorruptError(msg)
+
+
+def _check_schema(table: Mapping[str, Any], path: Path) -> None:
+    if isinstance(table.get("schema"), int) and table["schema"] > _SCHEMA:
+        msg = f"{path} was written by a newer version of nc. Install a newer version of nc."
+        raise ArtefactSchemaError(msg)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder has a table, and no file that is neither in it nor covered by an artefact's own.
+
+    Raises:
+        ArtefactSchemaError: a newer version wrote the table.
+    """
+    try:
+        table = json_object(folder / TABLE)
+    except (ArtefactCorruptError, ArtefactMissingError):
+        return False
+    _check_schema(table, folder / TABLE)
+    known = table.get("files")
+    found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / TABLE)
+    return isinstance(known, dict) and all(
+        path.relative_to(folder).as_posix() in known or _is_covered(path) for path in found
+    )
 
 
 def identity(folder: Path) -> str:

@@ -26,6 +26,7 @@ from nc.errors import ArtefactError, ConfigError, InputError
 from nc.hf.at_load import FORMATS
 from nc.hf.folder import ARTEFACT, replaceable, written
 from nc.hf.model import QuantizedTransformer, sorted_lengths
+from nc.storage.atomic import resolved
 
 #: Folder of the encoder's artefact; that of the whole model has the decoder.
 ENCODER = "nc-encoder"
@@ -178,7 +179,7 @@ def _copied(folder: str, save_directory: str | os.PathLike[str], **_: Any) -> No
     Raises:
         ArtefactError: something else than an earlier result lies there.
     """
-    target = Path(save_directory).resolve()
+    target = resolved(save_directory)
     if target != Path(folder):
         with written(replaceable(target, *MARKS), *MARKS) as staged:
             shutil.copytree(folder, staged)

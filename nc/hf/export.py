@@ -20,13 +20,13 @@ from nc.api.artefact import load
 from nc.api.exports import exported
 from nc.api.quantized import QuantizedModel
 from nc.backends.onnx import OnnxReport
-from nc.errors import ArtefactError, ConfigError, StateError
+from nc.errors import ConfigError, StateError
 from nc.hf import checksums
 from nc.hf.folder import ARTEFACT, CONFIG, is_result, read_by_others, replaceable, written
 from nc.hf.low_bit_files import check_target, write_low_bit
 from nc.hf.model import QuantizedTransformer
 from nc.interchange import FORMATS
-from nc.storage.json_file import json_object
+from nc.storage.atomic import resolved
 
 #: What an export says of itself, and by which it is known.
 RECORD = "nc_export.json"
@@ -115,7 +115,7 @@ def export(
         msg = f"There is no format {format!r}; there are {', '.join((*PROGRAMS, *FORMATS))}."
         raise ConfigError(msg)
     check_target(target, format)
-    destination = _replaceable(Path(out).resolve())
+    destination = replaceable(resolved(out), RECORD)
     with written(destination, RECORD) as staged:
         if format in PROGRAMS:
             with _folder_of(model) as (source, quantized):
@@ -127,30 +127,8 @@ def export(
             made = Exported(staged, format, layers=layers)
         made = dataclasses.replace(made, folder=destination)
         record = {**dataclasses.asdict(made), "folder": ".", "nc": __version__, "target": target}
-        record["files"] = _files(staged)
         (staged / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return made
-
-
-def _replaceable(target: Path) -> Path:
-    """Return a folder that may be written.
-
-    Raises:
-        ArtefactError: something else than an earlier export lies there, or somebody put files into that.
-    """
-    replaceable(target, RECORD)
-    if (target / RECORD).is_file():
-        known = json_object(target / RECORD).get("files")
-        more = sorted({*_files(target)} - {RECORD, *(known if isinstance(known, list) else ())})
-        if more:
-            names = ", ".join(more[:3])
-            msg = f"{str(target)!r} has files that no export wrote ({names}). Choose another folder."
-            raise ArtefactError(msg)
-    return target
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 @contextlib.contextmanager

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from nc.errors import ArtefactCorruptError, ArtefactError, NCError
 from nc.hf import checksums
-from nc.storage.atomic import staging_path
-from nc.storage.folder import alone_in, publish
+from nc.storage.atomic import Ours, check_first, replaced_folder
 
 #: Folder of the artefact beside config.json. Readers of other projects find no weights, and say so.
 ARTEFACT = "nc"
@@ -27,19 +25,28 @@ def replaceable(target: Path, *marks: str) -> Path:
     """Return a folder that may be written.
 
     Raises:
-        ArtefactError: something else than an earlier result lies there.
+        ArtefactError: something else than an earlier result is there, or one with files that nc did not
+            write.
     """
-    if (
-        target.exists()
-        and not is_result(target, *marks)
-        and not (target.is_dir() and not any(target.iterdir()))
-    ):
+    check_first(target, _known(marks))
+    return target
+
+
+def _known(marks: tuple[str, ...]) -> Ours:
+    """Return what knows an empty folder, and an earlier result by its marks and its record of all files."""
+
+    def known(target: Path) -> bool:
+        if target.is_dir() and not any(target.iterdir()):
+            return True
+        if is_result(target, *marks) and checksums.is_ours(target):
+            return True
         msg = (
-            f"{str(target)!r} exists and is no earlier result. Choose another folder: float weights beside "
-            "quantized ones would be loaded in their place."
+            f"{str(target)!r} exists and is no earlier result, or has files that nc did not write. Choose "
+            "another folder: float weights beside quantized ones would be loaded in their place."
         )
         raise ArtefactError(msg)
-    return target
+
+    return known
 
 
 @contextlib.contextmanager
@@ -67,14 +74,13 @@ def read_by_others(place: Path, trust_remote_code: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written(target: Path, *marks: str) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `target` at the end of the block."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged = staging_path(target)
-    try:
+    """Give a folder to write into, which becomes `target` at the end of the block.
+
+    It gets a record of all its files.
+
+    Raises:
+        ArtefactError: as `replaceable`; it cannot be written.
+    """
+    with replaced_folder(target, _known(marks)) as staged:
         yield staged
-        if (staged / ARTEFACT).is_dir():
-            checksums.write(staged)
-        with alone_in(target.parent):
-            publish(staged, replaceable(target, *marks))
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        checksums.write(staged)

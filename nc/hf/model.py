@@ -18,6 +18,8 @@ from nc.hf import checksums
 from nc.hf.folder import ARTEFACT, CONFIG, read_by_others
 from nc.hf.loss import LABELS, with_loss
 from nc.numerics.metrics import sqnr_db
+from nc.storage.atomic import check_ours, replaced, resolved
+from nc.storage.folder import is_artefact
 
 #: Lengths are filled up to a multiple of it, so that a few plans serve texts of any length.
 MULTIPLE = 16
@@ -155,16 +157,21 @@ class QuantizedTransformer(torch.nn.Module):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **_: Any
     ) -> None:
-        """Write config.json and, in the folder `nc`, the artefact, and checksums of both.
+        """Write config.json and, in the folder `nc`, the artefact, and checksums of both; other files stay.
 
         Raises:
+            ArtefactError: a config.json is there without an artefact of nc, or `nc` is something else; or
+                they cannot be written.
             StateError: it is to be pushed.
         """
         if push_to_hub:
             self.push_to_hub()
-        folder = Path(save_directory)
-        self.config.save_pretrained(folder)
+        folder = resolved(save_directory)
+        earlier = is_artefact(folder / ARTEFACT)
+        check_ours(folder / CONFIG, lambda _: earlier)
         save(self.quantized, folder / ARTEFACT)
+        with replaced(folder / CONFIG, lambda _: earlier) as staged:
+            self.config.to_json_file(staged)
         checksums.write(folder, [folder / CONFIG, *(folder / ARTEFACT).iterdir()])
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:

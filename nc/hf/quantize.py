@@ -18,6 +18,7 @@ from nc.hf.data import batches_of
 from nc.hf.encoder_decoder import ENCODER, is_encoder_decoder, load_parts, quantize_parts
 from nc.hf.folder import ARTEFACT, CONFIG, is_result, read_by_others, replaceable, written
 from nc.hf.model import QuantizedTransformer, load_model
+from nc.storage.atomic import resolved
 
 
 def quantize(
@@ -56,7 +57,7 @@ def quantize(
         ArtefactError: something else than an earlier result lies at `out`, or the folder of the model needs
             code that is not trusted.
     """
-    target = replaceable(Path(out).resolve(), CONFIG, ARTEFACT)
+    target = replaceable(resolved(out), CONFIG, ARTEFACT)
     if isinstance(model, (str, os.PathLike)):
         model = _opened(Path(model), trust_remote_code)
     _check_kind(model)

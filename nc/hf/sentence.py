@@ -18,6 +18,7 @@ from nc.hf import checksums
 from nc.hf.data import BATCH, length_of
 from nc.hf.folder import ARTEFACT, is_result, read_by_others, replaceable, written
 from nc.hf.model import QuantizedTransformer, load_model, sorted_lengths
+from nc.storage.atomic import resolved
 from nc.storage.json_file import json_list, json_object
 
 #: File that names sentence-transformers' modules, and the one with what they are used for.
@@ -60,7 +61,7 @@ def quantize_sentence_transformer(
     if isinstance(texts, str) or not texts:
         msg = "texts: give a list of sentences, as users send them; 100 or more."
         raise InputError(msg)
-    target = replaceable(Path(out).resolve(), MODULES, ARTEFACT)
+    target = replaceable(resolved(out), MODULES, ARTEFACT)
     encoder, attribute = _encoder(model)
     batches = [_features(model, encoder, part) for part in _parts(texts)]
 

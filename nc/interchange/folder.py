@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
-from nc.storage.atomic import replaced
-from nc.storage.json_file import json_object
+from nc.storage import marks
+from nc.storage.atomic import check_ours, replaced, resolved, write_text
+from nc.storage.json_file import check_is_file, json_object
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 KEY = "quantization_config"
@@ -24,18 +25,21 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], files: Mapping[str,
     """Write tensors as one file and dictionaries as JSON files; config.json is the last of them.
 
     Raises:
-        ArtefactError: the folder has weights that are not replaced by these, so that readers would mix them.
+        ArtefactError: the folder has weights that are not replaced by these, so that readers would mix them;
+            or one of the files is there and not from an earlier export.
     """
-    alone(folder, WEIGHTS, *files)
-    with replaced(folder / WEIGHTS) as staged:
+    folder = alone(resolved(folder), WEIGHTS, *files)
+    earlier = (folder / WEIGHTS).is_file() and marks.program(folder / WEIGHTS)
+    for name in (WEIGHTS, *files):  # before the first is written
+        check_ours(folder / name, lambda _: earlier)
+    with replaced(folder / WEIGHTS, lambda _: earlier) as staged:
         save_file(
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
             staged,
-            metadata={"format": "pt"},
+            metadata={"format": "pt", "nc": marks.MARK},
         )
     for name in sorted(files, key=CONFIG.__eq__):
-        with replaced(folder / name) as staged:
-            staged.write_text(json.dumps(files[name], indent=2) + "\n", encoding="utf-8")
+        write_text(folder / name, json.dumps(files[name], indent=2) + "\n", lambda _: earlier)
 
 
 def alone(folder: Path, *names: str) -> Path:
@@ -68,6 +72,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[st
         raise ArtefactMissingError(msg)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
+        check_is_file(file)
         try:
             found = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:

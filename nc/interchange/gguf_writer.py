@@ -13,6 +13,7 @@ import torch
 from nc.errors import UnsupportedError
 from nc.interchange.gguf import ALIGNMENT, ARRAY, FLOATS, GROUP, MAGIC, SCALARS, STRING, TYPES, Bytes
 from nc.numerics.packed_weight import PackedWeight
+from nc.storage import marks
 from nc.storage.atomic import replaced
 
 
@@ -82,8 +83,10 @@ def write(
 
     Raises:
         UnsupportedError: a weight, tensor or value that GGUF cannot hold; the message names it.
+        ArtefactError: a file is there that is not from an earlier export, or it cannot be written.
     """
-    kept = {"general.alignment": ALIGNMENT, "general.quantization_version": 2, **(values or {})}
+    kept = {"general.quantized_by": marks.MARK, "general.alignment": ALIGNMENT}
+    kept |= {"general.quantization_version": 2, **(values or {})}
     bodies = {name: _body(tensor, name) for name, tensor in tensors.items()}
     head = [MAGIC, struct.pack("<IQQ", 3, len(bodies), len(kept))]
     for key, value in kept.items():
@@ -99,7 +102,7 @@ def write(
         ]
         offset += len(body) + -len(body) % ALIGNMENT
     start = b"".join(head)
-    with replaced(path) as staged, staged.open("wb") as file:
+    with replaced(path, marks.program) as staged, staged.open("wb") as file:
         file.write(start + bytes(-len(start) % ALIGNMENT))
         for _, _, body in bodies.values():
             body.tofile(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from nc.interchange.layer import StoredLayer
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
 from nc.storage import pretrained_class
+from nc.text.json_text import parsed
 from nc.weights.experts import Experts
 from nc.weights.history import history_of
 from nc.weights.swap import refuse_save_pretrained
@@ -110,7 +110,7 @@ def settings_of(
     for attribute, name in (("config", CONFIG), ("generation_config", "generation_config.json")):
         as_text = getattr(getattr(model, attribute, None), "to_json_string", None)
         if callable(as_text):
-            files[name] = json.loads(as_text())
+            files[name] = parsed(as_text(), finite=False)
     if files[CONFIG]:
         files[CONFIG]["architectures"] = [type(model).__name__]
         if isinstance(_head(model), QuantLinear):

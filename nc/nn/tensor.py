@@ -18,6 +18,7 @@ from nc import ops
 from nc.errors import ConfigError, UnsupportedError
 from nc.formats import WeightFormat
 from nc.numerics.packed_weight import PARTS, PackedWeight, check_parts
+from nc.text.json_text import parsed
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.detach.default, _aten.alias.default)
@@ -240,7 +241,7 @@ def unflatten(
         ConfigError: the metadata is not that of `flatten`, or tensors are missing.
     """
     try:
-        quantized = json.loads((metadata or {})[_METADATA])
+        quantized = parsed((metadata or {})[_METADATA])
         rest, result = dict(tensors), {}
         for name, entry in quantized.items():
             parts = {part: rest.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in rest}

@@ -133,6 +133,8 @@ def write(path: Path, content: bytes) -> bool:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             Path(temporary).replace(path)
         except OSError:
             Path(temporary).unlink(missing_ok=True)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nc.errors import NCWarning
+
+#: Warnings that wait in this thread of execution; None: they are said at once.
+_HELD: contextvars.ContextVar[list[Callable[[], None]] | None] = contextvars.ContextVar("held", default=None)
 
 
 def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
@@ -22,6 +29,31 @@ def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
         frame = frame.f_back
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(
-        text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
-    )
+    place = frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+    _say(functools.partial(warnings.warn_explicit, text, category, *place))
+
+
+def _say(warning: Callable[[], None]) -> None:
+    held = _HELD.get()
+    if held is None:
+        warning()
+    else:
+        held.append(warning)
+
+
+@contextlib.contextmanager
+def said_after(check: Callable[[], None]) -> Iterator[None]:
+    """Check something at the end of a block, and hold the warnings of the block back until then.
+
+    Args:
+        check: raises where they are not worth saying, and whatever fails in the block has its cause here.
+    """
+    held: list[Callable[[], None]] = []
+    token = _HELD.set(held)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+        check()
+        for warning in held:
+            _say(warning)

@@ -40,6 +40,15 @@ _TAGGED: dict[str, type] = {
     "Layout": torch.layout,
     "Device": torch.device,
 }
+#: Arguments by which an operator's result can have more values than what it reads.
+_AMOUNTS = frozenset(
+    ("size", "repeats", "output_size", "scale_factors", "s", "n", "m", "steps", "length", "num_classes")
+    + ("window_length", "row", "col", "bins", "minlength", "n_fft")
+)
+#: Operators whose result has as many values as a tensor that they read says.
+_COUNTED = ("aten.item", "aten.one_hot", "aten.repeat_interleave", "aten.bincount")
+#: A tensor of fp32 with so many has 8 GB.
+MOST_VALUES = 1 << 31
 _PLAIN: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
@@ -72,11 +81,36 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         elif not argument.has_default:
             msg = f"{target} lacks its argument {argument.name!r}"
             raise ValueError(msg)
+    _check_amount(target, given)
     if target.namespace == "nc":
         if kwargs:
             msg = f"arguments of {target} have no names in a stored graph"
             raise ValueError(msg)
         _check_qparams(given)
+
+
+def _check_amount(target: torch._ops.OpOverload, given: Mapping[str, Any]) -> None:
+    """Raise ValueError where numbers alone ask for more values than any tensor of a model has.
+
+    It would be too late after the allocation.
+    """
+    asked = 1.0
+    for name in _AMOUNTS & given.keys():
+        value = given[name]
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        asked *= math.prod(max(1.0, float(each)) for each in values if _is_number(each))
+    asked *= max((1.0, *(float(each) for each in given.get("pad", ()) if _is_number(each))))
+    if target.overloadpacket is torch.ops.aten.arange and _is_number(given["end"]):
+        start, step = given.get("start", 0), given.get("step", 1)
+        if _is_number(start) and _is_number(step) and step:
+            asked *= abs((given["end"] - start) / step)
+    if asked > MOST_VALUES:
+        msg = f"{target} asks for {asked:.3g} values, more than {MOST_VALUES:.3g}"
+        raise ValueError(msg)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +153,7 @@ def check_codes(module: fx.GraphModule) -> None:
     are constants.
     """
     for node in module.graph.nodes:
+        _check_counts(module, node)
         what = _why_misread(node)
         if what:
             msg = f"node {node.name!r}: {what}"
@@ -132,6 +167,17 @@ def check_codes(module: fx.GraphModule) -> None:
             _check_dequantize_float(module, node)
         if node.target in RECURRENT.values():
             _check_recurrent(module, node)
+
+
+def _check_counts(module: fx.GraphModule, node: fx.Node) -> None:
+    """Raise ValueError where a constant asks for more values than any tensor of a model has."""
+    if not str(node.target).startswith(_COUNTED):
+        return
+    for each in node.all_input_nodes:
+        constant = constant_of(module, each) if each.op == "get_attr" else torch.empty(0)
+        if constant.numel() and not constant.is_complex() and constant.max() > MOST_VALUES:
+            msg = f"node {node.name!r}: {each.name!r} asks for {constant.max().item():.3g} values"
+            raise ValueError(msg)
 
 
 def _why_misread(node: fx.Node) -> str:
@@ -287,7 +333,7 @@ def _fits(expected: str, value: Any, length: int | None = None) -> bool:
         return isinstance(value, _TAGGED[expected])
     if expected == "Tensor":
         # arithmetic takes a number in the place of a tensor: a constant, or a size of an input
-        return isinstance(value, (bool, int, float))
+        return isinstance(value, (bool, int, float, complex))
     types = _PLAIN.get(expected)
     return types is not None and isinstance(value, types)
 

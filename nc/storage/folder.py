@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import importlib.metadata
 import json
 import mmap
 import os
 import platform
-import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -27,10 +25,13 @@ import torch
 
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
+from nc.process.warn import said_after
 from nc.storage import tensor_file
-from nc.storage.atomic import staging_path
+from nc.storage.atomic import check_first, replaced_folder, resolved
 from nc.storage.mapped import MappedFile
+from nc.storage.marks import is_of, json_like
 from nc.storage.tensor_file import Source
+from nc.text.json_text import parsed
 
 #: The formats, each with the newest schema that this version reads. A number goes up when a reader of the
 #: number before would misread the files; docs/contribute/extending.md has the policy.
@@ -62,12 +63,10 @@ class FolderContent:
     def checked(self) -> Iterator[None]:
         """Check the weights at the end of a block.
 
-        If they are damaged, that is the cause of whatever fails in it.
+        If they are damaged, that is the cause of whatever fails in it, or is warned of.
         """
-        try:
+        with said_after(self.check):
             yield
-        finally:
-            self.check()
 
     @property
     def format(self) -> str:
@@ -100,10 +99,8 @@ def replaceable(directory: str | os.PathLike[str]) -> Path:
     Raises:
         ArtefactError: something else than an artefact is there.
     """
-    target = Path(directory).resolve()  # a link to a directory stays a link
-    if target.exists():
-        with alone_in(target.parent):
-            _check_replaceable(target)
+    target = resolved(directory)  # a link to a directory stays a link
+    check_first(target, is_replaceable)
     return target
 
 
@@ -118,25 +115,16 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
             piece by piece.
 
     Raises:
-        ArtefactError: something else is there by now.
+        ArtefactError: something else is there by now, or it cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged = staging_path(target)
-    staged.mkdir()
-    try:
+    with replaced_folder(target, is_replaceable) as staged:
+        staged.mkdir()
         (staged / MODEL).write_text(_model_json(document), encoding="ascii")
         hashed = hashlib.sha256()
         tensor_file.write(staged / WEIGHTS, tensors, hashed.update)
         weights = {"sha256": hashed.hexdigest(), "size": (staged / WEIGHTS).stat().st_size}
         sums = {MODEL: _checksum((staged / MODEL).read_bytes()), WEIGHTS: weights}
         (staged / CHECKSUMS).write_text(_checksums_json(sums), encoding="ascii")
-        for path in (*staged.iterdir(), staged):
-            _flush(path)
-        with alone_in(target.parent):
-            _check_replaceable(target)
-            publish(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def read(
@@ -162,7 +150,7 @@ def read(
     path = folder / CHECKSUMS
     raw = _bytes(path)
     with malformed(path):
-        sums = json.loads(raw)
+        sums = parsed(raw)
         # every byte counts here: nothing else would notice a change of white space, or of a name
         if MODEL not in sums or _checksums_json(sums).encode() != raw:
             msg = "it is not as it was written"
@@ -201,7 +189,7 @@ def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> d
     """model.json, once its checksum and its schema are known to be right."""
     raw = _checked(folder, MODEL, sums)
     with malformed(folder / MODEL):
-        document: dict[str, Any] = json.loads(raw)
+        document: dict[str, Any] = parsed(raw)
     found: Any = document.get("format") if isinstance(document, dict) else None
     if found not in formats:
         ours = found in tuple(FORMATS)
@@ -301,22 +289,15 @@ def versions(*, transformers: bool) -> dict[str, str]:
     return found
 
 
-def _flush(path: Path) -> None:
-    """Hand a file, or a directory's entries, to the disk before the artefact gets its name."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def is_replaceable(target: Path) -> bool:
+    """Whether an artefact, or nothing, is at a path.
 
-
-def _check_replaceable(target: Path) -> None:
-    """Only an artefact, or nothing, is ever replaced."""
-    if not target.exists():
-        return
+    Raises:
+        ArtefactError: something else is; says what.
+    """
     names = sorted(p.name for p in target.iterdir()) if target.is_dir() else None
-    if names == [] or (names is not None and set(names) <= {*_FILES, CHECKSUMS} and _is_ours(target)):
-        return
+    if names == [] or (names is not None and set(names) <= {*_FILES, CHECKSUMS} and is_artefact(target)):
+        return True
     what = (
         "is a file"
         if names is None
@@ -329,45 +310,16 @@ def _check_replaceable(target: Path) -> None:
     raise ArtefactError(msg)
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether one of the two JSON files, the other of which may be damaged, says that nc wrote them."""
-    marks: dict[str, Callable[[dict[str, Any]], bool]] = {
-        MODEL: lambda data: data.get("format") in tuple(FORMATS),
-        CHECKSUMS: lambda data: MODEL in data,
-    }
-    for name, is_marked in marks.items():
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if is_marked(json.loads((folder / name).read_bytes())):
-                return True
-    return False
+def is_artefact(folder: Path) -> bool:
+    """Whether one of the two JSON files, the other of which may be damaged, says that nc wrote them.
 
-
-def publish(staged: Path, target: Path) -> None:
-    """Give a complete directory its name; what was there survives until then, and a failure.
-
-    Args:
-        staged: a `staging_path` of the target.
-        target: what is there is removed; the caller has checked that it may be, within `alone_in`.
+    Raises:
+        ArtefactSchemaError: a newer nc wrote them.
     """
-    aside = staged.with_suffix(".old")
-    try:
-        if target.exists():  # a full directory can't be renamed over another
-            target.rename(aside)
-        staged.rename(target)
-    finally:
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-        elif aside.exists():
-            aside.rename(target)
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other savers, in threads and processes, out of a directory while its entries are renamed."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # there are file systems without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+    model = folder / MODEL
+    if any(
+        json_like(lambda data, name=name, newest=newest: is_of(data, name, newest, model))(model)  # type: ignore[misc]
+        for name, newest in FORMATS.items()
+    ):
+        return True
+    return not json_like(lambda _: True)(model) and json_like(lambda data: MODEL in data)(folder / CHECKSUMS)

@@ -11,6 +11,7 @@ import dataclasses
 import keyword
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -395,7 +396,7 @@ def _decode_node(
                 msg = f"node {name!r}: {error}"
                 raise ValueError(msg) from None
         case "placeholder" if not args and not kwargs:
-            _check_identifier(target)
+            _check_argument(target)
         case "get_attr" if not args and not kwargs and target in constants:
             pass  # whose names are checked
         case "output" if len(args) == 1 and isinstance(args[0], tuple) and not kwargs:
@@ -414,7 +415,12 @@ def _check_word(name: str) -> None:
 
 def _check_identifier(name: str) -> None:
     _check_word(name)
-    if not name.isidentifier() or keyword.iskeyword(name):
+    _check_argument(name)
+
+
+def _check_argument(name: str) -> None:
+    """Raise ValueError for what is not the name of an argument as Python has it, in letters of any script."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name != unicodedata.normalize("NFKC", name):
         msg = f"{name!r} is not an identifier"
         raise ValueError(msg)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from nc.errors import ArtefactError
 from nc.process.lock import LOCK
+from nc.text.json_text import parsed
 
 _TABLES = "transformers.models.auto.modeling_auto"
 #: Files of transformers that define models. Classes of the auto tables are found by their names alone.
@@ -202,7 +202,7 @@ def _fetches(config: Any) -> bool:
 
 
 def _description_of(config: Any) -> Any:
-    return _with_names(_without_code(json.loads(config.to_json_string(use_diff=True))))
+    return _with_names(_without_code(parsed(config.to_json_string(use_diff=True), finite=False)))
 
 
 def _with_names(data: Any) -> Any:

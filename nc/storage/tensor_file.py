@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nc.errors import ArtefactCorruptError
+from nc.storage.json_file import check_is_file
+from nc.text.json_text import parsed
 
 #: safetensors' names, in its order of layout from the back.
 _DTYPES = {
@@ -97,15 +99,17 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name; only the header is read.
 
     Raises:
+        ArtefactMissingError: there is no such file.
         ArtefactCorruptError: it is not a safetensors file, is cut, or has a tensor of a dtype that torch has
             not.
     """
+    check_is_file(path)
     try:
         with safe_open(path, "pt"):  # checks the header against the size of the file
             pass
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
+            header = parsed(opened.read(length))
         return {
             name: StoredTensor(
                 path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
@@ -134,7 +138,7 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
     """
     length = int.from_bytes(content[:8], "little")
     entries = {
-        name: entry for name, entry in json.loads(content[8 : 8 + length]).items() if name != "__metadata__"
+        name: entry for name, entry in parsed(content[8 : 8 + length]).items() if name != "__metadata__"
     }
     found, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

@@ -106,6 +106,7 @@ def document(title: str, body: str, *, style: str = "", script: str = "") -> str
     """
     return (
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escaped(title)}</title>"
+        "<meta name=generator content=nc>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<style>{_STYLE}{style}</style></head><body><main>{body}</main>"
         f"{f'<script>{script}</script>' if script else ''}</body></html>\n"

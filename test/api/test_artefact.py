@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import _SIZE_OPS
 from nc.graph.qdq import QDQGraph
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of, strided
+from nc.process.warn import warn
 from nc.storage import allowlist, store
 from nc.storage.graph_json import _decode_value
 from nc.storage.pytree_json import OutputDict
@@ -885,3 +887,30 @@ def test_the_list_holds_operators_without_side_effects():
         assert torch.Tag.nondeterministic_seeded not in target.tags or name.split(".")[1] in (
             "lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "rrelu",
         ), name  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_nothing_is_said_of_damaged_weights_but_that(folder, damaged, monkeypatch):
+    """What codes of damaged files would do is nobody's business; of whole files it is said."""
+    monkeypatch.setattr(
+        nc.api.artefact, "narrowed", lambda graph, _: warn("2 layers could saturate") or graph
+    )
+    if not damaged:
+        with pytest.warns(nc.NCWarning, match="2 layers could saturate"):
+            load(folder, backend="reference")
+        return
+    raw = bytearray((folder / "weights.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (folder / "weights.safetensors").write_bytes(raw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ArtefactCorruptError, match="its SHA-256 differs"):
+            load(folder, backend="reference")
+
+
+def test_an_artefact_of_a_newer_nc_is_not_replaced(cnn, folder):
+    forge(folder, lambda d: d.update(schema=2))
+    before = content(folder)
+    with pytest.raises(ArtefactSchemaError, match="schema 2 of nc-model.*a newer nc wrote it"):
+        save(cnn, folder)
+    assert content(folder) == before

@@ -71,6 +71,7 @@ def test_every_error_is_an_ncerror_and_drawn_in_the_module_text():
         ("VerificationError", RuntimeError),
         ("ArtefactError", ValueError),
         ("ArtefactMissingError", FileNotFoundError),
+        ("ArtefactWriteError", OSError),
     ],
 )
 def test_errors_are_the_builtin_that_fits(name, builtin):

@@ -5,7 +5,7 @@ import types
 import nc
 
 PUBLIC = {
-    "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError", "AutoConfig",
+    "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError", "ArtefactWriteError", "AutoConfig",
     "BackendError", "BackendUnavailableError", "BiasAbsorption", "BiasCorrection", "CalibrationError", "CaptureError",
     "ChannelScaling",
     "Comparison", "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization",

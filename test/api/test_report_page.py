@@ -239,7 +239,7 @@ def test_the_command(q_model, tmp_path, monkeypatch):
     for words, says in (
         (("m", "--html", "out.txt"), "ends in .html"),
         (("nowhere",), "nowhere"),
-        (("m", "--html", "no/such/folder/out.html"), "cannot be written"),
+        (("m", "--html", "m/model.json/out.html"), "cannot be written"),
     ):
         done = run(*words)
         assert (done.exit_code, says in done.stderr) == (2, True), done.output

@@ -316,7 +316,7 @@ def test_example_inputs_for_other_arguments_are_one_line(run):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not valid JSON"),
+        ("{", "is no JSON"),
         ("[]", "to be a configuration ("),
         ('{"global": {"act_algoo": "minmax"}}', "did you mean 'act_algo'"),
         ('{"global": {}, "local": [{"key": "9", "config": {}}]}', "The closest names: "),
@@ -685,8 +685,8 @@ def test_a_failure_to_write_names_the_folder_of_the_user(run, folder, monkeypatc
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/.out.123.tmp")
 
-    monkeypatch.setattr("nc.api.artefact.save", full)
-    assert refused(quantize(run)).endswith("error: out cannot be written: No space left on device.")
+    monkeypatch.setattr("nc.storage.atomic.flush", full)
+    assert refused(quantize(run)).endswith("out cannot be written: No space left on device.")
     assert not list(folder.glob(".nc-*"))
 
 

@@ -117,7 +117,8 @@ class TestGGUF:
         }
         gguf_writer.write(tmp_path / "a.gguf", tensors, values)
         file = gguf.read(tmp_path / "a.gguf")
-        assert file.values == {"general.alignment": 32, "general.quantization_version": 2, **values}
+        known = {"general.quantized_by": "written by nc", "general.alignment": 32}
+        assert file.values == {**known, "general.quantization_version": 2, **values}
         assert all(torch.equal(file.float(name), tensor.float()) for name, tensor in tensors.items())
         assert all(info.start % 32 == 0 for info in file.tensors.values())
 
@@ -197,7 +198,11 @@ class TestGGUF:
             gguf.read(path)
         nan = quantized()
         nan.scale[0, 0] = torch.nan
-        gguf_writer.write(path, {"w": nan})
+        with pytest.raises(ArtefactError, match=r"a\.gguf' exists, and is not an earlier result"):
+            gguf_writer.write(path, {"w": nan})
+        path.unlink()
+        for _ in range(2):
+            gguf_writer.write(path, {"w": nan})
         with pytest.raises(ArtefactCorruptError, match="'w' .* not finite"):
             gguf.read(path).packed("w")
         with pytest.raises(ArtefactError, match="no tensor 'v'"):

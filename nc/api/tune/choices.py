@@ -1,7 +1,8 @@
 """What `autoquant` chose, for models and machines, in one JSON file.
 
-An entry has the hash of all that determines it as its name, and that itself beside it. Files are written by
-rename. Two processes that write at the same time can lose an entry, which is then measured again.
+An entry has the hash of all that determines it as its name, and that itself beside it. A file that can't be
+read, damaged or of a newer nc, is never written: entries of other models may be in it. Two processes that
+write at the same time can lose an entry, which is then measured again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from typing import Any
 from nc.config import AnyConfig, config_from
 from nc.errors import ArtefactError
 from nc.process.warn import warn
-from nc.storage.atomic import check_no_directory, replaced
+from nc.storage.atomic import check_no_directory, resolved, write_text
+from nc.storage.json_file import json_value
+from nc.storage.marks import json_like
+from nc.text.json_text import built, parsed
 
 _SCHEMA = 1
+_FIELDS = ("schema", "choices")
+_KEPT = "It stays as it is, and nothing is kept: remove it, or give another file."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,25 +40,43 @@ class Taken:
     why: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Document:
+    """What a file holds."""
+
+    schema: int
+    choices: dict[str, Any]
+
+
 class Choices:
     """A file of choices; without one nothing is kept.
 
     Raises:
-        ArtefactError: a directory has its name.
+        ArtefactError: something else has its name, and not a file of choices.
     """
 
     def __init__(self, path: Path | None) -> None:
+        self._path = None if path is None else resolved(path)
         if path is not None:
             check_no_directory(path)
-        self._path = path
+            if path.exists() and json_like(lambda data: not set(_FIELDS) & set(data))(path):
+                msg = (
+                    f"cache={str(path)!r} is another JSON file, which nc did not write. Choose another name."
+                )
+                raise ArtefactError(msg)
 
     def find(self, key: Mapping[str, Any]) -> Taken | None:
         """Return what was chosen; None where nothing is known, with an `NCWarning` where it is damaged."""
-        entry = self._entries().get(_name(key))
+        try:
+            entry = self._entries().get(_name(key))
+        except ValueError as error:
+            why = str(error).rstrip(".")
+            warn(f"cache={str(self._path)!r} is damaged, and all is measured again: {why}. {_KEPT}")
+            return None
         if entry is None:
             return None
         try:
-            if entry["key"] != json.loads(json.dumps(key)):
+            if entry["key"] != parsed(json.dumps(key)):
                 msg = "it is of something else"
                 raise ValueError(msg)
             config = entry["config"]
@@ -62,7 +86,7 @@ class Choices:
             return None
 
     def keep(self, key: Mapping[str, Any], taken: Taken) -> None:
-        """Write a choice.
+        """Write a choice, unless the file is damaged, as `find` has said.
 
         Raises:
             ArtefactError: the file can't be written.
@@ -71,27 +95,22 @@ class Choices:
             return
         config = None if taken.config is None else taken.config.to_dict()
         entry = {"key": dict(key), "config": config, "why": taken.why}
-        document = {"schema": _SCHEMA, "choices": {**self._entries(), _name(key): entry}}
         try:
-            with replaced(self._path) as staged:
-                staged.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        except OSError as error:
-            msg = f"cache={str(self._path)!r} could not be written: {error}"
-            raise ArtefactError(msg) from error
+            choices = {**self._entries(), _name(key): entry}
+        except ValueError:
+            return
+        document = {"schema": _SCHEMA, "choices": choices}
+        write_text(self._path, json.dumps(document, indent=1, sort_keys=True) + "\n", lambda _: True)
 
     def _entries(self) -> dict[str, Any]:
-        """Return the entries; none where there is no file, or it is damaged."""
+        """Return the entries; none where there is no file. ValueError where it is damaged."""
         if self._path is None or not self._path.exists():
             return {}
-        try:
-            document = json.loads(self._path.read_text(encoding="utf-8"))
-            if document["schema"] != _SCHEMA:
-                msg = f"its schema is {document['schema']!r}, and not {_SCHEMA}"
-                raise ValueError(msg)
-            return dict(document["choices"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            warn(f"cache={str(self._path)!r} is damaged, and all is measured again: {error}")
-            return {}
+        document = built(_Document, json_value(self._path), "the file")
+        if document.schema != _SCHEMA:
+            msg = f"its schema is {document.schema}, and not {_SCHEMA}"
+            raise ValueError(msg)
+        return document.choices
 
 
 def _name(key: Mapping[str, Any]) -> str:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nc.api.tune.page import page_of
-from nc.api.tune.trials import Result
+from nc.api.tune.trials import Result, result_of
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
-from nc.errors import ConfigError, StateError
+from nc.errors import ArtefactCorruptError, ArtefactSchemaError, ConfigError, StateError
 from nc.process.warn import warn
+from nc.storage import marks
+from nc.storage.atomic import write_text
+from nc.storage.json_file import json_value
+from nc.text.json_text import built
 from nc.text.table import format_table
 
+#: Of files of plain values.
+_FORMAT, _SCHEMA = "nc-front", 1
 #: Name of the point that everything is compared with.
 REFERENCE = "fp32"
 
@@ -190,17 +195,19 @@ class Front:
         Raises:
             ConfigError: another ending.
             StateError: nothing was measured.
+            ArtefactError: something else than a page, or a front, is there; or it cannot be written.
         """
         self._check_measured()
         target = Path(path)
         if target.suffix == ".html":
-            text = page_of(self.to_dict())
+            write_text(target, page_of(self.to_dict()), marks.page)
         elif target.suffix == ".json":
-            text = json.dumps(self.to_dict(), indent=1) + "\n"
+            write_text(
+                target, marks.described(_FORMAT, _SCHEMA, self.to_dict()), marks.of_format(_FORMAT, _SCHEMA)
+            )
         else:
             msg = f"{target}: a front is saved as .html or .json."
             raise ConfigError(msg)
-        target.write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
         """Return a table, and what the estimates were worth."""
@@ -232,6 +239,69 @@ class Front:
             f"the time of {p.name} is uncertain: {p.result.note}" for p in self.measured if p.result.note
         ]
         return "\n".join([*lines, *doubts, *self.notes])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Document:
+    """A file of plain values; its fields are those of `Front.to_dict`."""
+
+    format: str
+    schema: int
+    points: list[dict[str, Any]]
+    front: list[str]
+    rank_correlation: float | None
+    monotone: bool
+    notes: list[str]
+    by_size: bool
+
+
+def read_front(path: Path) -> dict[str, Any]:
+    """Return the plain values of a front that `Front.save` wrote as .json, as `Front.to_dict` gives them.
+
+    Raises:
+        ArtefactMissingError, ArtefactCorruptError: there is no such file, or it is something else or damaged.
+        ArtefactSchemaError: a newer nc wrote it.
+    """
+    try:
+        found = json_value(path)
+        if not isinstance(found, dict):
+            msg = f"it is a {type(found).__name__}"
+            raise ValueError(msg)
+        found = {"format": _FORMAT, "schema": _SCHEMA, **found}  # which the first fronts did not say
+        if not marks.is_of(found, _FORMAT, _SCHEMA, path):
+            msg = f"its format is {found['format']!r}"
+            raise ValueError(msg)
+        front = built(_Document, found, "the front")
+        if not front.points:
+            msg = "it has no points"
+            raise ValueError(msg)
+        points = [_point_of(point) for point in front.points]
+    except ArtefactSchemaError:
+        raise
+    except ValueError as error:
+        msg = f"{path}: it is not what front.save({path.name!r}) of nc.tune writes: {error}."
+        raise ArtefactCorruptError(msg) from error
+    return {**dataclasses.asdict(front), "points": points}
+
+
+def _point_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values of a `FrontPoint` with all fields; raises ValueError for others."""
+    point = built(_Point, {name: value for name, value in values.items() if name in _OF_POINT}, "a point")
+    result = result_of({name: value for name, value in values.items() if name not in _OF_POINT})
+    return {**dataclasses.asdict(point), **dataclasses.asdict(result)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Point:
+    """What a point has beside its result."""
+
+    name: str
+    config: dict[str, Any]
+    drop: float
+    estimated: tuple[float, float] | None
+
+
+_OF_POINT = {field.name for field in dataclasses.fields(_Point)}
 
 
 def front_of_points(points: Sequence[FrontPoint], notes: Sequence[str], *, by_size: bool = False) -> Front:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from nc.text.json_text import built
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCosts:
@@ -39,14 +41,13 @@ class LayerCosts:
         """Return the inverse of `dataclasses.asdict`, through JSON too.
 
         Raises:
-            TypeError, ValueError, KeyError: it is not that.
+            ValueError: it is not that.
         """
-        costs = cls(
-            noise={layer: _numbers(each) for layer, each in data["noise"].items()},
-            sizes={layer: _numbers(each) for layer, each in data["sizes"].items()},
-        )
+        costs = built(cls, data, "the estimates")
         names = costs.candidates()
-        if any(set(each) != names for part in (costs.noise, costs.sizes) for each in part.values()):
+        if len(data) < 2 or any(
+            set(each) != names for part in (costs.noise, costs.sizes) for each in part.values()
+        ):
             msg = "not all candidates are known for all layers"
             raise ValueError(msg)
         return costs
@@ -54,7 +55,3 @@ class LayerCosts:
 
 def _chosen(part: Mapping[str, Mapping[str, float]], kept: Collection[str]) -> dict[str, dict[str, float]]:
     return {layer: {name: v for name, v in each.items() if name in kept} for layer, each in part.items()}
-
-
-def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in data.items()}

@@ -1,7 +1,7 @@
 """What was measured, one JSON file for each trial, named by the hash of all that determines it.
 
 Files are written by rename, so a folder can be shared by several processes and machines, and a search that
-was ended goes on where it was.
+was ended goes on where it was. A file that can't be used is kept under another name, `….damaged`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import dataclasses
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nc.errors import ArtefactError
 from nc.process.warn import warn
-from nc.storage.atomic import replaced
+from nc.storage.atomic import write_text
+from nc.storage.json_file import json_value
+from nc.text.json_text import built, parsed
 
 SCHEMA = 2
 Found = TypeVar("Found")
@@ -48,6 +51,15 @@ class Result:
     bits: float | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Document:
+    """What a file holds."""
+
+    schema: int
+    key: dict[str, Any]
+    result: Any
+
+
 class Trials:
     """A folder of trials; without one nothing is kept.
 
@@ -66,7 +78,7 @@ class Trials:
 
     def find(self, key: Mapping[str, Any]) -> Result | None:
         """Return the result of a trial; None where there is none, or its file is damaged."""
-        return self.read(key, lambda result: Result(**{**result, "spread": tuple(result["spread"])}))
+        return self.read(key, result_of)
 
     def keep(self, key: Mapping[str, Any], result: Result) -> None:
         """Write a trial.
@@ -87,12 +99,8 @@ class Trials:
         if path is None or not path.exists():
             return None
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            if {**document["key"], "schema": SCHEMA} != json.loads(_text(key)):
-                msg = "it is of another trial"
-                raise ValueError(msg)
-            return made(document["result"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return made(_kept(path, key).result)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             warn(f"The trial {path} is damaged, and is measured again: {error}")
             return None
 
@@ -106,18 +114,45 @@ class Trials:
         if path is None:
             return
         document = {"schema": SCHEMA, "key": dict(key), "result": values}
-        try:
-            with replaced(path) as staged:
-                text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
-                staged.write_text(text, encoding="utf-8")
-        except OSError as error:
-            msg = f"The trial {path} could not be written: {error}"
-            raise ArtefactError(msg) from error
+        text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+        write_text(path, text, lambda path: _is_free(path, key))
 
     def _path(self, key: Mapping[str, Any]) -> Path | None:
         if self.folder is None:
             return None
         return self.folder / f"{hashlib.sha256(_text(key).encode()).hexdigest()[:32]}.json"
+
+
+def _kept(path: Path, key: Mapping[str, Any]) -> _Document:
+    """Return the document of a trial; raises ValueError for any other, and for a file that can't be read."""
+    document = built(_Document, json_value(path), "the document")
+    if {**document.key, "schema": document.schema} != parsed(_text(key)):
+        msg = "it is of another trial"
+        raise ValueError(msg)
+    return document
+
+
+def _is_free(path: Path, key: Mapping[str, Any]) -> bool:
+    """Whether a file may be written: one of the same trial is there, or one that just got another name."""
+    try:
+        _kept(path, key)
+    except ValueError:
+        path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.damaged"))
+    return True
+
+
+def result_of(values: object) -> Result:
+    """Return a result of its plain values; ValueError where they are none."""
+    result = built(Result, values, "the result")
+    for name in ("fp32_ratio", "ms", "weight_bytes", "bits"):
+        value = getattr(result, name)
+        if value is not None and value < 0:
+            msg = f"{name!r} is {value}"
+            raise ValueError(msg)
+    if not 0 <= result.spread[0] <= result.spread[1]:
+        msg = f"'spread' is {result.spread}"
+        raise ValueError(msg)
+    return result
 
 
 def _text(key: Mapping[str, Any]) -> str:

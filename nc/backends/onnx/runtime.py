@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nc.text.json_text import parsed
 
 #: The session option by which CPUs without VNNI run kernels that can't saturate; other CPUs take no notice of
 #: it.
@@ -67,7 +68,7 @@ def run(
         names = [value.name for value in session.get_inputs()]
         given = zip(names, (tensor.detach().contiguous().numpy() for tensor in inputs), strict=True)
         outputs = session.run(None, dict(given))
-        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        events = parsed(Path(session.end_profiling()).read_text(encoding="utf-8"), finite=False)
     return [torch.from_numpy(value) for value in outputs], tuple(
         _kernel(e) for e in events if e.get("cat") == _NODE and _END in e["name"]
     )

@@ -41,7 +41,10 @@ def write(
     converted = of_graph(graph)
     _fix_sizes(converted.model, graph)
     threads, bf16 = torch.get_num_threads(), wants_bf16(graph)
-    openvino.save_model(converted.model, file, compress_to_fp16=False)
+    try:
+        openvino.save_model(converted.model, file, compress_to_fp16=False)
+    except RuntimeError as error:  # how OpenVINO says that a disk is full
+        raise OSError(str(error)) from error
     if verify == "off":
         return None
     model = compiled(file, threads, bf16=bf16)

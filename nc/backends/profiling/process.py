@@ -25,6 +25,7 @@ from nc.backends.spawn import end_with_parent, run_module
 from nc.errors import BackendError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.storage import store
+from nc.text.json_text import parsed
 
 TIME_LIMIT_S = 900.0
 
@@ -93,7 +94,7 @@ def profile_in_child(
                 "affected."
             )
             raise BackendError(msg)
-        return Profile.from_dict(json.loads(result.read_text()))
+        return Profile.from_dict(parsed(result.read_text(), finite=False))
 
 
 def main(directory: str, module: str, name: str, threads: str, parent: str) -> None:

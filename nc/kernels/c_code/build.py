@@ -21,6 +21,7 @@ from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import emulation, flags, isas, limit, openmp
 from nc.process import cache, env
 from nc.process.unavailable import Unavailable
+from nc.process.warn import warn
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 300
@@ -213,9 +214,21 @@ def _compiled(
             return _kept(kept, identity, passed_over, "compiled in this process, kept")
         except OSError as error:
             passed_over.append(str(error))
+            if isinstance(error.__cause__, PermissionError):
+                _say_not_kept(str(error.__cause__))
     else:
         passed_over.append(f"{kept}: it can't be written")
+        _say_not_kept(f"{kept.parent} can't be written")
     return _elsewhere(kept.name, content, identity, passed_over, "compiled in this process")
+
+
+@functools.cache
+def _say_not_kept(why: str) -> None:
+    """Warn once in a process that each one compiles anew."""
+    warn(
+        f"C kernels are compiled in each process anew, as nothing can be kept between them: {why}. Let only "
+        "yourself write that folder, or name another one by the environment variable XDG_CACHE_HOME."
+    )
 
 
 def _elsewhere(
@@ -288,8 +301,8 @@ def compile_source(source: Path, target: Path, compiler: str) -> None:
     try:
         command = flags.command(compiler, source, target, emulation.options(source))
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        msg = f"the C compiler {compiler!r} can't be run: {error}"
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        msg = f"the C compiler {compiler!r} (CC) can't be run: {error}"
         raise BackendUnavailableError(msg) from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
@@ -302,11 +315,11 @@ def _identity_of(compiler: str) -> str:
 
     Newer ones know more instruction sets.
     """
-    program = shutil.which(compiler.split()[0]) if compiler else None
     try:
+        program = shutil.which(flags.words(compiler)[0]) if compiler else None
         status = Path(program).stat() if program else None
-    except OSError:
-        status = None
+    except (OSError, ValueError, IndexError):  # what is wrong with it is said where it is run
+        program, status = None, None
     text = f"{compiler} {program} {(status.st_size, int(status.st_mtime)) if status else ()}"
     return flags.short_hash(text.encode())
 

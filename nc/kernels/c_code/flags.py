@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import runpy
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,12 @@ def compiler(named: str) -> str:
 
     It is "" for none.
     """
-    return named or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+    return named.strip() or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+
+
+def words(compiler: str) -> list[str]:
+    """Return the words of a command as a shell takes them apart; raises ValueError as `command`."""
+    return shlex.split(compiler)
 
 
 def source_hash(source: Path, options: Sequence[str] = ()) -> str:
@@ -57,12 +63,15 @@ def command(compiler: str, source: Path, target: Path, options: Sequence[str] = 
         source: the file.
         target: the library.
         options: after `FLAGS`.
+
+    Raises:
+        ValueError: the compiler's command has a quotation mark without its other one.
     """
     made = target.with_suffix(".abi")
     made.write_text(made_header(), encoding="utf-8")
     included = ("-include", str(made), "-include", str(source.parent / _HEADER))
     defined = f'-DNC_SOURCE_HASH="{source_hash(source, options)}"'
-    return [*compiler.split(), *FLAGS, *options, defined, *included, "-o", str(target), str(source)]
+    return [*words(compiler), *FLAGS, *options, defined, *included, "-o", str(target), str(source)]
 
 
 if __name__ == "__main__":

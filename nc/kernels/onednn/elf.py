@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from nc.process import cache
+from nc.text.json_text import parsed
 
 _SYMTAB, _NOTE, _FUNCTION, _BUILD_ID = 2, 7, 2, 3
 _INSTRUCTIONS = 4  # flag of a section
@@ -167,7 +168,7 @@ def _names(text: bytes, prefix: bytes) -> Iterator[tuple[int, str]]:
 def _read(path: Path, identity: str) -> dict[str, int] | None:
     """Return what `functions` wrote; None where there is nothing, or nothing that can be trusted."""
     try:
-        content = json.loads(cache.read(path))
+        content = parsed(cache.read(path))
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or (content.get("version"), content.get("build_id")) != (

@@ -31,6 +31,7 @@ from nc.numerics.low_bit import ACT_DTYPES
 from nc.numerics.packed_weight import PackedWeight, check_parts
 from nc.planning.layer_plan import LayerDecision
 from nc.storage import folder, json_values, pretrained_class
+from nc.storage.json_file import json_object
 from nc.storage.tensor_file import Source, StoredTensor, stored_in
 from nc.weights.encoders import zeros_at_padding
 from nc.weights.experts import separated, stacked_names
@@ -133,7 +134,7 @@ def read(
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Where the tensors of an artefact lie, by all their names."""
     found = stored_in(directory / folder.WEIGHTS)
-    document = json.loads((directory / folder.MODEL).read_text(encoding="utf-8"))
+    document = json_object(directory / folder.MODEL)
     return {name: found[key] for name, key in _names(document["tensors"]).items()}
 
 

@@ -9,7 +9,6 @@ parameter.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 import weakref
@@ -25,12 +24,23 @@ from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError
 from nc.numerics.packed_weight import PARTS
 from nc.process.malloc import give_back_small_pieces
 from nc.storage import folder
-from nc.storage.atomic import replaced
-from nc.storage.json_file import json_object
+from nc.storage.atomic import is_staged, write_text
+from nc.storage.json_file import json_object, json_value
+from nc.storage.marks import described
 from nc.storage.tensor_file import FLOATS, Source, StoredTensor, stored_in
+from nc.text.json_text import built
 from nc.weights.files import artefact
 
-_JOB = "job.json"
+_JOB, _FORMAT = "job.json", "nc-job"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """What the file says of whose parts lie beside it."""
+
+    format: str
+    schema: int
+    job: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +66,11 @@ class _Slot:
             getattr(module, self.table)[self.key] = tensor
 
 
+def _is_own(path: Path) -> bool:
+    """Whether a run has made a file or folder; it may have been killed while it wrote."""
+    return path.name == _JOB or is_staged(path) or folder.is_artefact(path)
+
+
 class StreamedWeights:
     """See `nc.weights.driver.Store`.
 
@@ -77,12 +92,27 @@ class StreamedWeights:
         self._model, self._directory, self._job = model, directory, job
         self._loaded: dict[str, list[_Slot]] = {}  # of parts with values: what goes back into the slots
         self._values: Any = WeakIdKeyDictionary()  # empty tensor → its value, so that tied ones get one
-        path = directory / _JOB
-        if directory.exists() and (not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != job):
-            if not path.is_file():
-                msg = f"{directory} exists and is not a part of an earlier run; move it away."
-                raise ArtefactError(msg)
+        if directory.exists() and self._earlier() != job:
             shutil.rmtree(directory)  # of another model, configuration or data
+
+    def _earlier(self) -> Any:
+        """Return the job of an earlier run whose parts are kept.
+
+        Raises:
+            ArtefactError: the folder is something else, or has other files.
+        """
+        try:
+            job = built(_Job, json_value(self._directory / _JOB), "the job")
+        except ValueError:
+            job = None
+        if (
+            job is None
+            or job.format != _FORMAT
+            or not all(_is_own(path) for path in self._directory.iterdir())
+        ):
+            msg = f"{self._directory} exists and is not a part of an earlier run; move it away."
+            raise ArtefactError(msg)
+        return job.job
 
     def load(self, name: str) -> bool:
         """See `Store`."""
@@ -115,8 +145,7 @@ class StreamedWeights:
         """See `Store`."""
         path = self._directory / _JOB
         if not path.exists():
-            with replaced(path) as staged:
-                staged.write_text(json.dumps(self._job), encoding="utf-8")
+            write_text(path, described(_FORMAT, 1, {"job": self._job}), lambda _: False)
         artefact.write(self._model.get_submodule(name), self._directory / name)
         self._in_files(name)
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import os
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 
 import nc
 from nc.api.tune import autoquant as choosing
-from nc.api.tune import choices as choices_module
 from nc.api.tune import identity
 from nc.api.tune import measure as measuring
 from nc.api.tune import search as searching
@@ -249,13 +249,24 @@ def test_other_shapes_weights_and_limits_are_other_searches_and_other_values_are
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "5", '{"schema": 99, "choices": {}}', '{"schema": 1, "choices": 5}', "\x00\xff"]
 )
-def test_a_damaged_file_is_a_warning_and_measured_again(model, times, searches, tmp_path, text):
+def test_a_damaged_file_is_a_warning_measured_again_and_not_written(model, times, searches, tmp_path, text):
+    """It may hold choices for other models, which a repair by hand or a newer nc brings back."""
     cache = tmp_path / "a.json"
     cache.write_bytes(text.encode("latin-1"))
-    with pytest.warns(NCWarning, match="is damaged, and all is measured again"):
+    for count in (1, 2):
+        with pytest.warns(NCWarning, match="is damaged, and all is measured again.*It stays as it is"):
+            nc.autoquant(model, X, cache=cache)
+        assert len(searches) == count
+    assert cache.read_bytes() == text.encode("latin-1")
+
+
+def test_another_json_file_is_no_cache(model, times, searches, tmp_path):
+    cache = tmp_path / "package.json"
+    cache.write_text('{"name": "mine"}')
+    with pytest.raises(ArtefactError, match=r"package\.json' is another JSON file.*Choose another name"):
         nc.autoquant(model, X, cache=cache)
-    nc.autoquant(model, X, cache=cache)
-    assert len(searches) == 1
+    assert searches == []
+    assert cache.read_text() == '{"name": "mine"}'
 
 
 @pytest.mark.parametrize(
@@ -293,8 +304,8 @@ def test_what_can_not_be_written_is_said(model, times, searches, tmp_path, monke
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(choices_module, "replaced", full)
-    with pytest.raises(ArtefactError, match=r"a\.json' could not be written: .*No space left"):
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ArtefactError, match=r"a\.json cannot be written: No space left"):
         nc.autoquant(model, X, cache=tmp_path / "a.json")
 
 

@@ -10,6 +10,7 @@ from models import MLP, Attention, Function, ResidualCNN, quantized, worst_db
 from torch import nn
 
 from nc import (
+    ArtefactError,
     BackendUnavailableError,
     DynamicQuantConfig,
     NCWarning,
@@ -135,7 +136,11 @@ def test_outputs_come_flat_and_a_file_that_was_there_is_replaced(tmp_path):
     x = torch.randn(2, 8)
     q = quantized(model.eval(), x, None, "reference")
     (tmp_path / "m.pt2").write_bytes(b"old")
-    export_pt2(q, tmp_path / "m.pt2")
+    with pytest.raises(ArtefactError, match=r"m\.pt2' exists, and is not an earlier result"):
+        export_pt2(q, tmp_path / "m.pt2")
+    (tmp_path / "m.pt2").unlink()
+    for _ in range(2):
+        export_pt2(q, tmp_path / "m.pt2")
     y, b = run(tmp_path / "m.pt2", x)
     assert worst_db([q(x)["y"], q(x)["both"][0]], [y, b]) > 35
 

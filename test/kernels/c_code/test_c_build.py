@@ -21,7 +21,7 @@ from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import c_functions, rows
-from nc.errors import BackendUnavailableError
+from nc.errors import BackendUnavailableError, NCWarning
 from nc.kernels.c_code import build, flags, isas
 from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.process import cache
@@ -64,8 +64,9 @@ def quick(monkeypatch):
 
 
 def anew():
-    """Forget which libraries were found, as a new process does."""
+    """Forget which libraries were found, and what was said, as a new process does."""
     build._found.cache_clear()
+    build._say_not_kept.cache_clear()
 
 
 def refuse(monkeypatch, *folders):
@@ -250,6 +251,53 @@ def test_a_file_that_others_could_have_put_there_is_not_taken(kept, how):
     found = build.loaded("runner")
     assert found.library.nc_run
     assert any(str(kept.parent.parent) in reason for reason in found.passed_over)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_folder_that_others_may_write_is_said_once(kept, level):
+    """All is compiled again in each process, which costs seconds, and nobody would know why."""
+    kept.parents[level].chmod(0o777)
+    with pytest.warns(NCWarning, match="compiled in each process anew.*others may.*XDG_CACHE_HOME") as said:
+        assert all(build.load(name) for name in build.sources()[:2])
+    assert len(said) == 1
+
+
+def test_a_folder_that_can_not_be_written_is_said_once(kept, monkeypatch):
+    kept.unlink()
+    monkeypatch.setattr(
+        cache.tempfile, "mkstemp", lambda **_: (_ for _ in ()).throw(OSError(30, "read-only"))
+    )
+    with pytest.warns(NCWarning, match="compiled in each process anew.*can't be written") as said:
+        build.load("runner")
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("blank", ["", "  ", "\t"])
+def test_a_blank_command_names_no_compiler(kept, monkeypatch, blank):
+    found = build._compiler()
+    monkeypatch.setenv("CC", blank)
+    assert build._compiler() == found
+    assert build.load("runner").nc_run
+
+
+def test_a_command_is_taken_apart_as_a_shell_does(tmp_path, monkeypatch):
+    place = tmp_path / "my gcc"
+    place.mkdir()
+    (place / "gcc").symlink_to(shutil.which(build._compiler()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", f'"{place / "gcc"}" -g')
+    anew()
+    assert build.loaded("runner").origin == "compiled"
+    anew()
+    assert build.loaded("runner").origin == "kept"
+    for wrong in ('"gcc', '""', "'"):
+        monkeypatch.setenv("CC", wrong)
+        (kept,) = (tmp_path / "cache" / "nc").glob("runner-*.so")
+        anew()
+        with pytest.raises(BackendUnavailableError, match="the C compiler .* can't be run"):
+            build.load("runner")
+        assert kept.exists()
+    anew()
 
 
 def test_a_folder_of_temporary_files_may_be_shared(kept):
