@@ -26,6 +26,7 @@ from nc.graph.plan import Applied, Decision
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.shares import fractions, shares_of
+from nc.text.plain import plain
 from nc.text.table import flowing, folded, format_table, listed
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Report:
 
     def summary(self) -> str:
         """Return the verdict and the figures, without the table of operators."""
-        return f"{self._verdict()}\n{self.figures()}"
+        return plain(f"{self._verdict()}\n{self.figures()}")
 
     def _verdict(self) -> str:
         """Return what decides whether the model is of use, and what to do about that."""
@@ -252,7 +253,7 @@ class Report:
             self.figures(),
         ]
         parts = ["\n".join(flowing(text, _COLUMNS)) for text in texts if text]
-        return "\n\n".join([*parts, self.table(_COLUMNS, fold=True)])
+        return plain("\n\n".join([*parts, self.table(_COLUMNS, fold=True)]))
 
 
 #: What is shown of an operator that the engine does not name.

@@ -1,8 +1,9 @@
 """`python -m nc quantize | inspect | report | bench | check | doctor`, also as `nc-quant`.
 
 Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed,
-and one line says why. Exit code 1 means that `doctor` found a problem, or that `check` lets an artefact not
-pass. If nobody reads stdout any more (`| head`), a command ends as others do that a closed pipe stops.
+and one line says why. Exit code 1 means that `doctor` found a problem, or that an artefact misses a limit of
+`check`; 3 that `check --inconclusive fail` could not decide; 70 a defect of nc, with a traceback; 130 Ctrl-C.
+If nobody reads stdout any more (`| head`), a command ends as others do that a closed pipe stops.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from nc.errors import NCWarning
+from nc.text.plain import plain
 
 
 def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
@@ -23,5 +24,5 @@ def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
-        text, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+        plain(text), category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
     )

@@ -5,6 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
+from nc.text.plain import plain
+
+#: What pages of nc are known by.
+_MARK = "<meta name=generator content=nc>"
 #: Colours have names, so that pictures follow the theme too.
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f1f1f; --back: #fff; --line: #bbb; --int8: #1565c0;
@@ -74,7 +78,7 @@ document.querySelectorAll("table").forEach(function (table) {
 
 def escaped(text: object) -> str:
     """Return a text for a page."""
-    return html.escape(str(text))
+    return html.escape(plain(text))
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -105,8 +109,13 @@ def document(title: str, body: str, *, style: str = "", script: str = "") -> str
         script: what makes it more comfortable; it can be read without.
     """
     return (
-        f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escaped(title)}</title>"
+        f"<!doctype html><html lang=en><head><meta charset=utf-8>{_MARK}<title>{escaped(title)}</title>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<style>{_STYLE}{style}</style></head><body><main>{body}</main>"
         f"{f'<script>{script}</script>' if script else ''}</body></html>\n"
     )
+
+
+def is_page(content: bytes) -> bool:
+    """Whether bytes are a page that `document` made."""
+    return _MARK.encode() in content[:1000]

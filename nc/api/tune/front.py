@@ -15,6 +15,7 @@ from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ConfigError, StateError
 from nc.process.warn import warn
+from nc.text.plain import plain
 from nc.text.table import format_table
 
 #: Name of the point that everything is compared with.
@@ -231,7 +232,7 @@ class Front:
         doubts = [
             f"the time of {p.name} is uncertain: {p.result.note}" for p in self.measured if p.result.note
         ]
-        return "\n".join([*lines, *doubts, *self.notes])
+        return plain("\n".join([*lines, *doubts, *self.notes]))
 
 
 def front_of_points(points: Sequence[FrontPoint], notes: Sequence[str], *, by_size: bool = False) -> Front:

@@ -13,6 +13,7 @@ from nc.api.tune.low_bit_costs import LayerCosts
 from nc.api.tune.trials import Result, Trials
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
+from nc.text.plain import plain
 
 #: Notes of a search that is not whole.
 CTRL_C = "The search was ended by Ctrl-C."
@@ -42,7 +43,7 @@ class TuneProgress:
     def __str__(self) -> str:
         """Return one line."""
         best = "" if self.best is None else f"; best so far {self.best.name}, {self.best.ms:.3g} ms"
-        return f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}"
+        return plain(f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
