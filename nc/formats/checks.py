@@ -10,7 +10,12 @@ from nc.errors import ConfigError
 
 def is_number(value: object) -> bool:
     """Whether a value is one finite real number, NumPy's included."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float can hold
+        return False
 
 
 def is_whole(value: object, least: int = 0) -> bool:

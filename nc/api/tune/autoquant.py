@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from nc.api.auto.prepared import PreparedAuto
-from nc.api.model_checks import check_model
+from nc.api.model_checks import PROGRESS, check_callable, check_model, check_run_fn, checked_path
 from nc.api.preparation.make import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.calibrate import calibrate, request_of
 from nc.api.tune.choices import Choices, Taken
+from nc.api.tune.described import UntoldError
 from nc.api.tune.front import Front, FrontPoint
-from nc.api.tune.identity import SeenCalls, key_of, tensors_of
+from nc.api.tune.identity import SeenCalls, form_of, key_of, metric_of, tensors_of
 from nc.api.tune.run import CTRL_C, OUT_OF_TIME, TuneProgress
 from nc.api.tune.tune import tune
 from nc.api.workflow import convert
@@ -82,16 +82,27 @@ def autoquant(
     if min_sqnr_db is not None and not is_number(min_sqnr_db):
         msg = f"min_sqnr_db={min_sqnr_db!r}: expected a number of dB, or None."
         raise ConfigError(msg)
-    choices = Choices(None if cache is None else Path(cache))
+    check_run_fn(run_fn)
+    check_callable("progress", progress, PROGRESS)
+    choices = Choices(None if cache is None else checked_path("cache", cache))
     candidates: dict[str, AnyConfig] = {"int8 per row": DynamicQuantConfig()}
     if run_fn is not None:
         candidates["static int8"] = StaticQuantConfig()
     run = _call_with(example_inputs) if run_fn is None else run_fn
-    prepared, data = _calibrated(model, example_inputs, run, candidates, backend)
+    prepared, seen = _calibrated(model, example_inputs, run, candidates, backend)
+    graph = prepared.graph
     # times don't depend on the data, but what is accurate enough does
-    module, judged_by = prepared.graph.module, "" if min_sqnr_db is None else data
+    try:
+        judged_by = "" if min_sqnr_db is None else seen.hash
+    except UntoldError as error:
+        judged_by, choices = "", Choices(None)
+        if cache is not None:
+            warn(
+                f"cache={str(cache)!r} keeps nothing of this search: it can't be told whether the "
+                f"calibration data are the same another time, because of {error}."
+            )
     key = {
-        **key_of(module, str(module.graph), prepared.first.asked, None, judged_by, ()),
+        **key_of(graph.module, form_of(graph), prepared.first.asked, metric_of(None, None), judged_by, ()),
         "inputs": [[str(t.dtype), *t.shape] for t in tensors_of(example_inputs).values()],
         "candidates": {name: config.to_dict() for name, config in candidates.items()},
         "min_sqnr_db": min_sqnr_db,
@@ -161,13 +172,13 @@ def _calibrated(
     run: Callable[[Any], Any],
     candidates: Mapping[str, AnyConfig],
     backend: str,
-) -> tuple[PreparedAuto, str]:
-    """Return a preparation that has seen the data, and the hash of that."""
+) -> tuple[PreparedAuto, SeenCalls]:
+    """Return a preparation that has seen the data, and what it has seen."""
     asked = request_of(StaticQuantConfig(), backend, example_inputs)
     prepared = automatic(model, AutoConfig(), asked, candidates)
     seen = SeenCalls()
     calibrate(prepared, run, seen.note)
-    return prepared, seen.hash
+    return prepared, seen
 
 
 def _with_note(q_model: QuantizedModel, why: str) -> QuantizedModel:

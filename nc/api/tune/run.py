@@ -9,6 +9,7 @@ from typing import Any
 
 from nc.api.tune.elsewhere import Elsewhere
 from nc.api.tune.front import FrontPoint
+from nc.api.tune.identity import plain_or_described
 from nc.api.tune.low_bit_costs import LayerCosts
 from nc.api.tune.trials import Result, Trials
 from nc.config import AnyConfig
@@ -86,8 +87,8 @@ class Run:
         self._last = end if elsewhere is None else now + _TIMES * (end - now)
 
     def key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
-        """Return what determines the result of a configuration."""
-        return {**self._key, "config": config.to_dict()}
+        """Return what determines the result of a configuration; nothing where nothing is kept."""
+        return {**self._key, "config": plain_or_described(config)} if self._trials.folder else {}
 
     def find(self, config: AnyConfig | AutoConfig) -> Result | None:
         """Return the result of a trial that was kept."""
@@ -102,7 +103,9 @@ class Run:
         self._trials.write(self._estimates_key(configs), dataclasses.asdict(costs))
 
     def _estimates_key(self, configs: Mapping[str, AnyConfig]) -> dict[str, Any]:
-        return {**self._key, "estimates": {name: config.to_dict() for name, config in configs.items()}}
+        if not self._trials.folder:
+            return {}
+        return {**self._key, "estimates": {n: plain_or_described(c) for n, c in configs.items()}}
 
     def same_as(self, config: AnyConfig | AutoConfig) -> str | None:
         """Return the name of the point that has this configuration."""
