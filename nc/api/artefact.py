@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
+from nc.api.model_checks import checked_path
 from nc.api.quantized import QuantizedModel, checked
 from nc.api.warm import warm_up
 from nc.api.weight_report import weight_report
@@ -57,6 +58,7 @@ def save(
     if format != "default":
         msg = f'Expected format="default", but got {format!r}.'
         raise ConfigError(msg)
+    checked_path("checkpoint_dir", checkpoint_dir)
     if has_low_bit(model):
         low_bit.write(model, checkpoint_dir)
         return
@@ -143,7 +145,7 @@ def load(
         isolate=isolate,
         compile=compile,
     )
-    content = folder.read(model_name_or_path, wait=False)
+    content = folder.read(checked_path("model_name_or_path", model_name_or_path), wait=False)
     with content.checked():  # another thread computes the checksum of the weights meanwhile
         loaded = _LOADERS[content.format](content, asked)
     warm_up(loaded, warm)

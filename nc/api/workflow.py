@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -210,9 +210,13 @@ def quantize(
     check_callable("progress", progress, PROGRESS)
     prepared = prepare(model, quant_config, inplace, example_inputs, **options)
     if run_fn is not None:
-        args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
-        run_fn(prepared, *args)
+        run_fn(prepared, *as_tuple(run_args))
     return convert(prepared, measure=measure, guard=guard, progress=progress)
+
+
+def as_tuple(args: Any) -> Sequence[Any]:
+    """Return further arguments of a user's function, which may be one, in a row, or None."""
+    return () if args is None else args if isinstance(args, (tuple, list)) else (args,)
 
 
 def describe(

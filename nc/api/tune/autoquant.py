@@ -144,7 +144,8 @@ def choose(front: Front, min_sqnr_db: float | None) -> Taken:
     if not accurate:
         limit = "" if min_sqnr_db is None else f" with {min_sqnr_db:g} dB"
         return Taken(None, f"there is nothing else{limit}; {said}")
-    best = max(accurate, key=lambda point: point.result.fp32_ratio)
+    certain = [point for point in accurate if not point.is_uncertain]
+    best = max(certain or accurate, key=lambda point: point.result.fp32_ratio)
     gain = f"{best.name} is {best.result.fp32_ratio:.2f} times as fast as fp32"
     if best.result.fp32_ratio < LEAST_GAIN:
         return Taken(None, f"{gain}; {said}")

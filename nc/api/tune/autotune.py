@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from nc.api.model_checks import METRIC, check_callable, check_model, check_run_fn
 from nc.api.tune.measure import score
-from nc.api.workflow import quantize
+from nc.api.workflow import as_tuple, quantize
 from nc.capture.export_guards import eval_mode
 from nc.config import (
     AnyConfig,
@@ -26,8 +27,10 @@ from nc.config import (
     configs_from,
     get_default_double_quant_config,
 )
-from nc.errors import ConfigError, NCError
+from nc.errors import ConfigError, InputError, NCError
+from nc.formats.checks import is_number
 from nc.process.warn import warn
+from nc.text.plain import shown
 
 #: A part of fp32's metric that may be lost.
 _LOSS = 0.01
@@ -60,12 +63,13 @@ class TuningConfig:
     def __post_init__(self) -> None:
         """Check values."""
         loss = self.tolerable_loss
-        if not isinstance(loss, (int, float)) or isinstance(loss, bool) or not math.isfinite(loss):
-            msg = f"TuningConfig: tolerable_loss={loss!r}: expected a number, as 0.01 for 1 %."
+        if not is_number(loss):
+            msg = f"TuningConfig: tolerable_loss={shown(loss)}: expected a number, as 0.01 for 1 %."
             raise ConfigError(msg)
         if type(self.max_trials) is not int or self.max_trials < 1:
             msg = f"TuningConfig: max_trials={self.max_trials!r}: expected a whole number from 1."
             raise ConfigError(msg)
+        check_callable("sampler", self.sampler, "a function that is called with the configurations")
         self._found()
 
     def _found(self) -> list[AnyConfig]:
@@ -144,21 +148,31 @@ def autotune(
         eval_args: a tuple of further arguments.
         run_fn: as for `quantize`.
         run_args: likewise.
-        example_inputs: likewise.
+        example_inputs: likewise; None: those of the first call that `run_fn` makes, or `eval_fn` without it.
 
     Returns:
         The first model whose metric is at least `fp32 - tolerable_loss * |fp32|`; where none is, the one with
-        the best metric, with an `NCWarning`. Configurations that fail are passed over, with a warning.
+        the best metric, with an `NCWarning`. Configurations that fail, or whose metric is not a finite
+        number, are passed over with a warning.
 
     Raises:
-        InputError: `eval_fn` gives no finite number.
+        InputError: `eval_fn` gives no finite number of the float model.
         NCError: the last error, where every configuration fails.
     """
     if not isinstance(tune_config, TuningConfig):
         msg = f"tune_config: expected a TuningConfig, but got {type(tune_config).__name__}."
         raise ConfigError(msg)
-    args = () if eval_args is None else eval_args if isinstance(eval_args, (tuple, list)) else (eval_args,)
+    check_model(model)
+    check_callable("eval_fn", eval_fn, METRIC)
+    if eval_fn is None:
+        msg = f"Expected eval_fn to be {METRIC}, but got None."
+        raise InputError(msg)
+    check_run_fn(run_fn)
+    args = as_tuple(eval_args)
     with eval_mode(model):
+        if example_inputs is None:
+            first = (eval_fn, args) if run_fn is None else (run_fn, as_tuple(run_args))
+            example_inputs = _first_call(model, *first)
         fp32 = score(eval_fn, model, *args)
     least = fp32 - tune_config.tolerable_loss * abs(fp32)
     best: tuple[float, Any, AnyConfig] | None = None
@@ -166,11 +180,11 @@ def autotune(
     for config in tune_config.configs():
         try:
             q_model = quantize(model, config, run_fn, run_args, example_inputs=example_inputs)
+            value = score(eval_fn, q_model, *args)
         except NCError as error:
             warn(f"autotune passes {config!r} over: {error}")
             failed = error
             continue
-        value = score(eval_fn, q_model, *args)
         if value >= least:
             return q_model
         if best is None or value > best[0]:
@@ -181,3 +195,30 @@ def autotune(
     value, q_model, config = best
     warn(f"No configuration keeps {least:.6g} of fp32's {fp32:.6g}. The best is {config!r} with {value:.6g}.")
     return q_model
+
+
+class _Seen(BaseException):
+    """The first call of a model was seen; nothing of the user's catches it."""
+
+
+def _first_call(model: torch.nn.Module, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Return the inputs of the first call that a function makes of a model; None where it makes none."""
+    found: list[Any] = []
+
+    def note(_: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found.append(positional if not named else _by_name(model, positional, named))
+        raise _Seen
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        function(model, *args)
+    except _Seen:
+        pass
+    finally:
+        hook.remove()
+    return found[0] if found else None
+
+
+def _by_name(model: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a call by name, as example inputs are all by position or all by name."""
+    return {**dict(zip(inspect.signature(model.forward).parameters, positional, strict=False)), **named}

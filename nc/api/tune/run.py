@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nc.api.tune.elsewhere import Elsewhere
-from nc.api.tune.front import FrontPoint
+from nc.api.tune.front import FrontPoint, certain_first
 from nc.api.tune.identity import plain_or_described
 from nc.api.tune.low_bit_costs import LayerCosts
 from nc.api.tune.trials import Result, Trials
@@ -201,6 +201,6 @@ class Run:
                 done=len(self.points),
                 total=self.total,
                 seconds_left=max(0.0, self._end - time.monotonic()),
-                best=min(near, key=lambda p: p.ms) if near else None,
+                best=min(certain_first(near), key=lambda p: p.ms) if near else None,
             )
         )

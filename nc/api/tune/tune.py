@@ -131,7 +131,7 @@ def tune(
         raise ConfigError(msg)
     kept = Trials(None if trials is None else checked_path("trials", trials))
     seconds = _seconds(budget)
-    elsewhere = None if executor is None else Elsewhere(executor, metric)
+    elsewhere = None if executor is None else Elsewhere(executor, metric, model, backend)
     if type(points) is not int or points < 1:
         msg = f"points={points!r}: expected a whole number from 1."
         raise ConfigError(msg)

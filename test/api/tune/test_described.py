@@ -250,7 +250,7 @@ def test_what_is_only_written_does_not_count():
 
 
 def opens(model):
-    return len(open("/dev/null").read())
+    return len(open("/dev/null").read())  # noqa: PTH123
 
 
 def loads(model):
@@ -266,9 +266,9 @@ def imports_what_is_not_there(model):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: closure(open("/dev/null")), "_io.TextIOWrapper (held)"),
+        (lambda: closure(open("/dev/null")), "_io.TextIOWrapper (held)"),  # noqa: PTH123, SIM115
         (lambda: closure(i for i in range(3)), "generator (held)"),
-        (lambda: closure(loader((i for i in range(3)))), "sampler → data_source → rows)"),
+        (lambda: closure(loader(i for i in range(3))), "sampler → data_source → rows)"),
         (lambda: closure(torch.eye(3).to_sparse()), "layout torch.sparse_coo"),
         (lambda: closure(threading.local()), "_thread._local"),
         (lambda: chain(MOST_DEPTH + 1), f"more than {MOST_DEPTH} objects"),
