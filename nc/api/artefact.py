@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.model_checks import checked_path
 from nc.api.quantized import QuantizedModel, checked
 from nc.api.warm import warm_up
 from nc.api.weight_report import weight_report
@@ -23,6 +22,7 @@ from nc.backends.low_bit.engine import set_backend
 from nc.backends.narrowing import narrowed
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, UnsupportedError
+from nc.formats.checks import checked_path
 from nc.graph.qdq import QDQGraph, in_memory
 from nc.kernels.c_code.openmp import keep_threads_in_forks
 from nc.ops import RECURRENT

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from nc.api.preparation.base import Preparation
 from nc.api.quantized import QuantizedModel, ReferenceModule
 from nc.errors import InputError, StateError
+from nc.formats.checks import kind_of
 from nc.process.lock import LOCK
-from nc.text.plain import shown
 
 #: What `metric` has to be.
 METRIC = "a function that is called with a model and returns a number"
@@ -62,50 +59,15 @@ def check_model(model: object) -> None:
             raise InputError(msg)
 
 
-def check_callable(name: str, value: object, what: str) -> None:
-    """Raise InputError for an argument that is not None and can't be called.
-
-    Args:
-        name: of the argument.
-        value: given for it.
-        what: it has to be.
-    """
-    if value is not None and not callable(value):
-        msg = f"Expected {name} to be {what}, but got {_kind(value)}."
-        raise InputError(msg)
-
-
 def check_run_fn(run_fn: object) -> None:
     """Raise InputError for a `run_fn` that is not None and can't be called."""
     if run_fn is not None and not callable(run_fn):
         msg = (
             "Expected run_fn to be a function that is called with the prepared model, but got "
-            f"{_kind(run_fn)}. For a list of batches write run_fn=lambda prepared: [prepared(batch) for "
+            f"{kind_of(run_fn)}. For a list of batches write run_fn=lambda prepared: [prepared(batch) for "
             "batch in batches]."
         )
         raise InputError(msg)
-
-
-def checked_path(name: str, value: object) -> Path:
-    """Return a path; raises InputError for what is none, such as None and an empty text.
-
-    Args:
-        name: of the argument.
-        value: given for it.
-    """
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if not isinstance(value, str) or not value or "\0" in value:
-        got = shown(value) if isinstance(value, str) else _kind(value)
-        msg = f"Expected {name} to be a path, but got {got}."
-        raise InputError(msg)
-    return Path(value)
-
-
-def _kind(value: object) -> str:
-    """Return the type of a value with its article."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 #: What torch.ao puts into models: quantized layers, those of training for quantization, observers.

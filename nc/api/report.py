@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nc.api.advice import accuracy_lines, next_steps, reason_lines, ways_out
@@ -20,6 +19,7 @@ from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import COSTLY
 from nc.errors import ConfigError
+from nc.formats.checks import checked_path
 from nc.formats.reasons import Cause
 from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied, Decision
@@ -129,7 +129,7 @@ class Report:
         Raises:
             ConfigError: another ending; `front` is given for plain values.
         """
-        target = Path(path)
+        target = checked_path("path", path)
         if target.suffix not in (".html", ".json"):
             msg = f"{target}: a report is saved as .html or .json."
             raise ConfigError(msg)

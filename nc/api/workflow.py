@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.model_checks import PROGRESS, check_callable, check_model, check_run_fn
+from nc.api.model_checks import PROGRESS, check_model, check_run_fn
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.preparation.make import Request, automatic, plan_of, preparation
 from nc.api.quantized import QuantizedModel, as_call
@@ -19,6 +19,7 @@ from nc.backends.verify import check_option
 from nc.config import AnyConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import ConfigError, StateError
+from nc.formats.checks import check_callable
 from nc.graph.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_plan import WeightPlan
 from nc.process.torch_settings import check_default_device

@@ -22,6 +22,7 @@ from nc.cli.machine import doctor
 from nc.cli.report import report
 from nc.cli.shell import FILE, FOLDER, BackendOption, command, console_of, progress_bar, step_of
 from nc.process import env, installation
+from nc.text.plain import plain
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -187,7 +188,7 @@ def quantize(
         with inputs.writing(out):
             save(q_model, out)
     click.echo(str(q_model.report()))
-    click.echo(f"saved to {out}")
+    click.echo(plain(f"saved to {out}"))
 
 
 def _check_of_factory(factory: str, out: Path, given: Mapping[str, object]) -> None:

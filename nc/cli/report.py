@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nc.cli.shell import FOLDER, command
+from nc.text.plain import plain
 
 if TYPE_CHECKING:
     from nc.api.quantized import QuantizedModel
@@ -77,7 +78,7 @@ def report(
             explorer.write_text(
                 json.dumps(node_data(q_model.graph.module, found.ops)) + "\n", encoding="utf-8"
             )
-        click.echo(f"written to {explorer}")
+        click.echo(plain(f"written to {explorer}"))
     if page is not None:
         below = "" if front is None else _section(front)
         if other is not None:
@@ -88,7 +89,7 @@ def report(
             below += comparison(found, _report(second, profile), (str(folder), str(other)))
         with writing(page):
             page.write_text(page_of(found, below=below), encoding="utf-8")
-        click.echo(f"written to {page}")
+        click.echo(plain(f"written to {page}"))
     if page is None and explorer is None:
         click.echo(str(found))
 

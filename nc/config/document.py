@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nc.errors import ArtefactMissingError, ConfigError
+from nc.formats.checks import checked_path
 from nc.formats.rule_key import ParsedKey, check_pattern
 from nc.storage.atomic import replaced
 
@@ -46,7 +47,7 @@ class Document(abc.ABC):
 
     def to_json_file(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
-        with replaced(path) as staged:
+        with replaced(checked_path("path", path)) as staged:
             staged.write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
@@ -57,7 +58,7 @@ class Document(abc.ABC):
             ArtefactMissingError: the file does not exist.
             ConfigError: as `from_json`.
         """
-        if not Path(path).is_file():
+        if not checked_path("path", path).is_file():
             msg = f"{path}: the file does not exist; `config.to_json_file(path)` writes one."
             raise ArtefactMissingError(msg)
         return cls.from_json(Path(path).read_text(encoding="utf-8"))

@@ -68,6 +68,8 @@ CASES = {
     "load zero": (lambda: nc.load("a\0b"), InputError, "to be a path"),
     "save": (lambda: nc.save(MODEL, None), InputError, "Expected checkpoint_dir to be a path"),
     "front without a folder": (lambda: front().save("no/such/f.json"), ArtefactError, "there is no folder"),
+    "configuration": (lambda: DYNAMIC.to_json_file(None), InputError, "Expected path to be a path"),
+    "configuration read": (lambda: nc.AutoConfig.from_json_file(""), InputError, "Expected path to be a path"),
     "front": (lambda: front().save(None), InputError, "Expected path to be a path"),
     "max_drop": (lambda: front().fastest(max_drop=HUGE), ConfigError, "max_drop=1000"),
     "field of a configuration": (lambda: nc.StaticQuantConfig(percentile=HUGE), ConfigError, "percentile"),

@@ -58,7 +58,7 @@ def _refusing(output: torch.Tensor) -> torch.Tensor:
     """Return an output from which a derivative is an error that says what to do."""
     if not output.is_floating_point():
         return output
-    found: torch.Tensor = _Refused.apply(output, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Refused.apply(output, torch.zeros((), dtype=torch.float32, requires_grad=True))  # type: ignore[no-untyped-call]
     return found
 
 

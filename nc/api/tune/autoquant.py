@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nc.api.auto.prepared import PreparedAuto
-from nc.api.model_checks import PROGRESS, check_callable, check_model, check_run_fn, checked_path
+from nc.api.model_checks import PROGRESS, check_model, check_run_fn
 from nc.api.preparation.make import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.calibrate import calibrate, request_of
@@ -24,7 +24,7 @@ from nc.api.workflow import convert
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ConfigError
-from nc.formats.checks import is_number
+from nc.formats.checks import check_callable, checked_path, is_number
 from nc.graph.plan import Applied
 from nc.process.torch_settings import check_default_device
 from nc.process.warn import warn

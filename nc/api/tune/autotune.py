@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nc.api.model_checks import METRIC, check_callable, check_model, check_run_fn
+from nc.api.model_checks import METRIC, check_model, check_run_fn
 from nc.api.tune.measure import score
 from nc.api.workflow import as_tuple, quantize
 from nc.capture.export_guards import eval_mode
@@ -28,7 +28,7 @@ from nc.config import (
     get_default_double_quant_config,
 )
 from nc.errors import ConfigError, InputError, NCError
-from nc.formats.checks import is_number
+from nc.formats.checks import check_callable, is_number
 from nc.process.warn import warn
 from nc.text.plain import shown
 

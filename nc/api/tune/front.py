@@ -9,13 +9,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nc.api.model_checks import checked_path
 from nc.api.tune.page import page_of
 from nc.api.tune.trials import Result
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ArtefactError, ConfigError, StateError
-from nc.formats.checks import is_number
+from nc.formats.checks import checked_path, is_number
 from nc.process.warn import warn
 from nc.storage.atomic import replaced
 from nc.text.plain import plain, shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nc.api.model_checks import METRIC, PROGRESS, check_callable, check_model, check_run_fn, checked_path
+from nc.api.model_checks import METRIC, PROGRESS, check_model, check_run_fn
 from nc.api.preparation.make import automatic, preparation
 from nc.api.quantized import as_call
 from nc.api.tune.calibrate import calibrate, request_of
@@ -37,7 +37,7 @@ from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
 from nc.errors import ConfigError, InputError, StateError
-from nc.formats.checks import is_number
+from nc.formats.checks import check_callable, checked_path, is_number
 from nc.planning.layer_plan import WeightPlan
 from nc.process.modes import evaluating
 from nc.process.torch_settings import check_default_device
