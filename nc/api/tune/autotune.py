@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from nc.api.model_checks import METRIC, check_model, check_run_fn
+from nc.api.tune.identity import copied
 from nc.api.tune.measure import score
 from nc.api.workflow import as_tuple, quantize
 from nc.capture.export_guards import eval_mode
@@ -26,6 +28,7 @@ from nc.config import (
     StaticQuantConfig,
     configs_from,
     get_default_double_quant_config,
+    has_weight_only,
 )
 from nc.errors import ConfigError, InputError, NCError
 from nc.formats.checks import check_callable, is_number
@@ -168,16 +171,21 @@ def autotune(
         msg = f"Expected eval_fn to be {METRIC}, but got None."
         raise InputError(msg)
     check_run_fn(run_fn)
-    args = as_tuple(eval_args)
+    args, configs = as_tuple(eval_args), tune_config.configs()
+    wanted = example_inputs is None and not all(map(has_weight_only, configs))
     with eval_mode(model):
-        if example_inputs is None:
-            first = (eval_fn, args) if run_fn is None else (run_fn, as_tuple(run_args))
-            example_inputs = _first_call(model, *first)
-        fp32 = score(eval_fn, model, *args)
+        if wanted and run_fn is not None:
+            with _first_inputs(model, stop=True) as found:
+                run_fn(model, *as_tuple(run_args))
+            example_inputs = found[0] if found else None
+        with _first_inputs(model) as found:
+            fp32 = score(eval_fn, model, *args)
+    if wanted and example_inputs is None and found:
+        example_inputs = found[0]
     least = fp32 - tune_config.tolerable_loss * abs(fp32)
     best: tuple[float, Any, AnyConfig] | None = None
     failed: NCError | None = None
-    for config in tune_config.configs():
+    for config in configs:
         try:
             q_model = quantize(model, config, run_fn, run_args, example_inputs=example_inputs)
             value = score(eval_fn, q_model, *args)
@@ -201,22 +209,25 @@ class _Seen(BaseException):
     """The first call of a model was seen; nothing of the user's catches it."""
 
 
-def _first_call(model: torch.nn.Module, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Return the inputs of the first call that a function makes of a model; None where it makes none."""
+@contextlib.contextmanager
+def _first_inputs(model: torch.nn.Module, *, stop: bool = False) -> Iterator[list[Any]]:
+    """Yield a list, which gets the inputs of the first call of a model; `stop` ends the block with that."""
     found: list[Any] = []
 
-    def note(_: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found.append(positional if not named else _by_name(model, positional, named))
-        raise _Seen
+    def note(_: torch.nn.Module, *call: Any) -> None:
+        if not found:
+            positional, named = copied(call)  # type: ignore[arg-type]
+            found.append(_by_name(model, positional, named) if named else positional)
+        if stop:
+            raise _Seen
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        function(model, *args)
+        yield found
     except _Seen:
         pass
     finally:
         hook.remove()
-    return found[0] if found else None
 
 
 def _by_name(model: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
