@@ -33,6 +33,7 @@ from nc.backends.profiling import scaling
 from nc.backends.profiling.verdict import Verdict
 from nc.backends.table import support_table
 from nc.calibration.statistics import Statistics
+from nc.cli.check import PATHS
 from nc.cli.main import main as command_line
 from nc.config.base import QuantConfig, strategies
 from nc.config.document import Document
@@ -296,7 +297,8 @@ def commands() -> str:
     parts = [
         "`python -m nc COMMAND`, also as `nc-quant COMMAND`. Results go to stdout; progress, warnings and "
         "errors go to stderr. Exit code 2 means that the command failed, and one line says why. Exit code 1 "
-        "means that `doctor` found a problem.",
+        "means that `doctor` found a problem, or that an artefact misses a limit of `check`; 70 means a "
+        "defect of nc, and 130 Ctrl-C.",
     ]
     assert isinstance(command_line, click.Group)
     for name, command in command_line.commands.items():
@@ -312,6 +314,10 @@ def commands() -> str:
                 ("option", "meaning"), [(f"`{record[0]}`", text(record[1])) for record in records if record]
             )
         )
+        if name == "check":
+            parts.append(
+                table(("what happens", "exit code", "outcome"), [tuple(map(str, row)) for row in PATHS])
+            )
     return page("Command line", *parts)
 
 

@@ -29,9 +29,15 @@ that nc made for the user, and its subclass `UnmatchedTypeWarning` for a type ru
 
 from __future__ import annotations
 
+from nc.text.plain import plain
+
 
 class NCError(Exception):
     """Base class of all errors that `nc` raises."""
+
+    def __str__(self) -> str:
+        """Return the message; names in it that could steer a terminal are escaped and shortened."""
+        return plain(super().__str__())
 
 
 class ConfigError(NCError, ValueError):

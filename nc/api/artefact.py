@@ -22,6 +22,7 @@ from nc.backends.low_bit.engine import set_backend
 from nc.backends.narrowing import narrowed
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, UnsupportedError
+from nc.formats.checks import checked_path
 from nc.graph.qdq import QDQGraph, in_memory
 from nc.kernels.c_code.openmp import keep_threads_in_forks
 from nc.ops import RECURRENT
@@ -57,6 +58,7 @@ def save(
     if format != "default":
         msg = f'Expected format="default", but got {format!r}.'
         raise ConfigError(msg)
+    checked_path("checkpoint_dir", checkpoint_dir)
     if has_low_bit(model):
         low_bit.write(model, checkpoint_dir)
         return
@@ -143,7 +145,7 @@ def load(
         isolate=isolate,
         compile=compile,
     )
-    content = folder.read(model_name_or_path, wait=False)
+    content = folder.read(checked_path("model_name_or_path", model_name_or_path), wait=False)
     with content.checked():  # another thread computes the checksum of the weights meanwhile
         loaded = _LOADERS[content.format](content, asked)
     warm_up(loaded, warm)

@@ -7,8 +7,12 @@ import torch
 from nc.api.preparation.base import Preparation
 from nc.api.quantized import QuantizedModel, ReferenceModule
 from nc.errors import InputError, StateError
+from nc.formats.checks import kind_of
 from nc.process.lock import LOCK
 
+#: What `metric` has to be.
+METRIC = "a function that is called with a model and returns a number"
+PROGRESS = "a function that is told how far the work is"
 #: A model that is one of these, or holds one, is quantized already.
 _OURS = (Preparation, QuantizedModel, ReferenceModule)
 
@@ -53,6 +57,17 @@ def check_model(model: object) -> None:
         if device.type != "cpu":
             msg = f"Parameter {name!r} is on device {device}; nc quantizes for CPUs only; call model.cpu()."
             raise InputError(msg)
+
+
+def check_run_fn(run_fn: object) -> None:
+    """Raise InputError for a `run_fn` that is not None and can't be called."""
+    if run_fn is not None and not callable(run_fn):
+        msg = (
+            "Expected run_fn to be a function that is called with the prepared model, but got "
+            f"{kind_of(run_fn)}. For a list of batches write run_fn=lambda prepared: [prepared(batch) for "
+            "batch in batches]."
+        )
+        raise InputError(msg)
 
 
 #: What torch.ao puts into models: quantized layers, those of training for quantization, observers.

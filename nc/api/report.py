@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nc.api.advice import accuracy_lines, next_steps, reason_lines, ways_out
@@ -20,6 +19,7 @@ from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import COSTLY, FLOOR
 from nc.errors import ConfigError
+from nc.formats.checks import checked_path
 from nc.formats.reasons import Cause
 from nc.graph.accuracy import EXAMPLE, Accuracy
 from nc.graph.evidence import Evidence
@@ -29,6 +29,7 @@ from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.shares import fractions, shares_of
 from nc.storage import marks
 from nc.storage.atomic import write_text
+from nc.text.plain import plain
 from nc.text.table import flowing, folded, format_table, listed
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Report:
             ConfigError: another ending; `front` is given for plain values.
             ArtefactError: something else than a page, or a report, is there; or it cannot be written.
         """
-        target = Path(path)
+        target = checked_path("path", path)
         if target.suffix not in (".html", ".json"):
             msg = f"{target}: a report is saved as .html or .json."
             raise ConfigError(msg)
@@ -150,7 +151,7 @@ class Report:
 
     def summary(self) -> str:
         """Return the verdict and the figures, without the table of operators."""
-        return f"{self._verdict()}\n{self.figures()}"
+        return plain(f"{self._verdict()}\n{self.figures()}")
 
     def _verdict(self) -> str:
         """Return what decides whether the model is of use, and what to do about that."""
@@ -271,7 +272,7 @@ class Report:
             self.figures(),
         ]
         parts = ["\n".join(flowing(text, _COLUMNS)) for text in texts if text]
-        return "\n\n".join([*parts, self.table(_COLUMNS, fold=True)])
+        return plain("\n\n".join([*parts, self.table(_COLUMNS, fold=True)]))
 
 
 #: What is shown of an operator that the engine does not name.

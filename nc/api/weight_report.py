@@ -23,6 +23,7 @@ from nc.graph.plan import Applied
 from nc.graph.shares import Part, Shares, fractions, shares_of
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.planning.layer_plan import other_parts, others_text
+from nc.text.plain import plain
 from nc.text.table import WIDTH, flowing, folded, format_table, largest
 from nc.weights.accuracy import hopeless_layers, hopeless_text
 from nc.weights.history import history_of
@@ -178,7 +179,7 @@ class WeightReport:
     def __str__(self) -> str:
         """Return the layers as a table in which equal blocks stand once, then the figures."""
         figures = "\n".join(flowing(self.summary(), WIDTH))
-        return f"{self.table(WIDTH, fold=True)}\n\n{figures}"
+        return plain(f"{self.table(WIDTH, fold=True)}\n\n{figures}")
 
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
         """One row per layer and other weight.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.model_checks import check_model
+from nc.api.model_checks import PROGRESS, check_model, check_run_fn
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.preparation.make import Request, automatic, plan_of, preparation
 from nc.api.quantized import QuantizedModel, as_call
@@ -18,7 +18,8 @@ from nc.api.weight_report import WeightReport, weight_report
 from nc.backends.verify import check_option
 from nc.config import AnyConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig, auto_or_config
-from nc.errors import ConfigError, InputError, StateError
+from nc.errors import ConfigError, StateError
+from nc.formats.checks import check_callable
 from nc.graph.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_plan import WeightPlan
 from nc.process.torch_settings import check_default_device
@@ -162,6 +163,7 @@ def convert(
         )
         raise ConfigError(msg)
     check_default_device("convert")
+    check_callable("progress", progress, PROGRESS)
     check_option("guard", guard, ("warn", "undo"))
     asked = Conversion(
         backend=backend,
@@ -205,18 +207,17 @@ def quantize(
         >>> tuple(q(x).shape)
         (4, 8)
     """
-    if run_fn is not None and not callable(run_fn):
-        msg = (
-            "Expected run_fn to be a function that is called with the prepared model, but got a "
-            f"{type(run_fn).__name__}. For a list of batches write run_fn=lambda prepared: [prepared(batch) "
-            "for batch in batches]."
-        )
-        raise InputError(msg)
+    check_run_fn(run_fn)
+    check_callable("progress", progress, PROGRESS)
     prepared = prepare(model, quant_config, inplace, example_inputs, **options)
     if run_fn is not None:
-        args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
-        run_fn(prepared, *args)
+        run_fn(prepared, *as_tuple(run_args))
     return convert(prepared, measure=measure, guard=guard, progress=progress)
+
+
+def as_tuple(args: Any) -> Sequence[Any]:
+    """Return further arguments of a user's function, which may be one, in a row, or None."""
+    return () if args is None else args if isinstance(args, (tuple, list)) else (args,)
 
 
 def describe(

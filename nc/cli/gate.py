@@ -1,6 +1,7 @@
 """Whether an artefact may be published: quality and speed against the float model and another artefact.
 
-Noise fails nothing: a limit is missed only if the whole 95 % interval of what was measured misses it.
+A limit is missed if the whole 95 % interval of what was measured misses it, and met if the whole interval
+meets it; what is between is not decided. What can't be measured is an error, and never a result.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nc.backends.profiling.latency import SpeedComparison, compare
-from nc.cli.inputs import RequestError
-from nc.errors import NCError
+from nc.cli.inputs import RequestError, users_code
+from nc.text.plain import shown
 
 #: 97.5 % quantile of the normal distribution, and of Student's with one and two degrees of freedom.
 _NORMAL, _FEW = 1.959964, {1: 12.7062, 2: 4.3027}
 Interval = tuple[float, float]
+#: Upper over lower end of an interval of speeds from which on the rounds tell nothing, whatever the limit is.
+MOST_SPREAD = 3.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,48 +71,90 @@ class AgainstOne:
             )
         return found
 
+    def undecided(self, max_drop: float, min_speedup: float | None) -> list[str]:
+        """Return which limits the intervals neither miss nor meet as a whole."""
+        found = []
+        if self.drop_interval is not None and self.drop_interval[0] <= max_drop < self.drop_interval[1]:
+            low, high = self.drop_interval
+            found.append(
+                f"against {self.what} the metric drops by {low:.4g} to {high:.4g}, and {max_drop:.4g} is "
+                "between them: give scores for each sample, or more samples"
+            )
+        if min_speedup is None:
+            return found
+        more = (
+            f"give more --seconds, or a machine without other work{f' ({self.doubt})' if self.doubt else ''}"
+        )
+        if self.speedup_interval is None:
+            if self.speedup >= min_speedup:
+                found.append(f"{self.speedup:.2f} times as fast as {self.what} in too few rounds: {more}")
+            return found
+        low, high = self.speedup_interval
+        if low < min_speedup <= high:
+            found.append(
+                f"{low:.2f} to {high:.2f} times as fast as {self.what}, and {min_speedup:.2f} is between "
+                f"them: {more}"
+            )
+        elif high >= min_speedup and high > MOST_SPREAD * low:
+            found.append(f"{low:.2f} to {high:.2f} times as fast as {self.what} is too wide to tell: {more}")
+        return found
+
 
 def scores(metric: Callable[[Any], Any], model: Any) -> list[float]:
     """Return what a metric gives: one number, or one for each sample.
 
+    Numbers are those of Python, NumPy and torch; rows of them are lists, tuples, arrays and tensors.
+
     Raises:
         RequestError: it fails, or gives no finite numbers.
     """
-    try:
-        with torch.no_grad():
-            value = metric(model)
-    except Exception as error:  # the user's code can raise anything
-        msg = f"The metric failed: {type(error).__name__}: {error}; --debug shows the traceback."
-        raise RequestError(msg) from error
-    values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
-    try:
-        found = [float(each) for each in (values if isinstance(values, (list, tuple)) else [values])]
-    except (TypeError, ValueError):
-        found = []
+    with users_code("The metric failed"), torch.no_grad():
+        value = metric(model)
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            value = value.reshape(-1).tolist()
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found = [_number(each) for each in values]
     if not found or not all(map(math.isfinite, found)):
         msg = (
-            f"The metric gave {value!r}: expected a finite number, or one for each sample; larger is better."
+            f"The metric gave {shown(value)}: expected a finite number, or one for each sample; larger is "
+            "better."
         )
         raise RequestError(msg)
     return found
+
+
+def _number(value: Any) -> float:
+    """Return a number; NaN for what is none, such as a text, or too large."""
+    if not hasattr(type(value), "__float__"):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 def drop_of(ours: Sequence[float], others: Sequence[float]) -> tuple[float, Interval]:
     """Return how much the mean of paired scores drops, and its 95 % interval.
 
     Raises:
-        RequestError: there are other numbers of scores.
+        RequestError: there are other numbers of scores, or the difference is too large for a number.
     """
     if len(ours) != len(others):
         msg = f"The metric gave {len(ours)} scores for one model and {len(others)} for another."
         raise RequestError(msg)
     differences = [other - own for own, other in zip(ours, others, strict=True)]
-    drop = statistics.fmean(differences)
     count = len(differences)
-    if count == 1:
-        return drop, (drop, drop)
-    reach = student(count - 1) * statistics.stdev(differences) / math.sqrt(count)
-    return drop, (drop - reach, drop + reach)
+    try:
+        drop, reach = statistics.fmean(differences), 0.0
+        if count > 1:
+            reach = student(count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    except (OverflowError, ValueError, AttributeError):  # how the versions of Python say infinite
+        drop = reach = math.inf
+    low, high = drop - reach, drop + reach
+    if not (math.isfinite(low) and math.isfinite(high)):
+        msg = "The scores are so large that their differences are not finite numbers."
+        raise RequestError(msg)
+    return drop, (low, high)
 
 
 def student(freedom: int) -> float:
@@ -143,20 +189,16 @@ def against(
         RequestError: the other one fails on the example inputs of the artefact.
     """
     drop, interval = drop_of(ours, others) if ours is not None and others is not None else (None, None)
+    with users_code(f"{what} fails on the example inputs of the artefact"), torch.no_grad():
+        other_call()
     with torch.no_grad():
-        try:
-            other_call()
-        except NCError:
-            raise
-        except Exception as error:  # the user's model can raise anything
-            msg = f"{what} fails on the example inputs of the artefact: {type(error).__name__}: {error}"
-            raise RequestError(msg) from error
         call()
+    with users_code(f"{what} fails when it is timed"), torch.no_grad():
         found: SpeedComparison = compare(other_call, call, seconds)
     return AgainstOne(
         what=what,
-        metric=None if ours is None else statistics.fmean(ours),
-        other_metric=None if others is None else statistics.fmean(others),
+        metric=_mean(ours),
+        other_metric=_mean(others),
         drop=drop,
         drop_interval=interval,
         speedup=found.ratio,
@@ -165,3 +207,8 @@ def against(
         other_ms=found.times["slow"],
         doubt=found.doubt,
     )
+
+
+def _mean(scores: Sequence[float] | None) -> float | None:
+    """Return the mean of finite scores, whose sum need not be finite."""
+    return None if scores is None else math.fsum(score / len(scores) for score in scores)

@@ -24,8 +24,10 @@ from nc.config import AnyConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import InputError, NCError
 from nc.planning.layer_plan import WeightPlan
+from nc.storage import marks
 from nc.storage.atomic import resolved
 from nc.storage.json_file import json_value
+from nc.text.plain import said
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -91,6 +93,36 @@ def check_can_be_made(folder: Path) -> None:
             pass
     except OSError as error:
         msg = f"{folder} cannot be written: no folder can be made in {existing} ({error.strerror or error})."
+        raise RequestError(msg) from error
+
+
+def check_page(path: Path) -> None:
+    """Raise RequestError if a page can't be written to a path: it replaces earlier pages of nc alone."""
+    if path.suffix != ".html":
+        msg = f"--html {path}: expected a name that ends in .html."
+        raise RequestError(msg)
+    if not path.exists() or marks.page(path):
+        return
+    msg = f"--html {path}: there is a file that is not a page of nc. Give another name, or remove it."
+    raise RequestError(msg)
+
+
+@contextlib.contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Run code of the user's: what it prints goes to stderr, and what it raises is a RequestError.
+
+    `SystemExit` and the like too, so that the user's code does not choose the exit code of the command.
+
+    Args:
+        what: in front of what was raised.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (KeyboardInterrupt, RequestError):
+        raise
+    except BaseException as error:
+        msg = f"{what}: {said(error)}; --debug shows the traceback."
         raise RequestError(msg) from error
 
 
@@ -205,16 +237,13 @@ def captured(model: object, folder: Path) -> QuantizedModel:
 def make_model(factory: str) -> torch.nn.Module:
     """Return the model that "pkg.module:factory" returns, in eval mode."""
     function = named_function(factory, "PKG.MODULE:FACTORY, e.g. my_models:make_encoder")
-    try:
+    with users_code(factory):
         model = function()
-    except Exception as error:  # the user's code can raise anything
-        module_name, _, attribute = factory.partition(":")
-        msg = f"{factory}: {_what_failed(error, module_name, attribute)}; --debug shows the traceback."
-        raise RequestError(msg) from error
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected {factory} to return a torch.nn.Module, but got {type(model).__name__}."
         raise RequestError(msg)
-    return model.eval()  # nobody else holds it, so there is no training flag to keep
+    with users_code(factory):
+        return model.eval()  # nobody else holds it, so there is no training flag to keep
 
 
 def named_function(name: str, form: str = "PKG.MODULE:FUNCTION, e.g. my_metrics:accuracy") -> Any:
@@ -230,14 +259,19 @@ def named_function(name: str, form: str = "PKG.MODULE:FUNCTION, e.g. my_metrics:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except Exception as error:  # the user's code can raise anything
-        msg = f"{name}: {_what_failed(error, module_name, attribute)}; --debug shows the traceback."
-        raise RequestError(msg) from error
+    with users_code(name):
+        try:
+            return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        except (ModuleNotFoundError, AttributeError) as error:
+            why = _what_is_missing(error, module_name, attribute)
+            if not why:
+                raise
+            msg = f"{name}: {why}; --debug shows the traceback."
+            raise RequestError(msg) from error
 
 
-def _what_failed(error: Exception, module_name: str, attribute: str) -> str:
+def _what_is_missing(error: ModuleNotFoundError | AttributeError, module_name: str, attribute: str) -> str:
+    """Return which part of "pkg.module:function" does not exist; "" where something else is missing."""
     if (
         isinstance(error, ModuleNotFoundError)
         and error.name
@@ -257,7 +291,7 @@ def _what_failed(error: Exception, module_name: str, attribute: str) -> str:
             else f"it has {', '.join(callables[:20]) or 'nothing to call'}"
         )
         return f"{module_name} has no {attribute!r}; {has}"
-    return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def batches(arrays: Arrays, size: int) -> Iterator[Arrays]:

@@ -18,6 +18,7 @@ from nc.graph.plan import Plan
 from nc.storage import folder as folders
 from nc.storage import store
 from nc.text.json_text import parsed
+from nc.text.plain import plain
 from nc.text.table import folded, format_table
 from nc.weights.files.artefact import FORMAT as LOW_BIT
 
@@ -37,18 +38,18 @@ def show(folder: Path, console: Console, *, limited: bool, as_json: bool) -> Non
         ArtefactError: it is none, or was altered.
     """
     content = folders.read(folder)
-    if content.format == LOW_BIT:
-        with folders.malformed(folder / folders.MODEL):
+    with folders.malformed(folder / folders.MODEL):
+        if content.format == LOW_BIT:
             contents, rows, lines = _low_bit(content)
-    else:
-        contents = _contents(folder)
-        rows, lines = _table(contents)
+        else:
+            contents = _contents(folder)
+            rows, lines = _table(contents)
     if as_json:
-        click.echo(json.dumps(contents, indent=2))
+        click.echo(json.dumps(contents, indent=2, allow_nan=False))
         return
     rows = folded(rows)
     table = format_table(rows)
-    facts = "\n".join(f"{name:16}{text}" for name, text in lines.items())
+    facts = plain("\n".join(f"{name:16}{text}" for name, text in lines.items()))
     if not limited or max(map(len, f"{table}\n{facts}".splitlines())) <= console.width:
         click.echo(f"{table}\n\n{facts}")
         return
@@ -63,7 +64,7 @@ def _broken(*columns: str, rows: Sequence[tuple[str, ...]], header: bool = True)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(plain, row))
     return table
 
 
@@ -130,6 +131,7 @@ def _table(contents: dict[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, s
     ]
     int8 = sum(op["activations"] not in ("fp32", "bf16") for op in contents["operators"])
     sizes = ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items())
+    error = "infinite" if contents["sqnr_vs_fp32_db"] is None else contents["sqnr_vs_fp32_db"]
     lines = {
         "schema": contents["schema"],
         "written by": ", ".join(f"{name} {version}" for name, version in contents["versions"].items()),
@@ -140,7 +142,7 @@ def _table(contents: dict[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, s
         "tensors": sizes,
         "fp32 model": f"{contents['fp32_bytes'] / 1e6:.2f} MB of constants",
         "files": ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in contents["files"].items()),
-        "quantized graph": f"{contents['sqnr_vs_fp32_db']} dB against fp32, on the example inputs",
+        "quantized graph": f"{error} dB against fp32, on the example inputs",
     }
     return rows, lines
 
@@ -150,6 +152,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     stored = store.read(folder)
     document = stored.document
     plan = Plan.from_dict(document["plan"])
+    sqnr_db = float(document["sqnr_vs_fp32_db"])
     return {
         "schema": document["schema"],
         "versions": document["versions"],
@@ -170,7 +173,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         "bytes_by_dtype": _bytes_by_dtype(stored.content.weights.buffer),
         "fp32_bytes": document["float_bytes"],
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-        "sqnr_vs_fp32_db": round(float(document["sqnr_vs_fp32_db"]), 1),
+        "sqnr_vs_fp32_db": None if math.isinf(sqnr_db) else round(sqnr_db, 1),  # JSON has no Infinity
     }
 
 

@@ -1,8 +1,9 @@
 """`python -m nc quantize | inspect | report | bench | check | doctor`, also as `nc-quant`.
 
 Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed,
-and one line says why. Exit code 1 means that `doctor` found a problem, or that `check` lets an artefact not
-pass. If nobody reads stdout any more (`| head`), a command ends as others do that a closed pipe stops.
+and one line says why. Exit code 1 means that `doctor` found a problem, or that an artefact misses a limit of
+`check`; 3 that `check --inconclusive fail` could not decide; 70 a defect of nc, with a traceback; 130 Ctrl-C.
+If nobody reads stdout any more (`| head`), a command ends as others do that a closed pipe stops.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from nc.cli.machine import doctor
 from nc.cli.report import report
 from nc.cli.shell import FILE, FOLDER, BackendOption, command, console_of, progress_bar, step_of
 from nc.process import env, installation
+from nc.text.plain import plain
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -185,7 +187,7 @@ def quantize(
             q_model = nc.convert(prepared, verify=verify, measure=measure, progress=say)
         save(q_model, out)
     click.echo(str(q_model.report()))
-    click.echo(f"saved to {out}")
+    click.echo(plain(f"saved to {out}"))
 
 
 def _check_of_factory(factory: str, out: Path, given: Mapping[str, object]) -> None:

@@ -13,6 +13,7 @@ from nc.api.pretrained import quantize_folder
 from nc.cli import inputs
 from nc.config import WeightOnlyConfig, parts_of
 from nc.config.auto import AutoConfig
+from nc.text.plain import plain
 
 
 def quantize_pretrained(
@@ -62,7 +63,7 @@ def quantize_pretrained(
 
     report = quantize_folder(source, chosen, out, texts, progress=progress)
     click.echo(str(report))
-    click.echo(f"saved to {out}")
+    click.echo(plain(f"saved to {out}"))
 
 
 def _pieces(source: Path, calib: Path, samples: int, length: int) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nc.cli.shell import FOLDER, command
+from nc.text.plain import plain
 
 if TYPE_CHECKING:
     from nc.api.quantized import QuantizedModel
@@ -80,7 +81,7 @@ def report(
     if explorer is not None:
         text = json.dumps(node_data(q_model.graph.module, found.ops)) + "\n"
         write_text(explorer, text, json_like(is_node_data))
-        click.echo(f"written to {explorer}")
+        click.echo(plain(f"written to {explorer}"))
     if page is not None:
         below = "" if front is None else section(read_front(front))
         if other is not None:
@@ -90,7 +91,7 @@ def report(
                 raise RequestError(msg)
             below += comparison(found, _report(second, profile), (str(folder), str(other)))
         write_text(page, page_of(found, below=below), marks.page)
-        click.echo(f"written to {page}")
+        click.echo(plain(f"written to {page}"))
     if page is None and explorer is None:
         click.echo(str(found))
 

@@ -19,16 +19,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nc.errors import NCError, NCWarning
 from nc.process import env
+from nc.text.plain import plain, said
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PIPE_WIDTH = 160
 #: What a shell says of a command that a closed pipe stopped: 128 and the number of the signal.
 _CLOSED_PIPE = 128 + signal.SIGPIPE
+_STOPPED = 128 + signal.SIGINT
+#: Exit code of a crash: EX_SOFTWARE of sysexits.h.
+CRASH = 70
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--debug`, and print errors and warnings of nc as lines on stderr."""
+    """Add `--debug`, print errors and warnings of nc as lines on stderr, and choose the exit code."""
 
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
@@ -43,8 +47,17 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except (NCError, OSError) as error:
             if debug:
                 traceback.print_exc()
-            click.echo(f"nc: error: {error}", err=True)
+            click.echo(f"nc: error: {plain(error)}", err=True)
             sys.exit(2)
+        except KeyboardInterrupt:
+            click.echo("nc: stopped", err=True)
+            sys.exit(_STOPPED)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            click.echo(f"nc: defect of nc, please report it with the lines above: {said(error)}", err=True)
+            sys.exit(CRASH)
 
     return run
 
@@ -63,7 +76,7 @@ def _our_warnings() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
             if issubclass(category, NCWarning):
-                click.echo(f"nc: warning: {message}", err=True)
+                click.echo(f"nc: warning: {plain(message)}", err=True)
             else:
                 usual(message, category, *where, **options)
 

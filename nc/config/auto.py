@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from nc.config.base import AnyConfig
+from nc.config.document import Document
 from nc.config.neural_compressor import config_from
 from nc.errors import ConfigError
 from nc.formats.checks import is_number
@@ -14,7 +15,7 @@ NAME = "auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AutoConfig:
+class AutoConfig(Document):
     """Try what suits the model and the CPU, and take the fastest whose error is near the least one.
 
     Accuracy comes before speed: below `min_sqnr_db` operators go to float until it is reached, whatever that
@@ -51,6 +52,15 @@ class AutoConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `auto_or_config`."""
         return {NAME: dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> AutoConfig:
+        """Return the inverse of `to_dict`; raises ConfigError."""
+        found = auto_or_config(data)
+        if not isinstance(found, AutoConfig):
+            msg = f"Expected the configuration of an AutoConfig, but got that of a {type(found).__name__}."
+            raise ConfigError(msg)
+        return found
 
 
 def auto_or_config(value: object) -> AnyConfig | AutoConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nc.errors import ArtefactMissingError, ConfigError
+from nc.formats.checks import checked_path
 from nc.formats.rule_key import ParsedKey, check_pattern
 from nc.storage.atomic import write_text
 from nc.storage.json_file import text_of
@@ -58,10 +59,11 @@ class Document(abc.ABC):
         """Write `to_json` to a file.
 
         Raises:
+            InputError: it is not a path.
             ArtefactError: something else than a configuration is there, or one of a newer nc; or it cannot be
                 written.
         """
-        write_text(path, self.to_json() + "\n", json_like(_is_config))
+        write_text(checked_path("path", path), self.to_json() + "\n", json_like(_is_config))
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Any:
@@ -71,7 +73,7 @@ class Document(abc.ABC):
             ArtefactMissingError: the file does not exist.
             ConfigError: as `from_json`.
         """
-        if not Path(path).is_file():
+        if not checked_path("path", path).is_file():
             msg = f"{path}: the file does not exist; `config.to_json_file(path)` writes one."
             raise ArtefactMissingError(msg)
         return cls.from_json(text_of(Path(path)))

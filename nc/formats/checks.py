@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
+from pathlib import Path
 
-from nc.errors import ConfigError
+from nc.errors import ConfigError, InputError
+from nc.text.plain import shown
 
 
 def is_number(value: object) -> bool:
     """Whether a value is one finite real number, NumPy's included."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float can hold
+        return False
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -23,3 +31,38 @@ def require(holds: bool, name: str, what: str, value: object) -> None:
     if not holds:
         msg = f"Expected {name} to be {what}, but got {value!r}."
         raise ConfigError(msg)
+
+
+def check_callable(name: str, value: object, what: str) -> None:
+    """Raise InputError for an argument that is not None and can't be called.
+
+    Args:
+        name: of the argument.
+        value: given for it.
+        what: it has to be.
+    """
+    if value is not None and not callable(value):
+        msg = f"Expected {name} to be {what}, but got {kind_of(value)}."
+        raise InputError(msg)
+
+
+def checked_path(name: str, value: object) -> Path:
+    """Return a path; raises InputError for what is none, such as None and an empty text.
+
+    Args:
+        name: of the argument.
+        value: given for it.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value or "\0" in value:
+        got = shown(value) if isinstance(value, str) else kind_of(value)
+        msg = f"Expected {name} to be a path, but got {got}."
+        raise InputError(msg)
+    return Path(value)
+
+
+def kind_of(value: object) -> str:
+    """Return the type of a value with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

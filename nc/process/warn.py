@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nc.errors import NCWarning
+from nc.text.plain import plain
 
 #: Warnings that wait in this thread of execution; None: they are said at once.
 _HELD: contextvars.ContextVar[list[Callable[[], None]] | None] = contextvars.ContextVar("held", default=None)
@@ -30,7 +31,7 @@ def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
-    _say(functools.partial(warnings.warn_explicit, text, category, *place))
+    _say(functools.partial(warnings.warn_explicit, plain(text), category, *place))
 
 
 def _say(warning: Callable[[], None]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
+from nc.text.plain import plain
+
 #: Colours have names, so that pictures follow the theme too.
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f1f1f; --back: #fff; --line: #bbb; --int8: #1565c0;
@@ -74,7 +76,7 @@ document.querySelectorAll("table").forEach(function (table) {
 
 def escaped(text: object) -> str:
     """Return a text for a page."""
-    return html.escape(str(text))
+    return html.escape(plain(text))
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -8,6 +8,8 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
+from nc.text.plain import plain
+
 Row = tuple[str, ...]
 _Merge = Mapping[int, Callable[[Sequence[str]], str]]
 #: How wide tables are that nobody gave another width.
@@ -32,6 +34,7 @@ def format_table(rows: Sequence[Row], width: int | None = None) -> str:
             each once, and the column has their numbers; other cells that are too long are broken into lines.
             None: as wide as the cells are.
     """
+    rows = [tuple(plain(cell) for cell in row) for row in rows]
     rows, notes = (rows, []) if width is None else _noted(rows, width)
     widths = _widths(rows)
     if width is not None:

@@ -1,6 +1,7 @@
 """`nc check`: what passes, what does not, and what noise may not decide."""
 
 import json
+import math
 import random
 import statistics
 
@@ -9,11 +10,16 @@ import torch
 from click.testing import CliRunner
 
 import nc
+from nc.api import artefact
+from nc.api.artefact import load
+from nc.cli import check as check_command
 from nc.cli import gate
 from nc.cli.inputs import RequestError
 from nc.cli.main import main
+from nc.cli.shell import CRASH
 
 MODELS = """
+import numpy as np
 import torch
 import nc
 
@@ -56,6 +62,81 @@ def bad(model):
 
 def failing(model):
     raise ValueError("no data here")
+
+
+def leaving(model):
+    raise SystemExit(0)
+
+
+class Rude(BaseException):
+    def __str__(self):
+        raise ValueError("no text either")
+
+
+def rude(model):
+    raise Rude
+
+
+def huge(model):
+    return 10**400
+
+
+def endless(model):
+    return 10**6000
+
+
+def far_apart(model):
+    return [1.7e308, -1.7e308] if isinstance(model, Rows) else [-1.7e308, 1.7e308]
+
+
+def text(model):
+    return "0.9"
+
+
+def odd_letters(model):
+    raise ValueError("\\udc80 \\x1b[31m " + 10000 * "x")
+
+
+def noisy(model):
+    print("not JSON")
+    return per_sample(model)
+
+
+def as_numpy(model):
+    return np.array(per_sample(model))
+
+
+def as_numpy_numbers(model):
+    return [np.float32(score) for score in per_sample(model)]
+
+
+def as_one_numpy_number(model):
+    return np.float64(one_number(model))
+
+
+def as_array_without_dimensions(model):
+    return np.array(one_number(model))
+
+
+def as_tensor(model):
+    return torch.tensor(per_sample(model), requires_grad=True)
+
+
+def as_tensors_without_dimensions(model):
+    return tuple(torch.tensor(score) for score in per_sample(model))
+
+
+class Leaving(Rows):
+    def forward(self, x, scale):
+        raise SystemExit(0)
+
+
+def make_leaving():
+    return Leaving()
+
+
+def leave():
+    raise SystemExit(0)
 """
 
 
@@ -64,6 +145,7 @@ def place(tmp_path_factory):
     """A folder with the user's module and two artefacts, the second with ranges that are far too large."""
     folder = tmp_path_factory.mktemp("check")
     (folder / "gate_models.py").write_text(MODELS)
+    (folder / "gate_leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         import gate_models
@@ -82,7 +164,8 @@ def place(tmp_path_factory):
 def check(place, monkeypatch, *words):
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
-    return CliRunner().invoke(main, ["check", *map(str, words), "--seconds", "0.2"])
+    seconds = () if "--seconds" in words else ("--seconds", 0.2)
+    return CliRunner().invoke(main, ["check", *map(str, (*words, *seconds))])
 
 
 def told(done):
@@ -152,13 +235,132 @@ def test_one_number_is_compared_as_it_is(place, monkeypatch):
         (("good", *FP32, "--metric", "gate_models:bad"), "expected a finite number"),
         (("good", *FP32, "--metric", "gate_models:failing"), "no data here"),
         (("good", "--fp32", "gate_models:nothing", *METRIC), "to return a torch.nn.Module"),
+        *(
+            (
+                ("good", *FP32, *METRIC, "--baseline", "good", limit, value),
+                f"{limit} {float(value)}: expected a",
+            )
+            for limit in ("--max-drop", "--min-speedup", "--min-baseline-speedup", "--seconds")
+            for value in ("nan", "inf", "-inf", "-0.1")
+        ),
+        (("good", *FP32, *METRIC, "--seconds", 0.01), "expected at least 0.1"),
+        (("good", *FP32, "--metric", "gate_leaves:scores"), "gate_leaves:scores: SystemExit: 0"),
+        (("good", "--fp32", "gate_leaves:make", *METRIC), "gate_leaves:make: SystemExit: 0"),
+        (("good", "--fp32", "gate_models:leave", *METRIC), "gate_models:leave: SystemExit: 0"),
+        (
+            ("good", "--fp32", "gate_models:make_leaving", "--min-speedup", 1),
+            "of the artefact: SystemExit: 0",
+        ),
+        (("good", *FP32, "--metric", "gate_models:leaving"), "The metric failed: SystemExit: 0"),
+        (("good", *FP32, "--metric", "gate_models:rude"), "The metric failed: Rude;"),
+        (("good", *FP32, "--metric", "gate_models:huge"), "expected a finite number"),
+        (("good", *FP32, "--metric", "gate_models:endless"), "a value of type int"),
+        (("good", *FP32, "--metric", "gate_models:far_apart"), "not finite numbers"),
+        (("good", *FP32, "--metric", "gate_models:text"), "gave '0.9': expected a finite number"),
+        (("good", *FP32, "--metric", "gate_models:odd_letters"), r"\udc80 \x1b[31m xxx"),
+        (("good", *FP32, *METRIC, "--html", "good/model.json"), "expected a name that ends in .html"),
+        (("good", *FP32, *METRIC, "--html", "mine.html"), "not a page of nc"),
     ],
 )
-def test_bad_calls_are_one_line_and_exit_code_2(place, monkeypatch, words, says):
+def test_what_cannot_be_measured_is_one_line_and_exit_code_2(place, monkeypatch, words, says):
+    (place / "mine.html").write_text("<p>mine</p>", encoding="utf-8")
+    before = (place / "good" / "model.json").read_bytes()
     done = check(place, monkeypatch, *words)
     assert done.exit_code == 2, done.output
     assert says in done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("nc: error")]) == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("nc: error")]
+    assert len(line) < 2000
+    (told_line,) = done.stdout.splitlines()
+    result = json.loads(told_line)
+    assert (result["outcome"], result["passed"]) == ("error", False)
+    assert result["reasons"] == [line.removeprefix("nc: error: ")]
+    assert (place / "mine.html").read_text(encoding="utf-8") == "<p>mine</p>"
+    assert (place / "good" / "model.json").read_bytes() == before
+
+
+def test_a_defect_of_nc_has_a_code_of_its_own(place, monkeypatch):
+    def broken(*_):
+        return {}["no such thing"]
+
+    monkeypatch.setattr(gate, "against", broken)
+    done = check(place, monkeypatch, "good", *FP32, *METRIC)
+    assert done.exit_code == 70
+    assert "Traceback" in done.stderr
+    assert "nc: defect of nc" in done.stderr
+    assert told(done) == {"outcome": "error", "passed": False, "reasons": ["KeyError: 'no such thing'"]}
+
+
+def test_ctrl_c_is_no_verdict(place, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate, "scores", stopped)
+    done = check(place, monkeypatch, "good", *FP32, *METRIC)
+    assert (done.exit_code, done.stdout) == (130, "")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "numpy_numbers", "tensor", "tensors_without_dimensions"])
+def test_scores_of_numpy_and_torch_are_those_of_lists(place, monkeypatch, kind):
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(place))
+        import gate_models
+
+        model = gate_models.Rows()
+        with torch.no_grad():
+            expected = gate_models.per_sample(model)
+        assert gate.scores(getattr(gate_models, f"as_{kind}"), model) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["one_numpy_number", "array_without_dimensions"])
+def test_one_number_may_be_one_of_numpy(place, monkeypatch, kind):
+    done = check(place, monkeypatch, "good", *FP32, "--metric", f"gate_models:as_{kind}", "--max-drop", 0.05)
+    assert done.exit_code == 0, done.output
+    assert 0 < told(done)["fp32"]["drop"] < 0.05
+
+
+def test_what_the_metric_prints_is_not_in_the_result(place, monkeypatch):
+    done = check(place, monkeypatch, "good", *FP32, "--metric", "gate_models:noisy", "--max-drop", 0.05)
+    assert len(done.stdout.splitlines()) == 1
+    assert "not JSON" in done.stderr
+
+
+@pytest.mark.parametrize(("asked", "code"), [("pass", 0), ("fail", 3)])
+def test_what_is_not_decided_is_said_and_can_fail(place, monkeypatch, asked, code, tmp_path):
+    monkeypatch.setattr(gate, "against", lambda *_: of((0.005, 0.2), (1.2, 52.0)))
+    page = tmp_path / "page.html"
+    words = ("good", *FP32, *METRIC, "--min-speedup", 1.1, "--inconclusive", asked, "--html", page)
+    done = check(place, monkeypatch, *words)
+    assert done.exit_code == code
+    result = told(done)
+    assert (result["outcome"], result["passed"]) == ("inconclusive", asked == "pass")
+    assert [reason.partition(":")[0] for reason in result["reasons"]] == [
+        "against fp32 the metric drops by 0.005 to 0.2, and 0.01 is between them",
+        "1.20 to 52.00 times as fast as fp32 is too wide to tell",
+    ]
+    assert "nc: warning: inconclusive" in done.stderr
+    assert "Not decided" in page.read_text(encoding="utf-8")
+    assert check(place, monkeypatch, *words).exit_code == code  # an earlier page of nc is replaced
+
+
+@pytest.mark.parametrize("asked", ["pass", "fail"])
+def test_a_missed_limit_is_missed_whatever_else_is_not_decided(place, monkeypatch, asked):
+    monkeypatch.setattr(gate, "against", lambda *_: of((0.02, 0.2), (1.2, 52.0)))
+    done = check(place, monkeypatch, "good", *FP32, *METRIC, "--min-speedup", 1.5, "--inconclusive", asked)
+    assert (done.exit_code, told(done)["outcome"]) == (1, "fail")
+
+
+def test_the_result_is_json_without_infinity(place, monkeypatch):
+    def exact(folder):
+        q_model = load(folder)
+        object.__setattr__(q_model.graph, "sqnr_vs_fp32_db", math.inf)
+        return q_model
+
+    def refused(text):
+        raise AssertionError(text)
+
+    monkeypatch.setattr(artefact, "load", exact)
+    done = check(place, monkeypatch, "good", *FP32, *METRIC, "--max-drop", 0.05)
+    assert json.loads(done.stdout, parse_constant=refused)["sqnr_vs_fp32_db"] is None
 
 
 def test_intervals_of_paired_scores_hold_the_truth():
@@ -191,6 +393,13 @@ def test_few_samples_have_wide_intervals():
     assert 365 <= held <= 392  # 1.96 standard errors would hold it in 330
 
 
+def test_the_table_of_the_documents_has_the_codes_of_the_code():
+    assert {code for _, code, outcome in check_command.PATHS if outcome == "error"} == {2, CRASH}
+    assert {(outcome, code) for _, code, outcome in check_command.PATHS if code in (0, 1, 3)} == {
+        ("pass", 0), ("fail", 1), ("inconclusive", 0), ("inconclusive", 3),
+    }  # fmt: skip
+
+
 def test_scores_are_paired():
     with pytest.raises(RequestError, match="gave 2 scores for one model and 3"):
         gate.drop_of([1, 2], [1, 2, 3])
@@ -201,6 +410,16 @@ def of(interval, speedups):
         what="fp32", metric=0.5, other_metric=0.6, drop=0.1, drop_interval=interval, speedup=1.4,
         speedup_interval=speedups, ms=1.0, other_ms=1.4, doubt="",
     )  # fmt: skip
+
+
+def test_what_is_between_is_not_decided():
+    assert of((0.005, 0.2), (1.2, 1.6)).undecided(0.3, 1.1) == []
+    assert len(of((0.005, 0.2), (1.2, 1.6)).undecided(0.01, 1.5)) == 2
+    assert of((0.02, 0.2), (1.2, 1.45)).undecided(0.01, 1.5) == []  # both are missed
+    assert len(of(None, (1.2, 52.0)).undecided(0.01, 0.5)) == 1
+    assert len(of(None, None).undecided(0.01, 1.3)) == 1
+    assert of(None, None).undecided(0.01, 1.5) == []
+    assert of(None, None).undecided(0.01, None) == []
 
 
 def test_noise_fails_nothing():

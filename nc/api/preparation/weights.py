@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from nc.algorithms.inputs.block_calls import Sample
 from nc.algorithms.inputs.copies import own_tensors, sharing
 from nc.algorithms.inputs.layers import is_low_bit, settle_layers
+from nc.algorithms.transforms import TEQ
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.weight_verdict import measure as low_bit_verdict
 from nc.api.weight_verdict import warn_if_slower
@@ -34,6 +35,31 @@ from nc.weights.driver import Driver, Progress
 from nc.weights.encoders import zeros_at_padding
 from nc.weights.history import note
 from nc.weights.saved_calls import RecordedCalls
+
+
+class _Refused(torch.autograd.Function):
+    """Outputs of a model that nobody can train."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        msg = (
+            "TEQ learns its scales in convert(), from the calls of the prepared model, and has nothing to "
+            "train in a loop of your own: take the loss and the optimizer out, call the prepared model with "
+            "the data, and then convert()."
+        )
+        raise StateError(msg)
+
+
+def _refusing(output: torch.Tensor) -> torch.Tensor:
+    """Return an output from which a derivative is an error that says what to do."""
+    if not output.is_floating_point():
+        return output
+    found: torch.Tensor = _Refused.apply(output, torch.zeros((), dtype=torch.float32, requires_grad=True))  # type: ignore[no-untyped-call]
+    return found
 
 
 class PreparedWeights(Preparation):
@@ -86,7 +112,8 @@ class PreparedWeights(Preparation):
             self.samples.append(sample)
         if sample is not None and is_first and not changes_of(self.model, before, kept_in(self.model)):
             self.first = first_call(sample, output)
-        return output
+        trains = torch.is_grad_enabled() and any(isinstance(t, TEQ) for t in self.plan.transforms)
+        return pytree.tree_map_only(torch.Tensor, _refusing, output) if trains else output
 
     @property
     def statistics(self) -> RecordedCalls:

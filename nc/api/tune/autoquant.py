@@ -5,26 +5,26 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from nc.api.auto.prepared import PreparedAuto
-from nc.api.model_checks import check_model
+from nc.api.model_checks import PROGRESS, check_model, check_run_fn
 from nc.api.preparation.make import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.calibrate import calibrate, request_of
 from nc.api.tune.choices import Choices, Taken
+from nc.api.tune.described import UntoldError
 from nc.api.tune.front import Front, FrontPoint
-from nc.api.tune.identity import Call, KeptCalls, copied, key_of, tensors_of
+from nc.api.tune.identity import Call, KeptCalls, copied, form_of, key_of, metric_of, tensors_of
 from nc.api.tune.run import CTRL_C, OUT_OF_TIME, TuneProgress
 from nc.api.tune.tune import tune
 from nc.api.workflow import convert
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ConfigError
-from nc.formats.checks import is_number
+from nc.formats.checks import check_callable, checked_path, is_number
 from nc.graph.plan import Applied
 from nc.process.torch_settings import check_default_device
 from nc.process.warn import warn
@@ -82,16 +82,27 @@ def autoquant(
     if min_sqnr_db is not None and not is_number(min_sqnr_db):
         msg = f"min_sqnr_db={min_sqnr_db!r}: expected a number of dB, or None."
         raise ConfigError(msg)
-    choices = Choices(None if cache is None else Path(cache))
+    check_run_fn(run_fn)
+    check_callable("progress", progress, PROGRESS)
+    choices = Choices(None if cache is None else checked_path("cache", cache))
     candidates: dict[str, AnyConfig] = {"int8 per row": DynamicQuantConfig()}
     if run_fn is not None:
         candidates["static int8"] = StaticQuantConfig()
     run = _call_with(example_inputs) if run_fn is None else run_fn
     prepared, calls = _calibrated(model, example_inputs, run, candidates, backend)
+    graph = prepared.graph
     # times don't depend on the data, but what is accurate enough does
-    module, judged_by = prepared.graph.module, "" if min_sqnr_db is None else calls.hash
+    try:
+        judged_by = "" if min_sqnr_db is None else calls.hash
+    except UntoldError as error:
+        judged_by, choices = "", Choices(None)
+        if cache is not None:
+            warn(
+                f"cache={str(cache)!r} keeps nothing of this search: it can't be told whether the "
+                f"calibration data are the same another time, because of {error}."
+            )
     key = {
-        **key_of(module, str(module.graph), prepared.first.asked, None, judged_by, ()),
+        **key_of(graph.module, form_of(graph), prepared.first.asked, metric_of(None, None), judged_by, ()),
         "inputs": [[str(t.dtype), *t.shape] for t in tensors_of(example_inputs).values()],
         "candidates": {name: config.to_dict() for name, config in candidates.items()},
         "min_sqnr_db": min_sqnr_db,
@@ -133,7 +144,8 @@ def choose(front: Front, min_sqnr_db: float | None) -> Taken:
     if not accurate:
         limit = "" if min_sqnr_db is None else f" with {min_sqnr_db:g} dB"
         return Taken(None, f"there is nothing else{limit}; {said}")
-    best = max(accurate, key=lambda point: point.result.fp32_ratio)
+    certain = [point for point in accurate if not point.is_uncertain]
+    best = max(certain or accurate, key=lambda point: point.result.fp32_ratio)
     gain = f"{best.name} is {best.result.fp32_ratio:.2f} times as fast as fp32"
     if best.result.fp32_ratio < LEAST_GAIN:
         return Taken(None, f"{gain}; {said}")

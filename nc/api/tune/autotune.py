@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from nc.api.model_checks import METRIC, check_model, check_run_fn
 from nc.api.tune.calibrate import calibrate
+from nc.api.tune.identity import copied
 from nc.api.tune.measure import score
-from nc.api.workflow import quantize
+from nc.api.workflow import as_tuple, quantize
 from nc.capture.export_guards import eval_mode
 from nc.config import (
     AnyConfig,
@@ -26,9 +29,12 @@ from nc.config import (
     StaticQuantConfig,
     configs_from,
     get_default_double_quant_config,
+    has_weight_only,
 )
 from nc.errors import ConfigError, InputError, NCError
+from nc.formats.checks import check_callable, is_number
 from nc.process.warn import warn
+from nc.text.plain import shown
 
 #: A part of fp32's metric that may be lost.
 _LOSS = 0.01
@@ -61,12 +67,13 @@ class TuningConfig:
     def __post_init__(self) -> None:
         """Check values."""
         loss = self.tolerable_loss
-        if not isinstance(loss, (int, float)) or isinstance(loss, bool) or not math.isfinite(loss):
-            msg = f"TuningConfig: tolerable_loss={loss!r}: expected a number, as 0.01 for 1 %."
+        if not is_number(loss):
+            msg = f"TuningConfig: tolerable_loss={shown(loss)}: expected a number, as 0.01 for 1 %."
             raise ConfigError(msg)
         if type(self.max_trials) is not int or self.max_trials < 1:
             msg = f"TuningConfig: max_trials={self.max_trials!r}: expected a whole number from 1."
             raise ConfigError(msg)
+        check_callable("sampler", self.sampler, "a function that is called with the configurations")
         self._found()
 
     def _found(self) -> list[AnyConfig]:
@@ -169,34 +176,49 @@ def autotune(
         eval_args: a tuple of further arguments.
         run_fn: as for `quantize`; it is called for each configuration.
         run_args: likewise.
-        example_inputs: likewise.
+        example_inputs: likewise; None: those of the first call that `run_fn` makes, or `eval_fn` without it.
 
     Returns:
         The first model whose metric is at least `fp32 - tolerable_loss * |fp32|`; where none is, the one with
-        the best metric, with an `NCWarning`. Configurations that fail are passed over, with a warning.
+        the best metric, with an `NCWarning`. Configurations that fail, or whose metric is not a finite
+        number, are passed over with a warning.
 
     Raises:
-        InputError: `eval_fn` gives no finite number.
+        InputError: `eval_fn` gives no finite number of the float model.
         NCError: the last error, where every configuration fails.
     """
     if not isinstance(tune_config, TuningConfig):
         msg = f"tune_config: expected a TuningConfig, but got {type(tune_config).__name__}."
         raise ConfigError(msg)
-    args = () if eval_args is None else eval_args if isinstance(eval_args, (tuple, list)) else (eval_args,)
+    check_model(model)
+    check_callable("eval_fn", eval_fn, METRIC)
+    if eval_fn is None:
+        msg = f"Expected eval_fn to be {METRIC}, but got None."
+        raise InputError(msg)
+    check_run_fn(run_fn)
+    args, configs = as_tuple(eval_args), tune_config.configs()
+    wanted = example_inputs is None and not all(map(has_weight_only, configs))
     with eval_mode(model):
-        fp32 = score(eval_fn, model, *args)
+        if wanted and run_fn is not None:
+            with _first_inputs(model, stop=True) as found:
+                run_fn(model, *as_tuple(run_args))
+            example_inputs = found[0] if found else None
+        with _first_inputs(model) as found:
+            fp32 = score(eval_fn, model, *args)
+    if wanted and example_inputs is None and found:
+        example_inputs = found[0]
     least = fp32 - tune_config.tolerable_loss * abs(fp32)
     best: tuple[float, Any, AnyConfig] | None = None
     failed: NCError | None = None
-    run = _Counted(run_fn) if callable(run_fn) else run_fn
-    for config in tune_config.configs():
+    run = None if run_fn is None else _Counted(run_fn)
+    for config in configs:
         try:
             q_model = quantize(model, config, run, run_args, example_inputs=example_inputs)
+            value = score(eval_fn, q_model, *args)
         except NCError as error:
             warn(f"autotune passes {config!r} over: {error}")
             failed = error
             continue
-        value = score(eval_fn, q_model, *args)
         if value >= least:
             return q_model
         if best is None or value > best[0]:
@@ -207,3 +229,33 @@ def autotune(
     value, q_model, config = best
     warn(f"No configuration keeps {least:.6g} of fp32's {fp32:.6g}. The best is {config!r} with {value:.6g}.")
     return q_model
+
+
+class _Seen(BaseException):
+    """The first call of a model was seen; nothing of the user's catches it."""
+
+
+@contextlib.contextmanager
+def _first_inputs(model: torch.nn.Module, *, stop: bool = False) -> Iterator[list[Any]]:
+    """Yield a list, which gets the inputs of the first call of a model; `stop` ends the block with that."""
+    found: list[Any] = []
+
+    def note(_: torch.nn.Module, *call: Any) -> None:
+        if not found:
+            positional, named = copied(call)
+            found.append(_by_name(model, positional, named) if named else positional)
+        if stop:
+            raise _Seen
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield found
+    except _Seen:
+        pass
+    finally:
+        hook.remove()
+
+
+def _by_name(model: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a call by name, as example inputs are all by position or all by name."""
+    return {**dict(zip(inspect.signature(model.forward).parameters, positional, strict=False)), **named}

@@ -32,26 +32,34 @@ class Elsewhere:
     Args:
         executor: of `concurrent.futures`, or of the same surface.
         metric: see `nc.tune`.
+        model: the float model, of whose class models with low-bit weights are.
+        backend: computes these.
 
     Raises:
         ConfigError: it is no executor, or there is no metric.
     """
 
-    def __init__(self, executor: Executor, metric: Metric | None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        metric: Metric | None,
+        model: torch.nn.Module | None = None,
+        backend: str = "auto",
+    ) -> None:
         if not callable(getattr(executor, "submit", None)):
             msg = f"executor={executor!r}: expected a concurrent.futures.Executor."
             raise ConfigError(msg)
         if metric is None:
             msg = "executor= computes metric=, which is None: there is nothing to compute elsewhere."
             raise ConfigError(msg)
-        self._executor, self._metric = executor, metric
+        self._executor, self._metric, self._model, self._backend = executor, metric, model, backend
         try:
             self._probe = executor.submit(_ready, metric)
         except Exception as error:  # any executor: it may be shut down
             msg = f"executor={executor!r} takes no work: {type(error).__name__}: {error}"
             raise ConfigError(msg) from error
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._sent: list[Path | torch.nn.Module] = []
+        self._sent: list[tuple[Path, bool]] = []
 
     def keep(self, model: Any) -> None:
         """Keep a model until its metric is asked for: an artefact on disk.
@@ -67,14 +75,11 @@ class Elsewhere:
                 "be a function of a module that they can import."
             )
             raise ConfigError(msg)
-        if not isinstance(model, QuantizedModel):
-            self._sent.append(model)  # with low-bit weights, which is small
-            return
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="nc-tune-")
         target = Path(self._folder.name) / str(len(self._sent))
         save(model, target)
-        self._sent.append(target)
+        self._sent.append((target, isinstance(model, QuantizedModel)))
 
     def values(self, seconds_left: Callable[[], float]) -> Iterator[tuple[int, float | str]]:
         """Yield the number of a model and its metric, or why there is none, as they come.
@@ -86,9 +91,9 @@ class Elsewhere:
         try:
             while waiting or running:
                 while waiting and len(running) < _MOST:
-                    index, model = waiting.pop(0)
-                    packed = _packed(model) if isinstance(model, Path) else model
+                    index, (path, is_graph) = waiting.pop(0)
                     try:
+                        packed = _packed(path) if is_graph else self._loaded(path)
                         running[self._executor.submit(judged, packed, self._metric)] = index
                     except Exception as error:  # a worker died, or the executor was shut down
                         yield index, f"it could not be sent: {type(error).__name__}: {error}"
@@ -106,6 +111,11 @@ class Elsewhere:
         finally:
             for future in running:
                 future.cancel()
+
+    def _loaded(self, path: Path) -> torch.nn.Module:
+        """Return a model with low-bit weights: a worker has no model of its class."""
+        found: torch.nn.Module = load(path, model=self._model, backend=self._backend)
+        return found
 
     def close(self) -> None:
         """Remove what is on disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,13 @@ from nc.api.tune.trials import Result, result_of
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ArtefactCorruptError, ArtefactSchemaError, ConfigError, StateError
+from nc.formats.checks import checked_path, is_number
 from nc.process.warn import warn
 from nc.storage import marks
 from nc.storage.atomic import write_text
 from nc.storage.json_file import json_value
 from nc.text.json_text import built
+from nc.text.plain import plain, shown
 from nc.text.table import format_table
 
 #: Of files of plain values.
@@ -58,6 +61,11 @@ class FrontPoint:
     def weight_bytes(self) -> int:
         """Of the constants."""
         return self.result.weight_bytes
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether something disturbed the measurement of its time."""
+        return bool(self.result.note)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -107,9 +115,19 @@ class Front:
         return all(one[1] <= other[1] for one, other in zip(solved, solved[1:], strict=False))
 
     def fastest(self, *, max_drop: float) -> FrontPoint:
-        """Return the fastest point that loses at most so much of the metric; fp32 loses nothing."""
+        """Return the fastest point that loses at most so much of the metric; fp32 loses nothing.
+
+        Points whose times are certain come first. Where none of them is quantized, it is the fastest of the
+        others that is faster than fp32 by the lower quartile of its rounds, with an `NCWarning`.
+        """
         _check("max_drop", max_drop)
-        return self._best(lambda p: p.drop <= max_drop, lambda p: p.ms, lambda p: p.drop, f"{max_drop=}")
+        return self._best(
+            lambda p: p.drop <= max_drop,
+            lambda p: p.ms,
+            lambda p: p.drop,
+            f"{max_drop=}",
+            timed=True,
+        )
 
     def most_accurate(self, *, max_ms: float | None = None, max_bits: float | None = None) -> FrontPoint:
         """Return the point with the largest metric that takes at most so long, or has at most so many bits.
@@ -128,7 +146,9 @@ class Front:
             raise ConfigError(msg)
         if max_ms is not None:
             limit = _check("max_ms", max_ms)
-            return self._best(lambda p: p.ms <= limit, lambda p: -p.metric, lambda p: p.ms, f"{max_ms=}")
+            return self._best(
+                lambda p: p.ms <= limit, lambda p: -p.metric, lambda p: p.ms, f"{max_ms=}", timed=True
+            )
         limit = _check("max_bits", max_bits)
         if any(point.result.bits is None for point in self.measured):
             msg = "most_accurate: max_bits= is for a search with target_bits=."
@@ -161,11 +181,19 @@ class Front:
         rank: Callable[[FrontPoint], Any],
         distance: Callable[[FrontPoint], float],
         asked: str,
+        *,
+        timed: bool = False,
     ) -> FrontPoint:
         self._check_measured()
         found = [point for point in self.measured if meets(point)]
         if found:
-            return min(found, key=rank)
+            best = min(certain_first(found) if timed else found, key=rank)
+            if timed and best.is_uncertain:
+                warn(
+                    f"The time of {best.name!r} is uncertain, and so is whether it is the best: "
+                    f"{best.result.note}. Measure again on a machine without other work."
+                )
+            return best
         nearest = min(self.measured, key=distance)
         warn(
             f"No measured point meets {asked}. The nearest is {nearest.name!r}: metric "
@@ -195,10 +223,11 @@ class Front:
         Raises:
             ConfigError: another ending.
             StateError: nothing was measured.
+            InputError: it is not a path.
             ArtefactError: something else than a page, or a front, is there; or it cannot be written.
         """
         self._check_measured()
-        target = Path(path)
+        target = checked_path("path", path)
         if target.suffix == ".html":
             write_text(target, page_of(self.to_dict()), marks.page)
         elif target.suffix == ".json":
@@ -238,7 +267,7 @@ class Front:
         doubts = [
             f"the time of {p.name} is uncertain: {p.result.note}" for p in self.measured if p.result.note
         ]
-        return "\n".join([*lines, *doubts, *self.notes])
+        return plain("\n".join([*lines, *doubts, *self.notes]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,6 +340,18 @@ def front_of_points(points: Sequence[FrontPoint], notes: Sequence[str], *, by_si
     return Front(measured=tuple(points), rank_correlation=correlation, notes=tuple(notes), by_size=by_size)
 
 
+def certain_first(points: Sequence[FrontPoint]) -> list[FrontPoint]:
+    """Return the points among which to choose by time.
+
+    They are those with certain times and fp32, if one of them is quantized; else those that are faster than
+    fp32 by the lower quartile of their rounds, and fp32.
+    """
+    others = [point for point in points if point.name != REFERENCE]
+    certain = [p for p in others if not p.is_uncertain] or [p for p in others if p.result.spread[0] > 1]
+    chosen = [point for point in points if point.name == REFERENCE or point in certain]
+    return chosen or list(points)
+
+
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     """Return Spearman's correlation of two rows of numbers; None with fewer than three, or equal ones."""
     if len(one) < 3:
@@ -329,8 +370,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _check(name: str, value: Any) -> float:
-    """Return a limit; an error if it is none."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
-        msg = f"{name}={value!r}: expected a number of at least 0."
+    """Return a limit, which may be infinite; an error if it is none."""
+    if not (is_number(value) or value == math.inf) or not value >= 0:
+        msg = f"{name}={shown(value)}: expected a number of at least 0."
         raise ConfigError(msg)
     return float(value)

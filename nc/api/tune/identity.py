@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
-import inspect
-import types
-from collections.abc import Callable, Mapping, Sequence
+import importlib.metadata
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc._version import __version__
-from nc.backends import available_backends, cpu
+from nc.api.tune.described import UntoldError, described
+from nc.backends import available_backends, backend_names, cpu, get_backend
 from nc.calibration.tensor_file import checksum
+from nc.capture.capture import Graph
+from nc.config import AnyConfig
+from nc.config.auto import AutoConfig
+from nc.config.document import plain_values
 
 Metric = Callable[[Any], float]
 #: Arguments of a call, by position and by keyword.
@@ -35,16 +40,22 @@ class SeenCalls:
     def __init__(self) -> None:
         self.sizes: dict[str, tuple[int, Call]] = {}
         self._hash = hashlib.sha256()
+        self._untold: UntoldError | None = None
 
     @property
     def hash(self) -> str:
-        """In hex."""
+        """In hex; raises UntoldError where a call held what can't be told apart."""
+        if self._untold is not None:
+            raise self._untold
         return self._hash.hexdigest()
 
     def note(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take a call down; a forward pre-hook."""
         tensors = tensors_of((args, kwargs))
-        self._hash.update(hash_of((args, kwargs)).encode())
+        try:
+            self._hash.update(hash_of((args, kwargs)).encode())
+        except UntoldError as error:
+            self._untold = error
         text = str([tuple(t.shape) for t in tensors.values()])
         count, first = self.sizes.get(text, (0, (args, kwargs)))
         self.sizes[text] = count + 1, first
@@ -87,51 +98,8 @@ def copied(call: Call) -> Call:
 
 
 def hash_of(values: Any) -> str:
-    """Return a hash of a structure: its form, its tensors, and its other values as text."""
-    leaves, form = pytree.tree_flatten(values)
-    others = [described(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    return checksum(f"{form} {others}", tensors_of(values))
-
-
-#: Values that are described by their text.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
-#: How many objects deep a description goes.
-_DEPTH = 4
-
-
-def described(value: Any, depth: int = _DEPTH) -> str:
-    """Return what a value is, alike in other processes: of functions the source and what they hold."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, torch.Tensor):
-        return checksum("", {"": value})
-    if not depth:
-        return type(value).__qualname__
-    if isinstance(value, Mapping):
-        return str([(described(key, depth - 1), described(each, depth - 1)) for key, each in value.items()])
-    if isinstance(value, (list, tuple)):
-        return str([described(each, depth - 1) for each in value])
-    held: list[Any] = []
-    if isinstance(value, functools.partial):
-        held = [value.func, value.args, value.keywords]
-    elif inspect.isroutine(value):
-        cells = getattr(value, "__closure__", None) or ()
-        held = [getattr(value, "__self__", None), getattr(value, "__defaults__", None)]
-        held += [cell.cell_contents for cell in cells]
-    elif not isinstance(value, (type, types.ModuleType)):
-        held = [getattr(value, "__dict__", {})]
-    named = value if hasattr(value, "__qualname__") else type(value)
-    name = f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}"
-    return f"{name} {_source_of(named)} {[described(each, depth - 1) for each in held]}"
-
-
-def _source_of(value: Any) -> str:
-    """Return a hash of the source of a function or class; that of nothing where there is none."""
-    try:
-        source = inspect.getsource(value)
-    except (OSError, TypeError):
-        source = ""
-    return hashlib.sha256(source.encode()).hexdigest()
+    """Return a hash of a structure: its form, its tensors and its other values; raises UntoldError."""
+    return described(values)
 
 
 def tensors_of(values: Any) -> dict[str, torch.Tensor]:
@@ -140,11 +108,24 @@ def tensors_of(values: Any) -> dict[str, torch.Tensor]:
     return {f"{i:06}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
 
+def form_of(graph: Graph) -> str:
+    """Return what makes a captured model this one, beside its tensors: its graphs, and how it is called."""
+    modules = graph.module.named_modules()
+    graphs = [f"{name}: {each.graph}" for name, each in modules if isinstance(each, fx.GraphModule)]
+    return "\n".join([*graphs, repr(graph.signature)])
+
+
+def plain_or_described(config: AnyConfig | AutoConfig) -> Any:
+    """Return a configuration as JSON has it, or its hash where JSON can't; raises UntoldError."""
+    found = plain_values(config)
+    return described(config) if found is None else found
+
+
 def key_of(
     module: torch.nn.Module,
     form: str,
     backend: str,
-    metric: Metric | None,
+    metric: str,
     calibration: str,
     mix: Sequence[Call],
 ) -> dict[str, Any]:
@@ -154,20 +135,48 @@ def key_of(
         module: the model.
         form: what beside its tensors makes it this model.
         backend: that was asked for.
-        metric: see `tune`.
+        metric: from `metric_of`.
         calibration: hash of the calibration data.
         mix: the calls that are timed.
+
+    Raises:
+        UntoldError: a call holds what can't be told apart.
     """
-    tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    tensors = {**_constants(module), **dict(module.named_buffers()), **dict(module.named_parameters())}
     return {
         "model": checksum(form, tensors),
         "calibration": calibration,
-        "metric": "distance to fp32" if metric is None else described(metric),
+        "metric": metric,
         "mix": hash_of(list(mix)),
         "backend": backend,
         "engines": [name for name, why_not in available_backends().items() if not why_not],
         "isa": list(cpu.detected()),
         "cpu": hashlib.sha256(" ".join([cpu.model_name(), *sorted(cpu.flags())]).encode()).hexdigest(),
         "threads": torch.get_num_threads(),
-        "versions": {"nc": __version__, "torch": torch.__version__},
+        "versions": {"nc": __version__, "torch": torch.__version__, **_engine_versions()},
     }
+
+
+def metric_of(metric: Metric | None, metric_id: str | None) -> str:
+    """Return what tells a metric apart: the user's word for it, or all that it reads; raises UntoldError."""
+    if metric is None:
+        return "distance to fp32"
+    return f"metric_id {metric_id}" if metric_id is not None else described(metric)
+
+
+def _constants(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return tensors of graphs that are attributes, and neither parameters nor buffers."""
+    return {
+        f"{prefix}.{name}": value
+        for prefix, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _engine_versions() -> dict[str, str]:
+    found = {}
+    for package in {package for name in backend_names() for package in get_backend(name).packages}:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -26,14 +26,14 @@ from nc.api.tune.low_bit_layers import (
     weight_of,
 )
 from nc.api.tune.low_bit_noise import noise_of
-from nc.api.tune.measure import doubts, score, timed
+from nc.api.tune.measure import doubts, score, spread_of, timed
 from nc.api.tune.mixed import float_config
 from nc.api.tune.run import CTRL_C, Run
 from nc.api.tune.solve import Assignment, Cost, within
 from nc.api.tune.trials import Result
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig, WeightOnlyConfig
-from nc.errors import ArtefactError, ConfigError, NCError
+from nc.errors import ArtefactError, ConfigError, InputError, NCError
 from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.process.modes import evaluating
@@ -288,7 +288,11 @@ class LowBitSearch:
                 run.add(name, config, result, estimated=estimated)
             else:
                 assert q_model is not None
-                result = self._result(q_model, scored=here)
+                try:
+                    result = self._result(q_model, scored=here)
+                except InputError as error:  # the metric gives no number of it
+                    run.note(f"{name} is left out: {error}")
+                    return None
                 if here and not math.isfinite(result.metric):
                     run.note(
                         f"{name} is left out: its outputs on calibration data hold NaN or infinite values."
@@ -326,7 +330,7 @@ class LowBitSearch:
             sqnr_db=None,
             fp32_ratio=fp32 / own,
             ms=own * (self._fp32_ms / fp32),
-            spread=times[0].quartiles,
+            spread=spread_of(times),
             weight_bytes=bytes_of(q_model),
             note=doubts(times),
             bits=self._bits(sum(stored(q_model.get_submodule(name)) for name in self._layers)),

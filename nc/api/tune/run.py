@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nc.api.tune.elsewhere import Elsewhere
-from nc.api.tune.front import FrontPoint
+from nc.api.tune.front import FrontPoint, certain_first
+from nc.api.tune.identity import plain_or_described
 from nc.api.tune.low_bit_costs import LayerCosts
 from nc.api.tune.trials import Result, Trials
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
+from nc.text.plain import plain
 
 #: Notes of a search that is not whole.
 CTRL_C = "The search was ended by Ctrl-C."
@@ -42,7 +44,7 @@ class TuneProgress:
     def __str__(self) -> str:
         """Return one line."""
         best = "" if self.best is None else f"; best so far {self.best.name}, {self.best.ms:.3g} ms"
-        return f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}"
+        return plain(f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class Run:
         self._last = end if elsewhere is None else now + _TIMES * (end - now)
 
     def key_of(self, config: AnyConfig | AutoConfig) -> dict[str, Any]:
-        """Return what determines the result of a configuration."""
-        return {**self._key, "config": config.to_dict()}
+        """Return what determines the result of a configuration; nothing where nothing is kept."""
+        return {**self._key, "config": plain_or_described(config)} if self._trials.folder else {}
 
     def find(self, config: AnyConfig | AutoConfig) -> Result | None:
         """Return the result of a trial that was kept."""
@@ -101,7 +103,9 @@ class Run:
         self._trials.write(self._estimates_key(configs), dataclasses.asdict(costs))
 
     def _estimates_key(self, configs: Mapping[str, AnyConfig]) -> dict[str, Any]:
-        return {**self._key, "estimates": {name: config.to_dict() for name, config in configs.items()}}
+        if not self._trials.folder:
+            return {}
+        return {**self._key, "estimates": {n: plain_or_described(c) for n, c in configs.items()}}
 
     def same_as(self, config: AnyConfig | AutoConfig) -> str | None:
         """Return the name of the point that has this configuration."""
@@ -197,6 +201,6 @@ class Run:
                 done=len(self.points),
                 total=self.total,
                 seconds_left=max(0.0, self._end - time.monotonic()),
-                best=min(near, key=lambda p: p.ms) if near else None,
+                best=min(certain_first(near), key=lambda p: p.ms) if near else None,
             )
         )

@@ -23,7 +23,7 @@ from nc.api.tune.table import Tried, steps_of, table_of
 from nc.api.tune.trials import Result
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
-from nc.errors import ArtefactError, BackendError, NCError
+from nc.errors import ArtefactError, BackendError, InputError, NCError
 
 #: Names of points that are always measured.
 AUTO, BF16 = "auto", "bf16"
@@ -201,7 +201,7 @@ class GraphSearch:
             result = of_quantized(
                 q_model, self._prepared, self._model, self._metric, self._mix, self._fp32_ms, scored=here
             )
-        except BackendError as error:
+        except (BackendError, InputError) as error:  # its outputs, or its metric, are no numbers
             run.note(f"{name} is left out: {error}")
             return None
         try:

@@ -12,13 +12,23 @@ from typing import Any
 
 import torch
 
-from nc.api.model_checks import check_model
+from nc.api.model_checks import METRIC, PROGRESS, check_model, check_run_fn
 from nc.api.preparation.make import automatic, preparation
 from nc.api.quantized import as_call
 from nc.api.tune.calibrate import calibrate, request_of
+from nc.api.tune.described import UntoldError, described
 from nc.api.tune.elsewhere import Elsewhere
 from nc.api.tune.front import REFERENCE, Front
-from nc.api.tune.identity import Call, KeptCalls, Metric, SeenCalls, described, key_of
+from nc.api.tune.identity import (
+    Call,
+    KeptCalls,
+    Metric,
+    SeenCalls,
+    form_of,
+    key_of,
+    metric_of,
+    plain_or_described,
+)
 from nc.api.tune.low_bit import LowBitSearch, default_candidates, plans_of
 from nc.api.tune.run import Run, TuneProgress
 from nc.api.tune.search import AUTO, BF16, GraphSearch
@@ -26,9 +36,13 @@ from nc.api.tune.trials import Trials
 from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
-from nc.errors import ConfigError, StateError
+from nc.errors import ConfigError, InputError, StateError
+from nc.formats.checks import check_callable, checked_path, is_number
 from nc.planning.layer_plan import WeightPlan
+from nc.process.modes import evaluating
 from nc.process.torch_settings import check_default_device
+from nc.process.warn import warn
+from nc.text.plain import shown
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -50,6 +64,7 @@ def tune(
     executor: Executor | None = None,
     target_bits: float | None = None,
     fused: bool = False,
+    metric_id: str | None = None,
 ) -> Front:
     """Find how much accuracy each speed costs: a front of models that were converted and measured.
 
@@ -87,6 +102,10 @@ def tune(
         target_bits: of the weights that candidates quantize, on average, with scales and zero points.
         fused: with `target_bits`, give layers that read one tensor one format: engines such as vLLM compute
             them as one layer.
+        metric_id: a text that you change with the metric and its data, for `trials`. None: they are told
+            apart by the metric's code, what it holds and the globals that it reads, arrays by their bytes.
+            Where that can't be done (open files, generators, code that reads files), nothing is kept, with an
+            `NCWarning`.
 
     Returns:
         The front. Ctrl-C ends the search, and the front so far is returned.
@@ -100,8 +119,19 @@ def tune(
     start = time.monotonic()
     check_default_device("tune")
     check_model(model)
+    check_run_fn(run_fn)
+    if run_fn is None:
+        msg = "run_fn=None: a search needs calibration data; give a function that calls the prepared model."
+        raise InputError(msg)
+    check_callable("metric", metric, METRIC)
+    check_callable("progress", progress, PROGRESS)
+    _check_mix(mix)
+    if metric_id is not None and (metric is None or not isinstance(metric_id, str) or not metric_id):
+        msg = f"metric_id={metric_id!r}: expected a text that tells metric= apart, and a metric."
+        raise ConfigError(msg)
+    kept = Trials(None if trials is None else checked_path("trials", trials))
     seconds = _seconds(budget)
-    elsewhere = None if executor is None else Elsewhere(executor, metric)
+    elsewhere = None if executor is None else Elsewhere(executor, metric, model, backend)
     if type(points) is not int or points < 1:
         msg = f"points={points!r}: expected a whole number from 1."
         raise ConfigError(msg)
@@ -121,9 +151,13 @@ def tune(
                 msg = "Nothing was calibrated: run_fn did not call the prepared model."
                 raise StateError(msg)
             timed = _mix(mix, calls, example_inputs)
-            form = f"{model} {described(getattr(model, 'config', None))} {_layers(plans.values())}"
-            key = {} if trials is None else key_of(model, form, backend, metric, calls.hash, timed)
-            run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
+
+            def low_bit_key() -> dict[str, Any]:
+                with evaluating(model):
+                    form = f"{model} {described(model)} {_layers(plans.values())}"
+                return key_of(model, form, backend, metric_of(metric, metric_id), calls.hash, timed)
+
+            run = _run(kept, low_bit_key, options, start + seconds, progress, elsewhere)
             search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run, fused=fused)
             return search.front(bits, points)
         prepared = automatic(
@@ -132,15 +166,55 @@ def tune(
         seen = SeenCalls()
         calibrate(prepared, run_fn, seen.note)
         timed = _mix(mix, seen, example_inputs)
-        module = prepared.graph.module
-        form, asked_for = str(module.graph), prepared.first.asked
-        key = {} if trials is None else key_of(module, form, asked_for, metric, seen.hash, timed)
-        run = Run(key, Trials(trials), start + seconds, progress, elsewhere)
+
+        def key() -> dict[str, Any]:
+            told, graph = metric_of(metric, metric_id), prepared.graph
+            return key_of(graph.module, form_of(graph), prepared.first.asked, told, seen.hash, timed)
+
+        run = _run(kept, key, named, start + seconds, progress, elsewhere)
         whole = GraphSearch(model, prepared, metric, timed, run)
         return whole.front(points, given=candidates is not None, automatically=automatically)
     finally:
         if elsewhere is not None:
             elsewhere.close()
+
+
+def _run(
+    trials: Trials,
+    key: Callable[[], dict[str, Any]],
+    candidates: Mapping[str, AnyConfig],
+    end: float,
+    progress: Callable[[TuneProgress], object] | None,
+    elsewhere: Elsewhere | None,
+) -> Run:
+    """Return the state of a search; trials are kept if all that determines them can be told apart."""
+    if trials.folder is None:
+        return Run({}, trials, end, progress, elsewhere)
+    try:
+        determines = key()
+        for config in candidates.values():
+            plain_or_described(config)
+    except UntoldError as error:
+        said = (
+            f"trials={str(trials.folder)!r} keeps nothing of this search, and all is measured again each "
+            f"time: it can't be told whether the metric and the data are the same another time, because of "
+            f"{error}. If that is the metric's, give metric_id=, a text that you change with the metric."
+        )
+        warn(said)
+        run = Run({}, Trials(None), end, progress, elsewhere)
+        run.note(said)
+        return run
+    return Run(determines, trials, end, progress, elsewhere)
+
+
+def _check_mix(mix: object) -> None:
+    """Raise InputError for a mix that is not a list of inputs: a tensor's rows would be timed as calls."""
+    if mix is not None and (not isinstance(mix, (list, tuple)) or not mix):
+        msg = (
+            f"Expected mix to be a list of inputs, one for each call, as [x, y], but got {shown(mix)}. For "
+            "one call write mix=[x]."
+        )
+        raise InputError(msg)
 
 
 def _mix(mix: Sequence[Any] | None, seen: SeenCalls, example_inputs: Any) -> list[Call]:
@@ -160,10 +234,10 @@ def _bits(target: object) -> float:
     Raises:
         ConfigError: it is no number above 0.
     """
-    if not isinstance(target, (int, float)) or isinstance(target, bool) or not 0 < target < math.inf:
-        msg = f"target_bits={target!r}: expected a number above 0, as 4.25."
+    if not is_number(target) or not target > 0:  # type: ignore[operator]
+        msg = f"target_bits={shown(target)}: expected a number above 0, as 4.25."
         raise ConfigError(msg)
-    return float(target)
+    return float(target)  # type: ignore[arg-type]
 
 
 def _seconds(budget: str | float) -> float:
@@ -175,10 +249,10 @@ def _seconds(budget: str | float) -> float:
     found = re.fullmatch(r"\s*([0-9.]+)\s*(s|min|h)\s*", budget) if isinstance(budget, str) else None
     try:
         value = float(found[1]) * _UNITS[found[2]] if found else float(budget)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if isinstance(budget, bool) or not value > 0:
-        msg = f'budget={budget!r}: expected seconds, or a time as "90s", "30min" or "2h".'
+        msg = f'budget={shown(budget)}: expected seconds, or a time as "90s", "30min" or "2h".'
         raise ConfigError(msg)
     return value
 
@@ -189,6 +263,9 @@ def _named(
     """Return candidates by name, all or none of which are for weights alone."""
     if candidates is None:
         return {}
+    if not isinstance(candidates, (Mapping, list, tuple)):
+        msg = f"candidates={shown(candidates)}: expected configurations in a list, or by name in a dict."
+        raise ConfigError(msg)
     items = candidates.items() if isinstance(candidates, Mapping) else enumerate(candidates, 1)
     found = {str(name): config_from(config) for name, config in items}
     others = [name for name, config in found.items() if has_weight_only(config) != weights]

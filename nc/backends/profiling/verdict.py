@@ -28,6 +28,7 @@ from nc.formats.rule_key import KIND_NAMES
 from nc.graph.fx_utils import copy_module
 from nc.graph.plan import Plan
 from nc.graph.qdq import QDQGraph
+from nc.text.plain import plain
 
 #: What `measure` may take. Half of it is for whole calls, the rest for calls that are taken apart. Three
 #: rounds of whole calls, without which nobody can tell, may take longer.
@@ -114,7 +115,7 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return the verdict in one line, and in two more what costs more than it gains."""
-        return "\n".join([*self.facts(), *self.advice()])
+        return plain("\n".join([*self.facts(), *self.advice()]))
 
     def facts(self) -> list[str]:
         """Return the verdict in one line, and in another one what costs more than it gains."""

@@ -1,12 +1,14 @@
 """Neural Compressor's `autotune`: order, tolerance, the best where none is good enough, and what fails."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import nc
 from nc import DynamicQuantConfig, RTNConfig, StaticQuantConfig, TuningConfig, autotune, get_all_config_set
-from nc.errors import ConfigError, InputError, NCError, NCWarning
+from nc.errors import ConfigError, InputError, NCError, NCWarning, StateError
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 STATIC, DYNAMIC, ROUNDED = StaticQuantConfig(), DynamicQuantConfig(), RTNConfig(bits=4, group_size=32)
@@ -136,3 +138,43 @@ def test_data_that_can_be_read_once_is_named(model):
         )
     texts = [str(each.message) for each in caught]
     assert any("called an earlier prepared model 2 times, and this one not at all" in text for text in texts)
+
+
+def test_example_inputs_are_those_of_the_first_call_of_calibration(model):
+    """As scripts for Neural Compressor have it, which give none."""
+    seen = []
+
+    def run(prepared, *data):
+        for batch in data:
+            seen.append(type(prepared).__name__)
+            prepared(batch)
+
+    settings = TuningConfig(config_set=get_all_config_set(), max_trials=4)
+    found = autotune(model, settings, lambda m: 1.0, run_fn=run, run_args=(X[:3], X))
+    assert tuple(found.graph.example[0].shape) == (3, *X.shape[1:])
+    assert seen[0] == type(model).__name__
+    assert seen[1:].count(type(model).__name__) == 0  # the rest of the data is not run for it
+
+
+def test_example_inputs_are_those_of_the_metric_without_calibration(model):
+    found = autotune(model, TuningConfig(config_set=DYNAMIC), lambda m: float(m(X).sum() * 0 + 1))
+    assert found.graph.example[0].shape == X.shape
+
+
+def test_a_candidate_whose_metric_is_nan_is_passed_over(model):
+    values = iter([1.0, math.nan, 10**400, 0.995])
+    settings = TuningConfig(config_set=[STATIC, nc.SmoothQuantConfig(), DYNAMIC])
+    with pytest.warns(NCWarning, match="passes .* over: The metric .* gave nan") as caught:
+        found = autotune(model, settings, lambda m: next(values), run_fn=lambda m: m(X), example_inputs=X)
+    assert sum("passes" in str(each.message) for each in caught) == 2
+    assert {d.spec.mode for d in found.graph.plan.quantized} == {"dynamic"}
+
+
+def test_a_loop_that_trains_teq_says_what_to_do(model):
+    prepared = nc.prepare(model, nc.TEQConfig(group_size=-1))
+    with pytest.raises(StateError, match=r"TEQ learns its scales in convert\(\)"):
+        prepared(X).pow(2).mean().backward()
+    with torch.no_grad():
+        assert not prepared(X).requires_grad
+    assert not nc.prepare(model, nc.AWQConfig(group_size=-1))(X).requires_grad
+    assert nc.convert(prepared, measure=False) is not None

@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,7 +83,9 @@ def test_a_measured_error_is_that_of_the_model_that_its_configuration_gives(fron
     for point in mixes[:3]:
         q = nc.quantize(model, point.config, calibrate, example_inputs=DATA[0], measure=False)
         asked = {d.operator: d.spec.mode for d in q.graph.plan.quantized}
-        count = sum(int(part.split()[0]) for part in point.name.split(", ") if not part.endswith("fp32"))
+        count = sum(
+            int(part.split()[0]) for part in point.name.split(", ") if part.split()[1] not in ("fp32", "bf16")
+        )
         assert count <= len(asked)
         with torch.no_grad():
             db = sqnr_db(model(others), q(others))
@@ -328,3 +332,57 @@ def test_candidates_are_as_given_also_in_mixtures(model):
         parts = [part for part in with_rules(point.config) if type(part) is nc.StaticQuantConfig]
         quantized = [part for part in parts if not part.is_float]
         assert all(part.act_sym for part in quantized)
+
+
+ASKED, LABELS = [], np.zeros(4)
+
+
+def reads_labels(given):
+    ASKED.append(given)
+    return float(LABELS.sum())
+
+
+def kept(model, folder, metric, **options):
+    """A front without mixtures, which depend on times, and how often the metric was called for it."""
+    ASKED.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching.GraphSearch, "_front_between", lambda *_, **__: None)
+        front = tuned(model, metric=metric, trials=folder, points=1, automatically=False, **options)
+    assert {point.metric for point in front.measured} == {front.measured[0].metric}  # nothing old beside new
+    return front, len(ASKED)
+
+
+def test_a_metric_whose_data_changed_is_asked_again(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "LABELS", np.zeros(4))
+    first, asked = kept(model, tmp_path, reads_labels)
+    assert asked == len(first.measured)
+    again, asked = kept(model, tmp_path, reads_labels)
+    assert (asked, again.measured[0].metric) == (0, 0.0)
+    LABELS[0] = 1.0
+    changed, asked = kept(model, tmp_path, reads_labels)
+    assert (asked, changed.measured[0].metric) == (len(first.measured), 1.0)
+
+
+def test_a_metric_that_cannot_be_told_apart_is_asked_each_time(model, tmp_path):
+    numbers = (float(i) for i in range(1000))
+
+    def metric(given):
+        ASKED.append(given)
+        return 0.0 * next(numbers)
+
+    for _ in range(2):
+        with pytest.warns(NCWarning, match=r"keeps nothing .* builtins\.generator \(metric's numbers\)\. If"):
+            front, asked = kept(model, tmp_path, metric)
+        assert asked == len(front.measured)
+        assert any("metric_id=" in note for note in front.notes)
+        assert not list(tmp_path.iterdir())
+    for name, again in (("v1", False), ("v1", True), ("v2", False)):
+        front, asked = kept(model, tmp_path, metric, metric_id=name)
+        assert asked == (0 if again else len(front.measured))
+        assert not front.notes
+
+
+@pytest.mark.parametrize(("metric", "name"), [(None, "v1"), (reads_labels, 3), (reads_labels, "")])
+def test_a_word_for_the_metric_is_a_text(model, metric, name):
+    with pytest.raises(ConfigError, match="metric_id="):
+        tuned(model, metric=metric, metric_id=name)

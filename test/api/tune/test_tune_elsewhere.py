@@ -1,10 +1,12 @@
 """Metrics that an executor computes: the numbers of those computed here, sent as artefacts; errors are notes."""
 
 import concurrent.futures
+import gc
 import math
 import multiprocessing
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -188,3 +190,21 @@ def test_a_metric_that_cannot_be_sent_is_said_at_the_first_point(model):
         pytest.raises(ConfigError, match="can't be sent the metric"),
     ):
         tuned(model, metric=lambda given: power(given), executor=pool)
+
+
+def test_models_with_low_bit_weights_wait_on_disk(model):
+    """However many candidates there are, none is kept in memory until the metrics are computed."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        made = Elsewhere(pool, power, model)
+        expected, alive = [], []
+        for bits in (4, 8):
+            config = nc.WeightOnlyConfig(f"int{bits}", group_size=-1)
+            low_bit = nc.quantize(model, config, measure=False)
+            expected.append(power(low_bit))
+            made.keep(low_bit)
+            alive.append(weakref.ref(low_bit))
+            del low_bit
+        gc.collect()
+        assert [each() for each in alive] == [None, None]
+        assert dict(made.values(lambda: 100)) == {0: expected[0], 1: expected[1]}
+        made.close()
