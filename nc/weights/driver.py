@@ -42,7 +42,7 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import WeightPlan
 from nc.process.malloc import give_back_small_pieces
 from nc.weights.experts import is_expert
-from nc.weights.held_out import Judge, Tokens, divided, held_out, parameters_of, put
+from nc.weights.held_out import BlockJudge, Tokens, divided, held_out, parameters_of, put
 from nc.weights.shared_work import Share
 from nc.weights.swap import replace
 
@@ -211,7 +211,7 @@ class Driver:
             return applied
         after = parameters_of(module)
         linears = {name: self.asked[name] for name in inside if self.asked[name].kind == "linear"}
-        judge = Judge(module, scope.prefix, linears, tokens)
+        judge = BlockJudge(module, scope.prefix, linears, tokens)
         put(module, before)
         plain = judge.loss(self._clips)
         put(module, after)

@@ -162,7 +162,7 @@ class Loss:
         return ""
 
 
-class Judge:
+class BlockJudge:
     """Rounds the layers of a block to nearest.
 
     Args:

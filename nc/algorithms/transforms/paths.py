@@ -54,7 +54,7 @@ class Decisions(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute an operator."""
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = _tensors((args, kwargs))
         if reads_values(func, given) and not all(address(t) in self._constants for t in given):
             self.depends = True
             masks = [t for t in given if t.dtype == torch.bool]
@@ -83,7 +83,7 @@ class Decisions(TorchDispatchMode):
                 self._decided[id(result)] = result
 
 
-class Taken(Decisions):
+class Forced(Decisions):
     """Takes the decisions in the place of a block.
 
     Args:
@@ -110,7 +110,7 @@ class Taken(Decisions):
     def mask(self, shape: Sequence[int]) -> torch.Tensor:
         """Return bools of that shape."""
         if self._how == _MIXED:
-            return torch.rand(shape, generator=self._random) < 0.5
+            return torch.rand(shape, generator=self._random, dtype=torch.float32) < 0.5
         return torch.full(tuple(shape), self._how == _YES, dtype=torch.bool)
 
     def _order(self, x: torch.Tensor, dim: int | None, part: Any) -> Any:
@@ -118,8 +118,8 @@ class Taken(Decisions):
             return part
         if dim is None or part.dim() != x.dim() or x.dim() == 0:  # one place
             count = x.numel() if dim is None else x.shape[dim]
-            return torch.randint(0, count, part.shape, generator=self._random)
-        order = torch.rand(x.shape, generator=self._random).argsort(dim)
+            return torch.randint(0, count, part.shape, generator=self._random, dtype=torch.int64)
+        order = torch.rand(x.shape, generator=self._random, dtype=torch.float32).argsort(dim)
         return order.narrow(dim, 0, part.shape[dim]).contiguous()
 
 
@@ -215,6 +215,7 @@ class _Readers(TorchDispatchMode):
     def watching(
         self, norms: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Module]
     ) -> Iterator[None]:
+        self._inside = 0
         handles = [m.register_forward_hook(self._result_of(name)) for name, m in norms.items()]
         for linear in linears.values():
             handles.append(linear.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -228,9 +229,7 @@ class _Readers(TorchDispatchMode):
 
     def _result_of(self, name: str) -> Any:
         def hook(_: torch.nn.Module, __: Any, output: Any) -> None:
-            for part in pytree.tree_leaves(output):
-                if isinstance(part, torch.Tensor):
-                    self._results[id(part)] = part, frozenset({name})
+            self._results |= {id(part): (part, frozenset({name})) for part in _tensors(output)}
 
         return hook
 
@@ -241,6 +240,13 @@ class _Readers(TorchDispatchMode):
     def _leave(self, *_: Any) -> None:
         self._inside -= 1
 
+    def unread(self, outside: tuple[str, ...]) -> str:
+        """Return what reads a parameter that took no part, except in some modules; "" where all did."""
+        name = next(
+            (n for a, n in self._parameters.items() if a not in self.used and not n.startswith(outside)), ""
+        )
+        return name and f"nothing called {name.rpartition('.')[0] or name!r}, which may read it"
+
     def _norms_of(self, given: Sequence[Any]) -> frozenset[str]:
         """Names of the norms of which some tensors hold results."""
         return frozenset().union(*(self._results[id(t)][1] for t in given if id(t) in self._results))
@@ -249,20 +255,30 @@ class _Readers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        name = func.overloadpacket.__name__
+        made, given = _tensors(result), _tensors((args, kwargs))
         if not func.is_view and any(t.numel() for t in made):
             self.used |= {address(t) for t in given}
         norms = self._norms_of(given)
-        if not norms or self._inside or name.endswith("_like") or name.startswith("new_"):
-            return result
+        if norms and not self._inside:
+            self._follow(func, norms, given, made)
+        return result
+
+    def _follow(
+        self, func: Any, norms: frozenset[str], given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> None:
+        """See what an operator makes of the results of some norms."""
+        name = func.overloadpacket.__name__
+        if name.endswith("_like") or name.startswith("new_"):
+            return  # of their sizes alone
         if func.is_view or (name in _COPIES and all(t.is_floating_point() for t in made)):
             self._results |= {id(t): (t, norms) for t in made}
-        else:
-            beside = [self._parameters[a] for t in given if (a := address(t)) in self._parameters]
-            self.others |= dict.fromkeys(norms, " with ".join([name, *beside]))
-        return result
+            return
+        beside = [self._parameters[a] for t in given if (a := address(t)) in self._parameters]
+        self.others |= dict.fromkeys(norms, " with ".join([name, *beside]))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -284,7 +300,7 @@ class Path:
 
     def taking(self) -> contextlib.AbstractContextManager[Any]:
         """Take this path; the same decisions each time."""
-        return contextlib.nullcontext() if self.how is None else Taken(self.how)
+        return contextlib.nullcontext() if self.how is None else Forced(self.how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,41 +335,39 @@ def paths_of(
         outside: modules whose paths do not matter.
     """
     seen = _decisions(module, call, () if not outside else tuple(norms.values()))
-    ways = [Path(call)]
+    ways = (Path(call),)
     if seen.unknown:
-        return Paths(tuple(ways), {}, f"a number that {seen.unknown} reads may decide what is called")
+        return Paths(ways, {}, f"a number that {seen.unknown} reads may decide what is called")
     if seen.depends:
-        ways = [Path(_with_masks(call, how) if seen.of_inputs else call, how) for how in (_YES, _NO, _MIXED)]
-    others: dict[str, str] = {}
-    read: set[str] = set()
-    used: set[int] = set()
-    parameters = {address(p): name for name, p in module.named_parameters() if p.numel()}
+        ways = tuple(
+            Path(_with_masks(call, how) if seen.of_inputs else call, how) for how in (_YES, _NO, _MIXED)
+        )
+    readers = _Readers({address(p): name for name, p in module.named_parameters() if p.numel()})
     for way in ways:
-        readers = _Readers(parameters)
-        try:
-            with way.taking(), readers.watching(norms, linears):
-                output = run(module, way.call)
-        except Exception as error:  # code of the user's, on a path of ours, can raise anything
-            if way.how is None:
-                raise
-            line = (str(error) or type(error).__name__).splitlines()[0]
-            return Paths(
-                tuple(ways), {}, f"what it calls depends on values, and with others it fails: {line}"
-            )
-        if way.how is not None and not bool(output.isfinite().all()):
-            return Paths(tuple(ways), {}, "what it calls depends on values, and with others it gives NaN")
-        others |= readers.others
-        read |= readers.linears
-        used |= readers.used
-    inside = tuple(f"{name}." for name in outside)
-    unread = next(
-        (name for a, name in parameters.items() if a not in used and not name.startswith(inside or ("\0",))),
-        None,
-    )
-    why = (
-        "" if unread is None else f"nothing called {unread.rpartition('.')[0] or unread!r}, which may read it"
-    )
-    return Paths(tuple(ways), {name: others[name] for name in norms if name in others and name in read}, why)
+        why = _walk(module, way, readers, norms, linears)
+        if why:
+            return Paths(ways, {}, f"what it calls depends on values, and with others it {why}")
+    why = readers.unread(tuple(f"{name}." for name in outside) or ("\0",))
+    others = {name: other for name, other in readers.others.items() if name in readers.linears}
+    return Paths(ways, others, why)
+
+
+def _walk(
+    module: torch.nn.Module,
+    way: Path,
+    readers: _Readers,
+    norms: Mapping[str, torch.nn.Module],
+    linears: Mapping[str, torch.nn.Module],
+) -> str:
+    """Take a path, and return why it can't be taken; "" where it can."""
+    try:
+        with way.taking(), readers.watching(norms, linears):
+            output = run(module, way.call)
+    except Exception as error:  # code of the user's, on a path of ours, can raise anything
+        if way.how is None:
+            raise
+        return f"fails: {(str(error) or type(error).__name__).splitlines()[0]}"
+    return "" if way.how is None or bool(output.isfinite().all()) else "gives NaN"
 
 
 def _decisions(module: torch.nn.Module, call: BlockCall, behind: Sequence[torch.nn.Module]) -> Decisions:
@@ -378,11 +392,11 @@ def _decisions(module: torch.nn.Module, call: BlockCall, behind: Sequence[torch.
 
 def _with_masks(call: BlockCall, how: str) -> BlockCall:
     """Return arguments with other masks."""
-    taken = Taken(how)
+    forced = Forced(how)
 
     def part(value: Any) -> Any:
         is_mask = isinstance(value, torch.Tensor) and value.dtype == torch.bool
-        return taken.mask(value.shape) if is_mask else value
+        return forced.mask(value.shape) if is_mask else value
 
     args, kwargs = call
     return pytree.tree_map(part, args), {name: pytree.tree_map(part, v) for name, v in kwargs.items()}

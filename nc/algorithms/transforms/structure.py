@@ -105,27 +105,30 @@ def links_of(
         Links; and for norms whose result is not read by linears alone, or may not be, the reason ("" stands
         for the whole block).
     """
-    inside = tuple(f"{name}." for name in outside)
-    linears = {
-        layer.name: layer for layer in layers_of(module) if layer.kind == "linear" and layer.why is None
-    }
-    norms = {
-        name: part
-        for name, part in module.named_modules()
-        if is_norm_like(part) and not name.startswith(inside)
-    }
-    if not norms and (norms_only or not linears):
+    inside = tuple(f"{name}." for name in outside) or ("\0",)
+    linears = _linears(module)
+    norms = _norms(module, inside)
+    producers = [] if norms_only else [name for name in linears if not name.startswith(inside)]
+    if not norms and not producers:
         return [], {}
     modules = {name: layer.module for name, layer in linears.items()}
     paths = paths_of(module, call, norms, modules, outside)
     if paths.why:
         return [], {"": paths.why}
     probes = [_Probe(module, path, linears, norms) for path in paths.all]
-    candidates = [(name, True) for name in norms if name not in paths.others] + [
-        (name, False) for name in linears if not norms_only and not name.startswith(inside)
-    ]
+    candidates = [(name, True) for name in norms if name not in paths.others]
+    candidates += [(name, False) for name in producers]
     found = [link for name, norm in candidates if (link := _link(probes, name, norm)) is not None]
     return found, {name: f"{other} reads its result too" for name, other in paths.others.items()}
+
+
+def _linears(module: torch.nn.Module) -> dict[str, Layer]:
+    return {layer.name: layer for layer in layers_of(module) if layer.kind == "linear" and layer.why is None}
+
+
+def _norms(module: torch.nn.Module, outside: tuple[str, ...]) -> dict[str, torch.nn.Module]:
+    parts = module.named_modules()
+    return {name: part for name, part in parts if is_norm_like(part) and not name.startswith(outside)}
 
 
 def _link(probes: Sequence[_Probe], name: str, norm: bool) -> Link | None:

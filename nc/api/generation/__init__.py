@@ -63,8 +63,9 @@ def accelerate_generation(model: _Model) -> _Model:
     rope = _rope_of_length(model)
     if rope:
         msg = (
-            f"{type(model).__name__} has rotary positions of type {rope!r}, whose angles change with the length "
-            "of the text. A plan computes all tokens with the same angles; the model itself still generates."
+            f"{type(model).__name__} has rotary positions of type {rope!r}, whose angles change with the "
+            "length of the text. A plan computes all tokens with the same angles; the model itself still "
+            "generates."
         )
         raise UnsupportedError(msg)
     with torch.no_grad():

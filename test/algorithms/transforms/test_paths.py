@@ -17,7 +17,7 @@ from nc.algorithms.transforms.folding import fold, gain_offset, rewrite
 from nc.algorithms.transforms.structure import difference, find_links, links_of
 from nc.formats.weight_format import WeightFormat
 from nc.planning.layer_plan import LayerDecision
-from nc.weights.held_out import Judge, Tokens, divided, held_out
+from nc.weights.held_out import BlockJudge, Tokens, divided, held_out
 
 WIDTH = 32
 TRANSFORMS = [nc.AWQ(grid=4), nc.Smooth(), nc.TEQ(steps=4), nc.Rotation()]
@@ -247,7 +247,7 @@ def judge(block, samples):
     }
     calls = [((x,), {}) for x in samples]
     keeps = [None] * len(calls)
-    return Judge(block, "block", decisions, Tokens(calls, keeps, len(calls), calls, keeps))
+    return BlockJudge(block, "block", decisions, Tokens(calls, keeps, len(calls), calls, keeps))
 
 
 def test_the_harm_of_an_expert_is_not_averaged_away():
