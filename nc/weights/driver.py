@@ -29,6 +29,7 @@ from nc.algorithms.inputs.collect import Collector, inputs_of
 from nc.algorithms.inputs.copies import sharing
 from nc.algorithms.inputs.layers import Layer, layers_of
 from nc.algorithms.inputs.statistics import InputStatistics
+from nc.algorithms.solvers import RTN
 from nc.algorithms.solvers.base import BlockProblem, BlockSolver, InputNeeds, Problem
 from nc.algorithms.solvers.best import keep_best, solve_best
 from nc.algorithms.transforms import Scope, Target, Transform
@@ -207,8 +208,11 @@ class Driver:
         module, where = scope.module, scope.prefix or "the model"
         before = parameters_of(module)
         applied = transform.apply(scope)
-        if not applied.operators or not tokens.held:
+        if not applied.operators:
             return applied
+        if not tokens.held:
+            text = f"{applied.text}; without data it is not known what rounding to nearest loses by it"
+            return Applied(applied.algorithm, applied.operators, text)
         after = parameters_of(module)
         linears = {name: self.asked[name] for name in inside if self.asked[name].kind == "linear"}
         judge = BlockJudge(module, scope.prefix, linears, tokens)
@@ -219,9 +223,13 @@ class Driver:
         on = f"{plain.tokens} tokens" + (" that were held out" if tokens.are_others else ", none held out")
         on += plain.few
         why = changed.why_worse(plain)
+        text = f"rounding to nearest on {on}: {plain.output:.1e} → {changed.output:.1e}"
+        others = {d.solver.name for d in linears.values() if d.solver not in (None, RTN())}
+        if why and others and transform.level == "model":
+            # orthogonal matrices make errors alike, and those solvers then make up for them
+            why, text = "", f"{text}, for which {', '.join(sorted(others))} may make up"
         if not why:
-            text = f"{applied.text}; rounding to nearest on {on}: {plain.output:.1e} → {changed.output:.1e}"
-            return Applied(applied.algorithm, applied.operators, text)
+            return Applied(applied.algorithm, applied.operators, f"{applied.text}; {text}")
         put(module, before)
         scope.clips.clear()
         return Applied(applied.algorithm, (), f"{where}: undone: {why}, with rounding to nearest on {on}")

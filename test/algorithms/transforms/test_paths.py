@@ -201,6 +201,7 @@ def test_a_norm_with_a_gate(transform):
     assert " of 1 sets scaled" in nc.report(q).applied[0].text
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Qwen3NextConfig"), reason="transformers is too old")
 def test_a_model_whose_norms_have_gates():
     sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
