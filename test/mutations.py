@@ -64,6 +64,38 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "readers-on-paths-not-taken",
+        "a norm is left alone if others read it on a path that calibration did not take",
+        "algorithms/transforms/paths.py",
+        "    if seen.depends:\n",
+        "    if False:\n",
+        ("paths",),
+    ),
+    Mutation(
+        "readers-without-a-token",
+        "a norm is left alone if no token reached a layer that reads it",
+        "algorithms/transforms/scale_sets.py",
+        "if not t.tokens]",
+        "if False]",
+        ("paths",),
+    ),
+    Mutation(
+        "harm-of-one-expert",
+        "the harm of an expert is not averaged away",
+        "weights/held_out.py",
+        "and lost > old * (1 + rows**-0.5)",
+        "and False",
+        ("paths",),
+    ),
+    Mutation(
+        "capture-on-another-thread",
+        "a capture on another thread changes no bit of low-bit layers",
+        "process/traced.py",
+        "    return not plain or torch._C._len_torch_dispatch_stack() > 0\n",
+        "    return True\n",
+        ("low_bit_engines",),
+    ),
+    Mutation(
         "threads-of-a-quota",
         "a part of a CPU is no thread",
         "process/cores.py",

@@ -54,6 +54,7 @@ class Cause(enum.Enum):
     NOT_FLOAT = "its weight is {dtype}; quantization starts from fp32, bf16 or fp16"
     COMPUTED_ELSEWHERE = "its weight is no parameter, and what computes it is outside of the layer"
     NO_ELEMENTS = "its weight has no elements"
+    ADAPTER = "it is part of an adapter, which is trained, merged or exchanged in float"
     LOW_BIT = "weight-only {dtype}: one operator, float in and out"
     OTHER_STRATEGY = "a rule gives it to {strategy}"
     NO_LAYER = "weight-only quantization is for linears and embeddings that are modules"

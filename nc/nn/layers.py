@@ -20,6 +20,7 @@ from nc.nn.origin import Origin
 from nc.nn.result import LayerResult
 from nc.nn.tensor import QuantizedTensor
 from nc.numerics.packed_weight import PARTS, PackedWeight
+from nc.process.traced import in_trace
 
 #: Key in the metadata of a state dict: the format of a layer's weight.
 _FORM = "nc.form"
@@ -143,11 +144,13 @@ class _Packed(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """`.to(dtype)` leaves what is stored alone: another dtype would be another weight."""
+        """`.to(dtype)` leaves what is stored alone: another dtype would be another weight. A bias follows."""
+        stored = {id(part) for part in self._parts()}
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+            is_other = id(tensor) in stored and moved.dtype != tensor.dtype
+            return tensor.to(moved.device) if is_other else moved
 
         device = self._buffers["codes"].device  # type: ignore[union-attr]
         self.result_dtype = fn(torch.empty(0, dtype=self.result_dtype, device=device)).dtype
@@ -205,7 +208,7 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
             msg = "nc's low-bit layers have no forward-mode derivatives (jvp, dual tensors); backward() has."
             raise UnsupportedError(msg)
         if self.engine is not None:
-            if not torch.compiler.is_compiling():
+            if not in_trace(input):
                 found = self.engine.linear(self, input)
                 if found is not None:
                     return found

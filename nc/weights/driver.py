@@ -29,6 +29,7 @@ from nc.algorithms.inputs.collect import Collector, inputs_of
 from nc.algorithms.inputs.copies import sharing
 from nc.algorithms.inputs.layers import Layer, layers_of
 from nc.algorithms.inputs.statistics import InputStatistics
+from nc.algorithms.solvers import RTN
 from nc.algorithms.solvers.base import BlockProblem, BlockSolver, InputNeeds, Problem
 from nc.algorithms.solvers.best import keep_best, solve_best
 from nc.algorithms.transforms import Scope, Target, Transform
@@ -42,6 +43,7 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import WeightPlan
 from nc.process.malloc import give_back_small_pieces
 from nc.weights.experts import is_expert
+from nc.weights.held_out import BlockJudge, Tokens, divided, held_out, parameters_of, put
 from nc.weights.shared_work import Share
 from nc.weights.swap import replace
 
@@ -151,11 +153,7 @@ class Driver:
         """Quantize all layers of the plan."""
         for transform in self.plan.transforms:
             if transform.level == "model":
-                calls, keeps = [s.call for s in self.all_samples], [s.keep for s in self.all_samples]
-                scope = self._scope("", self.model, self._targets(self.asked, transform, None), calls, keeps)
-                self.applied.append(
-                    self.share.transformed(self.model, partial(transform.apply, scope), everywhere=True)
-                )
+                self._everywhere(transform)
         self._find_ties()  # a transform may have given tied layers weights of their own
         lists = block_lists(self.model, self.asked)
         total = sum(map(len, lists)) + 1
@@ -188,6 +186,53 @@ class Driver:
         self.progress(total - 1, total, "the other layers")
         self._rest(rest)
         self.progress(total, total, "")
+
+    def _everywhere(self, transform: Transform) -> None:
+        """Apply a transform of the whole model."""
+        calls, keeps = [s.call for s in self.all_samples], [s.keep for s in self.all_samples]
+        tokens = Tokens(calls, keeps, len(calls))
+        if self.share.ranks.is_first and not any(p.is_meta for p in self.model.parameters()):
+            tokens = divided(self.model, calls, keeps, len(calls), held_out(len(calls)))
+        scope = self._scope("", self.model, self._targets(self.asked, transform, None), tokens)
+        config = getattr(self.model, "config", None)
+        tied = getattr(config, "tie_word_embeddings", None)
+        judged = partial(self._judged, transform, scope, tokens, [*self.asked])
+        apply = judged if self.share.ranks.is_first else partial(transform.apply, scope)
+        applied = self.share.transformed(self.model, apply, everywhere=True)
+        if tied is not None and not applied.operators:
+            config.tie_word_embeddings = tied  # type: ignore[union-attr]
+        self.applied.append(applied)
+
+    def _judged(self, transform: Transform, scope: Scope, tokens: Tokens, inside: Sequence[str]) -> Applied:
+        """Apply a transform, and undo it if the scope then loses more by rounding to nearest."""
+        module, where = scope.module, scope.prefix or "the model"
+        before = parameters_of(module)
+        applied = transform.apply(scope)
+        if not applied.operators:
+            return applied
+        if not tokens.held:
+            text = f"{applied.text}; without data it is not known what rounding to nearest loses by it"
+            return Applied(applied.algorithm, applied.operators, text)
+        after = parameters_of(module)
+        linears = {name: self.asked[name] for name in inside if self.asked[name].kind == "linear"}
+        judge = BlockJudge(module, scope.prefix, linears, tokens)
+        put(module, before)
+        plain = judge.loss(self._clips)
+        put(module, after)
+        changed = judge.loss(self._clips | scope.clips)
+        on = f"{plain.tokens} tokens" + (" that were held out" if tokens.are_others else ", none held out")
+        on += plain.few
+        why = changed.why_worse(plain)
+        text = f"rounding to nearest on {on}: {plain.output:.1e} → {changed.output:.1e}"
+        others = {d.solver.name for d in linears.values() if d.solver not in (None, RTN())}
+        if why and others and transform.level == "model":
+            # orthogonal matrices make errors alike, and those solvers then make up for them
+            why, text = "", f"{text}, for which {', '.join(sorted(others))} may make up"
+        if not why:
+            return Applied(applied.algorithm, applied.operators, f"{applied.text}; {text}")
+        put(module, before)
+        scope.clips.clear()
+        return Applied(applied.algorithm, (), f"{where}: undone: {why}, with rounding to nearest on {on}")
 
     @contextlib.contextmanager
     def _callable(self) -> Iterator[None]:
@@ -296,22 +341,60 @@ class Driver:
     ) -> dict[str, InputStatistics]:
         """Apply the transforms that layers of a block ask for.
 
-        It returns the statistics of the layers' inputs after them.
+        It returns the statistics of the layers' inputs after them. A block that is as before has those only
+        that solvers need, so that its codes are as without transforms.
         """
-        inputs = self._collect(module, inside, calls, float_calls)
-        is_block = bool(prefix) or len(inside) == len(self.asked)
-        for transform in self.plan.transforms:
-            asking = [name for name in inside if transform in self.asked[name].transforms]
-            if asking and is_block:
-                keeps = [sample.keep for sample in self.samples]
-                scope = self._scope(prefix, module, self._targets(inside, transform, inputs), calls, keeps)
-                self.applied.append(self.share.transformed(module, partial(transform.apply, scope)))
-                self._clips |= scope.clips
-                inputs = self._collect(module, inside, calls, float_calls)
-            elif asking:
-                text = f"nothing outside the stacks of blocks: {', '.join(asking)}"
-                self.applied.append(Applied(transform.name, (), text))
-        return inputs
+        applied = len(self.applied)
+        asking = {
+            t: [name for name in inside if t in self.asked[name].transforms] for t in self.plan.transforms
+        }
+        asking = {transform: names for transform, names in asking.items() if names}
+        if asking and (prefix or len(inside) == len(self.asked)):
+            self._transform(prefix, module, inside, list(asking), calls)
+        else:
+            self.applied += [
+                Applied(transform.name, (), f"nothing outside the stacks of blocks: {', '.join(names)}")
+                for transform, names in asking.items()
+            ]
+        changed = any(one.operators for one in self.applied[applied:])
+        if not changed and not any(s.needs.data for n in inside if (s := self.asked[n].solver) is not None):
+            return {}
+        return self._collect(module, inside, calls, float_calls)
+
+    def _transform(
+        self,
+        prefix: str,
+        module: torch.nn.Module,
+        inside: Sequence[str],
+        transforms: Sequence[Transform],
+        calls: Calls,
+    ) -> None:
+        """Apply transforms to a block, fitted to the tokens that are not held out."""
+        keeps, ranks = [sample.keep for sample in self.samples], self.share.ranks
+        start = len(self.all_samples) * ranks.rank // ranks.count
+        held = {i - start for i in held_out(len(self.all_samples))}
+        with ranks.together():
+            tokens = divided(module, calls, keeps, self.share.counted, held)
+        for transform in transforms:
+            inputs = self._fitted(module, inside, transform.needs, tokens)
+            scope = self._scope(prefix, module, self._targets(inside, transform, inputs), tokens)
+            judged = partial(self._judged, transform, scope, tokens, inside)
+            self.applied.append(self.share.transformed(module, judged))
+            self._clips |= scope.clips
+
+    def _fitted(
+        self, module: torch.nn.Module, inside: Sequence[str], needs: InputNeeds, tokens: Tokens
+    ) -> dict[str, InputStatistics]:
+        """Statistics of the inputs of some layers, of the tokens that a transform may see."""
+        layers = {
+            name: self.model.get_submodule(name) for name in inside if self.asked[name].kind == "linear"
+        }
+        collector = Collector(layers, needs)
+        with self.share.ranks.together():
+            for i in range(tokens.counted):
+                with collector.watching(tokens.keeps[i]):
+                    run(module, tokens.calls[i])
+        return self.share.merged(collector.of)
 
     def _solve_together(
         self,
@@ -430,11 +513,15 @@ class Driver:
         prefix: str,
         module: torch.nn.Module,
         targets: dict[str, Target],
-        calls: Sequence[BlockCall],
-        keeps: Sequence[torch.Tensor | None],
+        tokens: Tokens,
     ) -> Scope:
         return Scope(
-            model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, keeps=keeps
+            model=self.model,
+            module=module,
+            prefix=prefix,
+            targets=targets,
+            samples=tokens.calls,
+            keeps=tokens.keeps,
         )
 
     def _is_done(self, name: str) -> bool:

@@ -251,9 +251,11 @@ def test_the_workflow_clips_and_counts_what_is_clipped(solver):
     assert "ranges clipped" not in str(plain)
     losses = {layer.operator: layer.loss for layer in plain.layers}
     first = {layer.operator: layer.loss for layer in clipped.layers if layer.operator.startswith("blocks.0.")}
-    named = [a.text for a in clipped.applied][0].partition("ranges clipped in ")[2].split(", ")
-    assert named
-    assert all(first[name] < losses[name] for name in named)
+    text = clipped.applied[0].text.partition("ranges clipped in ")[2].partition(";")[0]
+    named = text.split(", ")
+    assert all(name in first for name in named)
+    if solver.needs.data:  # without it, and without a change, the loss is that of the weights
+        assert all(first[name] < losses[name] for name in named)
     # of the weights that the user gave: the loss counts what is clipped
     for name in named:
         layer, packed = model.get_submodule(name), results[None].get_submodule(name).packed

@@ -823,3 +823,28 @@ def test_only_missing_gradients_are_called_so():
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught, needing_gradients("TEQ", "0"):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert caught.type is RuntimeError
+
+
+class Adapted(nn.Module):
+    """A linear with an adapter beside it, as peft makes it."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 8, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, base.out_features, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_adapters_are_no_layers():
+    model = nn.Sequential(Adapted(nn.Linear(32, 16)), nn.Linear(16, 16)).eval()
+    q = nc.quantize(model, nc.WeightOnlyConfig("int8", group_size=8))
+    assert isinstance(q[0].base_layer, QuantLinear)
+    assert isinstance(q[1], QuantLinear)
+    for name in Adapted.adapter_layer_names:
+        assert type(q[0].get_submodule(name)["default"]) is nn.Linear
+    assert "it is part of an adapter" in str(nc.report(q))

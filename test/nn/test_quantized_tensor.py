@@ -295,6 +295,30 @@ def test_the_weight_of_a_module_has_the_dtype_of_the_model():
     assert table.to(torch.bfloat16)(torch.tensor([1])).dtype is table.weight.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("act_dtype", ["fp32", "int8"])
+def test_a_model_in_another_dtype_has_biases_in_it_and_the_same_codes(dtype, act_dtype):
+    """As in a float model: nothing of it stays in the dtype that it had, except what is stored of a weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 24), nn.LayerNorm(24), nn.Linear(24, 8)).eval()
+    config = WeightOnlyConfig("int4", group_size=8, act_dtype=act_dtype)
+    q, x = nc.quantize(model, config), torch.randn(5, 32)
+    expected, stored = (
+        q(x).detach(),
+        {n: t.clone() for n, t in q.state_dict().items() if "codes" in n or "scale" in n},
+    )
+    assert stored
+    q.to(dtype)
+    assert {p.dtype for p in q.parameters()} == {dtype}
+    assert all(torch.equal(q.state_dict()[name], value) for name, value in stored.items())
+    found = q(x.to(dtype))
+    assert found.dtype is dtype
+    assert torch.allclose(found.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+    back = q.float()(x)
+    assert back.dtype is torch.float32
+    assert torch.allclose(back, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("value", [torch.zeros(24, 32), nn.Parameter(torch.zeros(24, 32)), None])
 def test_the_weight_of_a_module_cannot_be_set(value):
     module = layer()

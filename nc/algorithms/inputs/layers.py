@@ -63,13 +63,23 @@ class Layer:
 
 def layers_of(model: torch.nn.Module) -> tuple[Layer, ...]:
     """All of them, each module once, in the order of `named_modules`."""
-    head = _output_head(model)
+    head, adapters = _output_head(model), _adapters(model)
     found = [
-        (names, layer)
+        (names, replace(layer, why=Cause.ADAPTER()) if f"{names[0]}.".startswith(adapters) else layer)
         for module, names in names_of(model).items()
         if (layer := _layer(names[0], module, head)) is not None
     ]
     return tuple(replace(layer, others=tuple(names[1:])) if names[1:] else layer for names, layer in found)
+
+
+def _adapters(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return how the names of modules in adapters begin: what peft puts beside a layer."""
+    return tuple(
+        f"{name}.{part}." if name else f"{part}."
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer")
+        for part in getattr(module, "adapter_layer_names", ())
+    ) or ("\0",)
 
 
 def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:

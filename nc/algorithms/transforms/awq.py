@@ -18,7 +18,6 @@ from nc.algorithms.transforms.scale_sets import (
     TransformOutcome,
     full,
     rounded,
-    sets_of,
     weight_of,
 )
 from nc.errors import ConfigError
@@ -95,12 +94,10 @@ class AWQ:
 
         It returns notes for the report, and by name what the input channels of layers are divided by now.
         """
-        sets = sets_of(scope)
-        outcome.sets = len(sets)
-        error = BlockError(scope, self.tokens) if sets else None
+        error = BlockError(scope, self.tokens) if outcome.sets else None
         notes: list[str] = []
         scales: dict[str, torch.Tensor] = {}
-        for found in sets:
+        for found in outcome.sets:
             scale = self._search(found)
             if scale is None:
                 continue

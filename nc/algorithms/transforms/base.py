@@ -45,6 +45,11 @@ class Target:
         assert self.inputs is not None
         return self.inputs
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens of calibration reached the layer."""
+        return 0 if self.inputs is None else self.inputs.tokens
+
 
 @dataclass(kw_only=True, slots=True)
 class Scope:

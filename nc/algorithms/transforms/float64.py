@@ -59,16 +59,8 @@ class WideCopy:
 
     def run(self, call: BlockCall) -> torch.Tensor:
         """Its first output."""
-
-        def wide(value: Any) -> Any:
-            return (
-                value.to(self.dtype)
-                if isinstance(value, torch.Tensor) and value.is_floating_point()
-                else value
-            )
-
         with computing_in(self.dtype):
-            output: torch.Tensor = run(self.module, pytree.tree_map(wide, call))
+            output: torch.Tensor = run(self.module, in_dtype(call, self.dtype))
         return output
 
     @property
@@ -86,3 +78,14 @@ BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
 def computing_in(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     """Float64 means float64 all the way."""
     return Float64() if dtype == torch.float64 else contextlib.nullcontext()
+
+
+def in_dtype(call: BlockCall, dtype: torch.dtype) -> BlockCall:
+    """Return arguments with floats of a dtype."""
+
+    def part(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    made: BlockCall = pytree.tree_map(part, call)
+    return made

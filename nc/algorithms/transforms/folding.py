@@ -9,7 +9,7 @@ import torch
 
 from nc.algorithms.inputs.block_calls import BlockCall, run
 from nc.algorithms.inputs.layers import layers_of
-from nc.algorithms.transforms.float64 import BOUNDS, WideCopy, computing_in
+from nc.algorithms.transforms.float64 import BOUNDS, WideCopy, computing_in, in_dtype
 from nc.algorithms.transforms.structure import Link, difference
 
 #: Samples among which the smallest is chosen.
@@ -38,7 +38,7 @@ def fold(module: torch.nn.Module, link: Link, scale: torch.Tensor) -> None:
     weights = {layer.name: layer.weight for layer in layers_of(module)}
     with torch.no_grad():
         if link.norm:
-            offset = gain_offset(producer)
+            offset = gain_offset(producer, link.call)
             gain = producer._parameters["weight"]
             assert gain is not None
             gain.copy_((gain + offset) / scale - offset)
@@ -51,11 +51,12 @@ def fold(module: torch.nn.Module, link: Link, scale: torch.Tensor) -> None:
             weights[name].mul_(link.spread(scale, index))
 
 
-def gain_offset(norm: torch.nn.Module) -> float:
+def gain_offset(norm: torch.nn.Module, call: BlockCall) -> float:
     """0 for a norm that multiplies by its weight, 1 for one that multiplies by 1 + weight (Gemma).
 
     Args:
         norm: of a `WideCopy`; it is as before afterwards.
+        call: arguments that it gets; a norm may have others beside its input, such as a gate.
 
     Raises:
         NotEquivalentError: it does neither.
@@ -63,15 +64,15 @@ def gain_offset(norm: torch.nn.Module) -> float:
     weight, bias = norm._parameters["weight"], norm._parameters.get("bias")
     assert weight is not None
     kept = weight.detach().clone(), None if bias is None else bias.detach().clone()
-    x = torch.randn(4, weight.numel(), dtype=weight.dtype, generator=torch.Generator().manual_seed(0))
     with computing_in(weight.dtype), torch.no_grad():
-        before = norm(x)
+        given = in_dtype(call, weight.dtype)
+        before = run(norm, given)
         try:
             for offset in (0.0, 1.0):
                 weight.copy_((kept[0] + offset) * 2 - offset)
                 if bias is not None and kept[1] is not None:
                     bias.copy_(kept[1] * 2)
-                if difference(before * 2, norm(x)) < BOUNDS[weight.dtype]:
+                if difference(before * 2, run(norm, given)) < BOUNDS[weight.dtype]:
                     return offset
         finally:
             weight.copy_(kept[0])

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
 from nc.algorithms.inputs.block_calls import BlockCall, Sample, block_lists, filled, record, run
 from nc.algorithms.inputs.layers import Layer, layers_of
 from nc.algorithms.solvers.base import InputNeeds
 from nc.algorithms.transforms.base import Scope
 from nc.algorithms.transforms.folding import NotEquivalentError, fold, gain_offset, rewrite, smallest
-from nc.algorithms.transforms.structure import Link, find_links, is_norm_like
+from nc.algorithms.transforms.structure import Link, is_norm_like, links_of
 from nc.errors import UnsupportedError
 from nc.graph.plan import Applied
 
@@ -190,12 +191,18 @@ def _some_tokens(model: torch.nn.Module) -> BlockCall:
     return (torch.randint(0, table.num_embeddings, (1, 16), generator=torch.Generator().manual_seed(0)),), {}
 
 
-def _norms_of_stream(model: torch.nn.Module, found: Sequence[tuple[str, Link]]) -> list[tuple[str, Link]]:
+def _norms_of_stream(
+    model: torch.nn.Module, found: Sequence[tuple[str, Link]], left: Mapping[str, str]
+) -> list[tuple[str, Link]]:
     """Return the links from norms of the stream's size to linears, each with the name of its block.
 
     Raises:
-        NotEquivalentError: there is none, or a norm of this size feeds something else too.
+        NotEquivalentError: there is none, or a norm of this size feeds something else too, or may.
     """
+    unknown = next((name for name in left if not is_norm_like(model.get_submodule(name))), None)
+    if unknown is not None:
+        msg = f"{unknown or 'the model'!r} was left alone: {left[unknown]}"
+        raise NotEquivalentError(msg)
     size = next((link.size for _, link in found if link.norm), None)
     if size is None:
         msg = "no norm feeds linears only"
@@ -204,7 +211,8 @@ def _norms_of_stream(model: torch.nn.Module, found: Sequence[tuple[str, Link]]) 
     linked = {_name(prefix, link.producer) for prefix, link in norms}
     for name, part in model.named_modules():
         if is_norm_like(part) and part.weight.numel() == size and name not in linked:
-            msg = f"the output of {name!r} goes elsewhere than to linears only"
+            why = f": {left[name]}" if name in left else ""
+            msg = f"the output of {name!r} goes elsewhere than to linears only{why}"
             raise NotEquivalentError(msg)
     return norms
 
@@ -214,8 +222,8 @@ def _stream(model: torch.nn.Module, call: BlockCall) -> _Stream:
     linears = {name: layer for name, layer in layers.items() if layer.kind == "linear"}
     blocks = _only_stack(model, linears)
     calls = _block_calls(model, blocks, call)
-    found = _links_of(model, call, blocks, calls)
-    norms = _norms_of_stream(model, found)
+    found, left = _links_of(model, call, blocks, calls)
+    norms = _norms_of_stream(model, found, left)
     size = norms[0][1].size
     readers = tuple(_name(prefix, consumer) for prefix, link in norms for consumer in link.consumers)
     tables = {
@@ -237,7 +245,8 @@ def _stream(model: torch.nn.Module, call: BlockCall) -> _Stream:
             name for name, layer in linears.items() if layer.shape[0] == size and name not in readers
         ),
         keep_mean=any(
-            _subtracts_mean(model.get_submodule(_name(prefix, link.producer))) for prefix, link in norms
+            _subtracts_mean(model.get_submodule(_name(prefix, link.producer)), link.call)
+            for prefix, link in norms
         ),
         head=_head_size(model),
         tied=any(id(linears[name].module.weight) in tables for name in heads),
@@ -258,13 +267,19 @@ def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[s
 
 def _links_of(
     model: torch.nn.Module, call: BlockCall, blocks: Sequence[str], calls: Mapping[str, BlockCall]
-) -> list[tuple[str, Link]]:
-    """Return the links inside each block and those of norms outside of all.
+) -> tuple[list[tuple[str, Link]], dict[str, str]]:
+    """Return the links inside each block and those of norms outside of all, each with its block's name.
 
-    Each stands with the name of its block.
+    And why norms are in none, by their name in the model; of a block that is left alone, by its name.
     """
-    inside = [(name, link) for name in blocks for link in find_links(model.get_submodule(name), calls[name])]
-    return inside + [("", link) for link in find_links(model, call, norms_only=True, outside=tuple(blocks))]
+    found, left = [], {}
+    for name in (*blocks, ""):
+        module = model.get_submodule(name)
+        outside = () if name else tuple(blocks)
+        links, why = links_of(module, calls.get(name, call), norms_only=not name, outside=outside)
+        found += [(name, link) for link in links]
+        left |= {_name(name, inside) if inside else name: text for inside, text in why.items()}
+    return found, left
 
 
 def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: BlockCall) -> dict[str, BlockCall]:
@@ -281,12 +296,17 @@ def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: BlockCal
     return calls
 
 
-def _subtracts_mean(norm: torch.nn.Module) -> bool:
+def _subtracts_mean(norm: torch.nn.Module, call: BlockCall) -> bool:
     """Whether a norm's output does not depend on the mean of the channels."""
-    weight: torch.Tensor = norm.weight  # type: ignore[assignment]
-    x = torch.linspace(-1, 1, weight.numel(), dtype=torch.float32).sin().to(weight.dtype).unsqueeze(0)
-    with torch.no_grad():
-        return bool(torch.allclose(norm(x), norm(x + 1), rtol=1e-2, atol=1e-3))
+    width = norm.weight.numel()  # type: ignore[operator]
+
+    def shifted(value: Any) -> Any:
+        is_input = isinstance(value, torch.Tensor) and value.shape[-1:] == (width,)
+        return value + 1 if is_input and value.is_floating_point() else value
+
+    before = run(norm, call)
+    after = run(norm, pytree.tree_map(shifted, call))
+    return bool(torch.allclose(before, after, rtol=1e-2, atol=1e-3))
 
 
 def _head_size(model: torch.nn.Module) -> int:
@@ -307,7 +327,7 @@ def _rotate_stream(model: torch.nn.Module, stream: _Stream, r1: torch.Tensor) ->
             block = model.get_submodule(prefix)
             _fold_bias(block, link)
             norm = block.get_submodule(link.producer)
-            gain = norm.weight.detach() + gain_offset(norm)  # type: ignore[operator]
+            gain = norm.weight.detach() + gain_offset(norm, link.call)  # type: ignore[operator]
             if bool((gain == 0).any()):
                 msg = f"a gain of {link.producer!r} is 0"
                 raise NotEquivalentError(msg)

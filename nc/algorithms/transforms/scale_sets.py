@@ -17,7 +17,7 @@ from nc.algorithms.solvers.base import Problem
 from nc.algorithms.solvers.rtn import RTN
 from nc.algorithms.transforms.base import Scope, Target
 from nc.algorithms.transforms.folding import Checked, NotEquivalentError, fold, rewrite, smallest
-from nc.algorithms.transforms.structure import Link, find_links
+from nc.algorithms.transforms.structure import Link, links_of
 from nc.graph.plan import Applied
 
 
@@ -51,24 +51,39 @@ class ScaleSet:
         }
 
 
-def sets_of(scope: Scope) -> list[ScaleSet]:
-    """Return the sets of a block, in the order of `find_links`.
-
-    Layers that calibration did not reach are in none.
+def sets_of(scope: Scope) -> tuple[list[ScaleSet], list[str]]:
+    """Return the sets of a block, in the order of `links_of`, and what was left alone, with the reason.
 
     A scale is for all that read a tensor. So a set with a layer that asks for the transform has all its
-    layers, whatever those ask for: what a scale costs is measured for all of them.
+    layers, whatever those ask for: what a scale costs is measured for all of them. If calibration reached one
+    of them with no token, that is not known, and there is no scale.
     """
+    links, why = links_of(scope.module, smallest(scope.samples))
+    left = _sentences(scope, why)
     found = []
-    for link in find_links(scope.module, smallest(scope.samples)):
+    for link in links:
         targets = {
-            i: t
-            for i, name in enumerate(link.consumers)
-            if (t := scope.targets.get(full(scope, name))) and t.inputs
+            i: t for i, name in enumerate(link.consumers) if (t := scope.targets.get(full(scope, name)))
         }
-        if any(target.asked for target in targets.values()):
+        if not any(target.asked for target in targets.values()):
+            continue
+        missed = [full(scope, link.consumers[i]) for i, t in targets.items() if not t.tokens]
+        if not missed:
             found.append(ScaleSet(link, targets))
-    return found
+        elif len(missed) < len(targets):
+            left.append(
+                f"{full(scope, link.producer)} was left alone: no token that scales are fitted to reached "
+                f"{missed[0]!r}"
+            )
+    return found, left
+
+
+def _sentences(scope: Scope, why: Mapping[str, str]) -> list[str]:
+    """Return a sentence per reason, with all norms that it is for."""
+    names: dict[str, list[str]] = {}
+    for name, text in why.items():
+        names.setdefault(text, []).append(full(scope, name) if name else scope.prefix or "the model")
+    return [f"{', '.join(some)} left alone: {text}" for text, some in names.items()]
 
 
 def full(scope: Scope, name: str) -> str:
@@ -165,13 +180,16 @@ class TransformOutcome:
     Args:
         name: of the transform.
         scope: the block.
+
+    Attributes:
+        sets: of the block, see `sets_of`.
     """
 
     def __init__(self, name: str, scope: Scope) -> None:
         self.name, self.scope = name, scope
         self.changed: list[str] = []
-        self.undone: list[str] = []
-        self.scaled = self.sets = 0
+        self.sets, self.undone = sets_of(scope)
+        self.scaled = 0
         self.checked = Checked()
 
     def fold(self, found: ScaleSet, scale: torch.Tensor) -> bool:
@@ -201,7 +219,7 @@ class TransformOutcome:
                 "calibration"
             )
         else:
-            text = f"{where}: {self.scaled} of {self.sets} sets scaled" + (
+            text = f"{where}: {self.scaled} of {len(self.sets)} sets scaled" + (
                 f", {self.checked}" if self.scaled else ""
             )
         parts = [text, *([note] if note else []), *self.undone]

@@ -13,7 +13,7 @@ import torch
 from nc.algorithms.solvers.base import InputNeeds
 from nc.algorithms.transforms.base import Scope
 from nc.algorithms.transforms.folding import LOOKED_AT
-from nc.algorithms.transforms.scale_sets import ScaleSet, TransformOutcome, sets_of, weight_of
+from nc.algorithms.transforms.scale_sets import ScaleSet, TransformOutcome, weight_of
 from nc.formats.checks import is_number, require
 from nc.graph.plan import Applied
 
@@ -50,11 +50,9 @@ class Smooth:
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""
         outcome = TransformOutcome(self.name, scope)
-        sets = sets_of(scope)
-        outcome.sets = len(sets)
-        for found in sets:
+        for found in outcome.sets:
             outcome.fold(found, self._scale(found))
-        return outcome.applied(f"alpha {self.alpha}" if sets else "")
+        return outcome.applied(f"alpha {self.alpha}" if outcome.sets else "")
 
     def _scale(self, found: ScaleSet) -> torch.Tensor:
         a = found.gathered(lambda _, t: t.reached.largest, "amax")

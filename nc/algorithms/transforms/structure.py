@@ -7,20 +7,24 @@ input channels are then multiplied by the same factors reads these channels, and
 queries, keys and values behind a norm, the output projection behind the values (also with fewer heads of
 values than of queries), the down projection behind the up projection. If at last dividing these inputs by the
 factors gives the block's output back, nobody else reads the channels: the factor can be folded into weights.
+
+That is so on each path of the block (`nc.algorithms.transforms.paths`). What reads a norm is also followed
+from operator to operator, because a reader whose values are 0 for this sample is not measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import BlockCall, run
-from nc.algorithms.inputs.collect import inputs_of
+from nc.algorithms.inputs.block_calls import BlockCall, fresh, run
 from nc.algorithms.inputs.layers import Layer, layers_of
+from nc.algorithms.transforms.paths import Path, paths_of
 
 _BASE = 7  # exponents 1 to 7 are the digits of a channel's index; 0 means "not changed"
 _TOLERANCE = 1e-6
@@ -37,6 +41,7 @@ class Link:
             is; -1: none.
         size: number of output channels of the producer.
         norm: whether the producer is a norm.
+        call: arguments that the producer gets, of a norm.
     """
 
     producer: str
@@ -44,6 +49,7 @@ class Link:
     channels: tuple[torch.Tensor, ...]
     size: int
     norm: bool
+    call: BlockCall = field(default=((), {}), compare=False, repr=False)
 
     def spread(self, scale: torch.Tensor, index: int) -> torch.Tensor:
         """Return a value per output channel of the producer → one per input channel of a consumer.
@@ -80,26 +86,74 @@ class Link:
 def find_links(
     module: torch.nn.Module, call: BlockCall, norms_only: bool = False, outside: Sequence[str] = ()
 ) -> list[Link]:
-    """All links of a block, norms first in the order of its modules.
+    """All links of a block, see `links_of`."""
+    return links_of(module, call, norms_only, outside)[0]
+
+
+def links_of(
+    module: torch.nn.Module, call: BlockCall, norms_only: bool = False, outside: Sequence[str] = ()
+) -> tuple[list[Link], dict[str, str]]:
+    """All links of a block, norms first in the order of its modules, and why norms are in none.
 
     Args:
         module: the block, in eval mode.
         call: a sample that reaches it.
         norms_only: leave out links whose producer is a linear.
         outside: leave out producers in these modules.
+
+    Returns:
+        Links; and for norms whose result is not read by linears alone, or may not be, the reason ("" stands
+        for the whole block).
     """
-    inside = tuple(f"{name}." for name in outside)
-    linears = {
-        layer.name: layer for layer in layers_of(module) if layer.kind == "linear" and layer.why is None
-    }
-    norms = [
-        name for name, part in module.named_modules() if is_norm_like(part) and not name.startswith(inside)
-    ]
-    probe = _Probe(module, call, linears)
-    candidates = [(name, True) for name in norms] + [
-        (name, False) for name in linears if not norms_only and not name.startswith(inside)
-    ]
-    return [link for name, norm in candidates if (link := probe.link(name, norm)) is not None]
+    inside = tuple(f"{name}." for name in outside) or ("\0",)
+    linears = _linears(module)
+    norms = _norms(module, inside)
+    producers = [] if norms_only else [name for name in linears if not name.startswith(inside)]
+    if not norms and not producers:
+        return [], {}
+    modules = {name: layer.module for name, layer in linears.items()}
+    paths = paths_of(module, call, norms, modules, outside)
+    if paths.why:
+        return [], {"": paths.why}
+    probes = [_Probe(module, path, linears, norms) for path in paths.all]
+    candidates = [(name, True) for name in norms if name not in paths.others]
+    candidates += [(name, False) for name in producers]
+    found = [link for name, norm in candidates if (link := _link(probes, name, norm)) is not None]
+    return found, {name: f"{other} reads its result too" for name, other in paths.others.items()}
+
+
+def _linears(module: torch.nn.Module) -> dict[str, Layer]:
+    return {layer.name: layer for layer in layers_of(module) if layer.kind == "linear" and layer.why is None}
+
+
+def _norms(module: torch.nn.Module, outside: tuple[str, ...]) -> dict[str, torch.nn.Module]:
+    parts = module.named_modules()
+    return {name: part for name, part in parts if is_norm_like(part) and not name.startswith(outside)}
+
+
+def _link(probes: Sequence[_Probe], name: str, norm: bool) -> Link | None:
+    """Return what reads a module on all paths; None if others than linears do."""
+    probes = [probe for probe in probes if name in (probe.calls if norm else probe.inputs)]
+    if not probes:
+        return None
+    size = probes[0].size(name, norm)
+    readers: dict[str, torch.Tensor] = {}
+    measured = [probe.readers(name, size) for probe in probes]
+    for reader, channels in (item for found in measured for item in found.items()):
+        before = readers.get(reader, channels)
+        if bool(((before != channels) & (before >= 0) & (channels >= 0)).any()):
+            return None
+        readers[reader] = torch.where(before < 0, channels, before)
+    if any(
+        reader in probe.inputs and reader not in found
+        for reader in readers
+        for probe, found in zip(probes, measured, strict=True)
+    ):
+        return None  # on some path it reads something else
+    if not readers or not all(probe.is_complete(name, readers, size) for probe in probes):
+        return None
+    call = probes[0].calls[name] if norm else ((), {})
+    return Link(name, tuple(readers), tuple(readers.values()), size, norm, call)
 
 
 def is_norm_like(module: torch.nn.Module) -> bool:
@@ -112,25 +166,44 @@ def is_norm_like(module: torch.nn.Module) -> bool:
 
 
 class _Probe:
-    def __init__(self, module: torch.nn.Module, call: BlockCall, linears: dict[str, Layer]) -> None:
-        self.module, self.call, self.linears = module, call, linears
-        self.modules: dict[str, torch.nn.Module] = {name: layer.module for name, layer in linears.items()}
-        with inputs_of(self.modules) as found:
-            self.output = run(module, call)
-        self.inputs = {name: _rows(x) for name, x in found.items()}
+    """One path of a block.
 
-    def link(self, name: str, norm: bool) -> Link | None:
-        part = self.module.get_submodule(name)
-        size = part.weight.numel() if norm else self.linears[name].shape[0]  # type: ignore[operator]
+    Attributes:
+        inputs: rows of the linears that get some, float64, by name.
+        calls: of norms that get some, the arguments of the first such call.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        path: Path,
+        linears: dict[str, Layer],
+        norms: dict[str, torch.nn.Module],
+    ) -> None:
+        self.module, self.path, self.linears = module, path, linears
+        self.modules: dict[str, torch.nn.Module] = {name: layer.module for name, layer in linears.items()}
+        with _calls_of(norms) as self.calls:
+            self.inputs, self.output = self._run()
+
+    def _run(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Rows of each linear, of all its calls, and the output."""
+        with _inputs_of(self.modules) as found, self.path.taking():
+            output: torch.Tensor = run(self.module, self.path.call)
+        return {name: torch.cat(rows) for name, rows in found.items()}, output
+
+    def size(self, name: str, norm: bool) -> int:
+        """Output channels of a norm or linear."""
+        if not norm:
+            return self.linears[name].shape[0]
+        weight: torch.Tensor = self.module.get_submodule(name).weight  # type: ignore[assignment]
+        return weight.numel()
+
+    def readers(self, name: str, size: int) -> dict[str, torch.Tensor]:
+        """Of each linear that reads a module: which of its channels each input channel is."""
         # of a linear that makes queries, keys and values at once, only the last channels reach their reader
         # linearly
         start = 0 if self._exponents(name, _one_factor(size, 0)) else self._first_linear(name, size)
-        if start is None:
-            return None
-        found = self._channels(name, size, start)
-        if not found or not self._is_complete(name, found, size):
-            return None
-        return Link(name, tuple(found), tuple(found.values()), size, norm)
+        return {} if start is None else self._channels(name, size, start)
 
     def _first_linear(self, name: str, size: int) -> int | None:
         """Return the least channel from which on all reach a reader linearly.
@@ -177,11 +250,11 @@ class _Probe:
 
         It returns for each linear whose inputs follow exactly by which exponents (0 where by none).
         """
-        with _multiplied(self.module.get_submodule(name), exponents), inputs_of(self.modules) as found:
-            run(self.module, self.call)
+        with _multiplied(self.module.get_submodule(name), exponents):
+            found, _ = self._run()
         result = {}
-        for reader, x in found.items():
-            before, after = self.inputs.get(reader), _rows(x)
+        for reader, after in found.items():
+            before = self.inputs.get(reader)
             if reader == name or before is None or after.shape != before.shape:
                 continue
             top = before.abs().argmax(0, keepdim=True)
@@ -193,7 +266,7 @@ class _Probe:
                 result[reader] = power.long()
         return result
 
-    def _is_complete(self, name: str, found: dict[str, torch.Tensor], size: int) -> bool:
+    def is_complete(self, name: str, found: dict[str, torch.Tensor], size: int) -> bool:
         """Whether the output is the same again when the readers' inputs are divided by the factors."""
         exponents = torch.arange(size) % _BASE + 1
         read = torch.zeros(size, dtype=torch.bool)
@@ -205,7 +278,8 @@ class _Probe:
             for reader, channels in found.items():
                 back = torch.where(channels < 0, 0, exponents[channels.clamp(min=0)])
                 stack.enter_context(_divided(self.modules[reader], back))
-            output = run(self.module, self.call)
+            stack.enter_context(self.path.taking())
+            output = run(self.module, self.path.call)
         return same(self.output, output, _TOLERANCE)
 
 
@@ -231,7 +305,51 @@ def _one_factor(size: int, start: int) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().reshape(-1, x.shape[-1]).double()
+    return x.detach().reshape(-1, x.shape[-1]).to(torch.float64, copy=True)
+
+
+@contextlib.contextmanager
+def _inputs_of(linears: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Rows of all calls that have some, as they are then: what follows may change them in place."""
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rows = _rows(args[0] if args else next(iter(kwargs.values())))
+            if len(rows):
+                found.setdefault(name, []).append(rows)
+
+        return keep
+
+    with _hooked(linears, hook):
+        yield found
+
+
+@contextlib.contextmanager
+def _calls_of(modules: dict[str, torch.nn.Module]) -> Iterator[dict[str, BlockCall]]:
+    """Arguments of the first call of each module that has rows."""
+    found: dict[str, BlockCall] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = pytree.tree_leaves((args, kwargs))
+            if name not in found and all(x.numel() for x in given if isinstance(x, torch.Tensor)):
+                found[name] = fresh((args, kwargs))
+
+        return keep
+
+    with _hooked(modules, hook):
+        yield found
+
+
+@contextlib.contextmanager
+def _hooked(modules: dict[str, torch.nn.Module], hook: Callable[[str], Any]) -> Iterator[None]:
+    handles = [m.register_forward_pre_hook(hook(name), with_kwargs=True) for name, m in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from nc.algorithms.transforms.scale_sets import (
     ScaleSet,
     TransformOutcome,
     rounded,
-    sets_of,
     weight_of,
 )
 from nc.errors import ConfigError
@@ -64,8 +63,7 @@ class TEQ:
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""
         outcome = TransformOutcome(self.name, scope)
-        sets = sets_of(scope)
-        outcome.sets = len(sets)
+        sets = outcome.sets
         if not sets:
             return outcome.applied()
         error = BlockError(scope, self.tokens)
@@ -96,8 +94,12 @@ class TEQ:
                         index, _all(_learnable(f, log.exp()) for f, log in zip(sets, logs, strict=True))
                     )
                     total += float(lost.detach())
-                    for sum_, part in zip(gradients, torch.autograd.grad(lost, logs), strict=True):
-                        sum_ += part
+                    if not lost.requires_grad:
+                        continue  # no token of this sample reaches a layer with a scale
+                    found = torch.autograd.grad(lost, logs, allow_unused=True)
+                    for sum_, part in zip(gradients, found, strict=True):
+                        if part is not None:  # some expert got no token
+                            sum_ += part
                 if total < least:
                     best, least = [log.detach().clone() for log in logs], total
                 for log, gradient in zip(logs, gradients, strict=True):

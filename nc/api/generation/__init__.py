@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -33,7 +34,8 @@ def accelerate_generation(model: _Model) -> _Model:
 
     Raises:
         InputError: it is no such model.
-        UnsupportedError: it keeps other states than keys and values of all tokens, or has hooks inside.
+        UnsupportedError: it keeps other states than keys and values of all tokens, has hooks inside, or
+            rotary positions that change with the length of a text.
         CaptureError: its step can't be captured.
         BackendError, BackendUnavailableError: there can be no plan for it here.
         VerificationError: the plan computes something else than the model.
@@ -58,12 +60,30 @@ def accelerate_generation(model: _Model) -> _Model:
             "first."
         )
         raise UnsupportedError(msg)
+    rope = _rope_of_length(model)
+    if rope:
+        msg = (
+            f"{type(model).__name__} has rotary positions of type {rope!r}, whose angles change with the "
+            "length of the text. A plan computes all tokens with the same angles; the model itself still "
+            "generates."
+        )
+        raise UnsupportedError(msg)
     with torch.no_grad():
         held = {cache_argument(model): empty_cache(model)}
         model(input_ids=torch.tensor([[0, 1, 2]], dtype=torch.int64), use_cache=True, **held)
         decoder.prove({"input_ids": torch.tensor([[3]], dtype=torch.int64), "use_cache": True, **held})
     model.forward = decoder
     return model
+
+
+def _rope_of_length(model: torch.nn.Module) -> str:
+    """Return the type of rotary positions that change with the length of a text; "" where there are none."""
+    for part in model.modules():
+        found = getattr(part, "rope_type", "")
+        for one in found.values() if isinstance(found, Mapping) else (found,):
+            if isinstance(one, str) and ("dynamic" in one or one == "longrope"):
+                return one
+    return ""
 
 
 def own_forward(model: torch.nn.Module) -> None:

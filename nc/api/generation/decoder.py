@@ -24,6 +24,7 @@ from nc.backends import plan_token
 from nc.errors import BackendError, CaptureError, NCError, UnsupportedError, VerificationError
 from nc.nn import QuantLinear
 from nc.numerics.metrics import worst_sqnr_db
+from nc.process.traced import in_trace
 from nc.process.unavailable import Unavailable
 from nc.process.warn import warn
 
@@ -180,7 +181,7 @@ class Decoder:
         ids, cache, model = kwargs.get("input_ids"), cache_of(kwargs), self._model()
         if cache is None or not _is_one_token(ids):
             return False
-        if model is None or model.training or _is_watched():
+        if model is None or model.training or _is_watched(ids):
             return False
         layers = getattr(cache, "layers", None)
         if (
@@ -302,9 +303,9 @@ def _is_one_token(ids: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.device.type == "cpu"
 
 
-def _is_watched() -> bool:
+def _is_watched(ids: torch.Tensor) -> bool:
     """Whether torch records or changes what is computed, which it does not see in a plan."""
-    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or in_trace(ids)
 
 
 def _follows(kwargs: Mapping[str, Any], count: Any, batch: int) -> bool:

@@ -367,3 +367,16 @@ def test_what_can_not_be_accelerated_says_why():
     )
     with pytest.raises(UnsupportedError, match="has an encoder"):
         nc.accelerate_generation(both)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_positions_that_change_with_the_length_are_named(rope):
+    width = _LLAMA["hidden_size"] // _LLAMA["num_attention_heads"] // 2
+    positions = {"rope_type": rope, "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    if rope == "longrope":
+        positions |= {"short_factor": [1.0] * width, "long_factor": [2.0] * width}
+    config = transformers.LlamaConfig(**_LLAMA, rope_scaling=positions)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32))
+    with pytest.raises(UnsupportedError, match=f"rotary positions of type '{rope}'"):
+        nc.accelerate_generation(model)

@@ -513,6 +513,44 @@ def test_an_exported_model_holds_one_operator_per_layer(llama):
     assert torch.allclose(program.module()(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+class Waiting(nn.Module):
+    """Waits while it is captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.captured, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.captured.set()
+        self.go_on.wait(60)
+        return x + 1
+
+
+@native
+@pytest.mark.parametrize("act_dtype", ["fp32", "int8"])
+def test_a_capture_in_another_thread_changes_no_bit(act_dtype, monkeypatch):
+    """Torch says to all threads that something is captured; kernels are for all but the one that captures."""
+    q = nc.quantize(
+        nn.Sequential(nn.Linear(64, 48)).eval(),
+        nc.WeightOnlyConfig("int4", group_size=32, act_dtype=act_dtype),
+    )
+    calls, linear = [], LowBitEngine.linear
+    monkeypatch.setattr(LowBitEngine, "linear", lambda *args: calls.append(1) or linear(*args))
+    x, other = torch.randn(5, 64), Waiting()
+    with torch.no_grad():
+        expected = q(x)
+        thread = threading.Thread(target=torch.export.export, args=(other, (x,)), kwargs={"strict": False})
+        thread.start()
+        try:
+            assert other.captured.wait(60)
+            assert torch.compiler.is_compiling()
+            assert torch.equal(q(x), expected)
+        finally:
+            other.go_on.set()
+            thread.join()
+    assert len(calls) == 2
+
+
 @native
 @pytest.mark.parametrize(
     "compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
