@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nc
-from nc.errors import InputError
+from nc.errors import CaptureError, InputError
 from nc.numerics.metrics import sqnr_db
 
 transformers = pytest.importorskip("transformers")
@@ -212,3 +212,24 @@ def test_labels_give_the_loss_of_transformers(kind, options, labels):
 def test_labels_without_a_known_loss_are_an_error(kind, labels):
     with pytest.raises(InputError, match=f"{labels}: .* for outputs of "):
         surface(small(kind))(**inputs(11), **{labels: torch.zeros(3, dtype=torch.int64)})
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 writes no buffer there")
+def test_a_rope_that_changes_with_the_length_is_named():
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope |= {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.Phi3Config(
+        vocab_size=64,
+        max_position_embeddings=64,
+        original_max_position_embeddings=32,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        rope_scaling=rope,
+        **sizes,
+    )
+    example = {"input_ids": inputs(12)["input_ids"], "use_cache": False}
+    with pytest.raises(CaptureError, match=r"rotary positions change with the length.*WeightOnlyConfig"):
+        nc.prepare(
+            transformers.Phi3ForCausalLM(config).eval(), nc.StaticQuantConfig(), example_inputs=example
+        )
