@@ -1,6 +1,6 @@
 """Random sizes for each function in C, between pages that can't be touched, against torch in float64.
 
-    python test/c_fuzz.py [--functions map norm …] [--cases 30] [--seed 0] [--sanitize]
+    python test/c_fuzz.py [--functions map norm …] [--sources rows …] [--cases 30] [--seed 0] [--sanitize]
 
 Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one,
 so a read or write outside of it ends this process. What no function may write is compared with what it was.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import functools
 import math
 import mmap
 import random
@@ -997,25 +998,35 @@ CASES = {
 }
 
 
-def possible() -> dict[str, str]:
-    """For each function, why it can't run here; "" when it can."""
+def source_of(name: str) -> str:
+    """Return the C source of the function of a case."""
+    return abi.FUNCTIONS[{"bf16_product": "row_product"}.get(name, name)].source
+
+
+def possible(names: Sequence[str] = tuple(CASES)) -> dict[str, str]:
+    """For each of some functions, why it can't run here; "" when it can. Loads their sources alone."""
+    codes, bf16 = (
+        functools.partial(row_format.why_unavailable, form) for form in (row_format.CODES, row_format.BF16)
+    )
     why = {
-        "int8_attention": int8_attention.why_unavailable(),
-        "float_attention": float_attention.why_unavailable(),
-        "dynamic_attention": dynamic_attention.why_unavailable(),
-        "low_bit": compiled.why_unavailable(),
-        "low_bit_blocks": compiled_blocks.why_unavailable(),
-        "recurrent": recurrent.why_unavailable(),
-        "round_rows": row_format.why_unavailable(row_format.CODES),
-        "bf16_rows": row_format.why_unavailable(row_format.BF16),
-        "bf16_product": row_format.why_unavailable(row_format.BF16),
-        "row_product": row_format.why_unavailable(row_format.CODES),
-        "norm_rows": row_format.why_unavailable(row_format.CODES),
-        "row_chain": row_format.why_unavailable(row_format.CODES),
-        "code_product": row_format.why_unavailable(row_format.CODES),
-        "depthwise": "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2",
+        "int8_attention": int8_attention.why_unavailable,
+        "float_attention": float_attention.why_unavailable,
+        "dynamic_attention": dynamic_attention.why_unavailable,
+        "low_bit": compiled.why_unavailable,
+        "low_bit_blocks": compiled_blocks.why_unavailable,
+        "recurrent": recurrent.why_unavailable,
+        "round_rows": codes,
+        "bf16_rows": bf16,
+        "bf16_product": bf16,
+        "row_product": codes,
+        "norm_rows": codes,
+        "row_chain": codes,
+        "code_product": codes,
+        "depthwise": lambda: (
+            "" if "avx2" in build.loaded("depthwise").isas else "it was compiled without AVX2"
+        ),
     }
-    return {name: why.get(name, c_functions.why_unavailable()) for name in CASES}
+    return {name: why.get(name, c_functions.why_unavailable)() for name in names}
 
 
 def main() -> None:
@@ -1024,6 +1035,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--sources", nargs="*", default=build.sources(), help="only functions of these in C")
     parser.add_argument("--cases", type=int, default=30, help="of each function")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -1033,7 +1045,9 @@ def main() -> None:
     if not options.sanitize:  # whose messages say more
         faulthandler.enable()
     for name in options.functions:
-        if why := possible()[name]:
+        if source_of(name) not in options.sources:
+            continue
+        if why := possible([name])[name]:
             print(f"{name}: skipped: {why}", flush=True)
             continue
         for case in range(options.cases):
