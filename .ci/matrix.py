@@ -122,28 +122,30 @@ def need(tree: Tree, job: Job, entry: Entry | None, change: frozenset[str]) -> N
 def ordered(found: Sequence[Job], needs: Mapping[str, Need], ledger: Ledger, tree_hash: str) -> list[Job]:
     """Return the jobs, the greatest need first; the hash of the tree decides among equals.
 
-    Of those that a change is about, the first ones are of different targets. All others come target by
-    target, so that an environment that takes long to set up is used for several of them. Last come those for
-    which nothing changed, beginning with what passed longest ago.
+    Of those that a change is about, each changed file in its turn has one job of each target before any file
+    has a second one. All others come target by target, so that an environment that takes long to set up is
+    used for several of them. Last come those for which nothing changed, beginning with what passed longest
+    ago.
     """
 
     def turn(name: str) -> str:
         return hashlib.sha256(f"{tree_hash} {name}".encode()).hexdigest()
 
     place: dict[str, int] = {}
-    count: dict[tuple[int, str], int] = {}
+    count: dict[tuple[object, ...], int] = {}
+    file = {job.name: min(map(turn, needs[job.name].because), default="") for job in found}
     for job in sorted(found, key=lambda job: turn(job.name)):
-        group = needs[job.name].level, job.target
+        group = needs[job.name].level, job.target, file[job.name]
         place[job.name] = count[group] = count.get(group, -1) + 1
 
     def key(job: Job) -> tuple[object, ...]:
-        which = needs[job.name]
+        which, first = needs[job.name], place[job.name]
         if which.level in (GUARD, OWN):
             kind = f"{GUARDS.index(job.target)}" if which.level == GUARD else turn(job.target)
-            return which.level, place[job.name], kind
+            return which.level, first, file[job.name], kind
         if which.level == NOTHING:
             return which.level, ledger.jobs[job.name].last, turn(job.name)
-        return which.level, which.distance * (which.level == REACHED), turn(job.target), place[job.name]
+        return which.level, which.distance * (which.level == REACHED), turn(job.target), turn(job.name)
 
     return sorted(found, key=key)
 

@@ -294,6 +294,19 @@ def test_five_changes_one_after_the_other_choose_different_jobs_and_the_same_fil
     assert len({name for names in chosen for name in names}) > 10
 
 
+def test_of_several_changed_files_each_has_its_turn(root):
+    known, first = seen(root), set()
+    changed = ("nc/kernels/c_code/steps.c", "nc/graph/two.py", "nc/text/four.py", "test/api/test_one.py")
+    change(root, *changed)
+    guards = {"sanitize:steps", "mutations:two", "test-newest:text", "test-newest:api"}
+    for _ in range(20):
+        change(root, "CHANGELOG.md")
+        chosen = gate(root, known)
+        first.add(chosen[0])
+        assert guards.issuperset({*chosen[:2]} - {"test-newest:graph"})
+    assert first >= guards
+
+
 def test_in_time_every_job_has_its_turn(root):
     known, ran = seen(root), set()
     for _ in range(100):
