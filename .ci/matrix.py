@@ -44,6 +44,7 @@ from jobs import (
     MINUTES,
     NEAR,
     SETUPS,
+    UNDECIDED,
     UNKNOWN,
     Job,
     best_isa,
@@ -178,7 +179,7 @@ def run(
     start: Callable[[Job], int],
     passed: Callable[[Job, float], None],
     more_time: Callable[[Job], bool] = lambda job: True,
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[str], list[str]]:
     """Run jobs, one after the other.
 
     Args:
@@ -189,9 +190,10 @@ def run(
         more_time: whether there is time for one.
 
     Returns:
-        Names of those that failed, and of those for which there was no time.
+        Names of those that failed, of those that this machine can't decide, and of those for which there was
+        no time.
     """
-    failed, late = [], []
+    failed, undecided, late = [], [], []
     codes: dict[str, int] = {}
     for job in selected:
         if not more_time(job):
@@ -200,11 +202,12 @@ def run(
         if job.environment not in codes:
             codes[job.environment] = set_up(job.environment)
         begin = time.monotonic()
-        if codes[job.environment] or start(job):
-            failed.append(job.name)
+        code = 1 if codes[job.environment] else start(job)
+        if code:
+            (undecided if code == UNDECIDED else failed).append(job.name)
         else:
             passed(job, (time.monotonic() - begin) / 60)
-    return failed, late
+    return failed, undecided, late
 
 
 # --- what is printed
@@ -402,7 +405,7 @@ def main() -> None:
         return (time.monotonic() - begin) / 60 + expected(job, ledger) <= options.deadline
 
     try:
-        failed, late = run(selected, _set_up, _start, passed, more_time)
+        failed, undecided, late = run(selected, _set_up, _start, passed, more_time)
     finally:
         needs = {
             name: dataclasses.replace(which, level=NOTHING) if name in done else which
@@ -414,9 +417,11 @@ def main() -> None:
     if options.record and not any(which.level <= OWN for which in needs.values()):
         write(path, _of(known, dataclasses.replace(ledger, files=dict(tree.files))))
     print(f"matrix: ran {len(selected) - len(late)} jobs, {len(done)} passed; no time for {len(late)}")
+    if undecided:
+        print(f"matrix: not decided on this machine: {', '.join(undecided)}")
     if failed:
         sys.exit(f"matrix: failed: {', '.join(failed)}")
-    if selected and not done:
+    if selected and len(late) == len(selected):
         sys.exit("matrix: there was no time for any job")
 
 

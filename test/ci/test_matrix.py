@@ -368,15 +368,17 @@ def test_a_job_needs_what_it_runs_on():
 
 def test_results_go_where_they_belong():
     told, made = [], []
-    found = [*some("a", "b", "c"), *some("d", environment="newest"), *some("e", environment="fallback")]
-    failed, late = matrix.run(
+    found = [*some("a", "b", "c", "f"), *some("d", environment="newest"), *some("e", environment="fallback")]
+    codes = {"b": 2, "f": jobs.UNDECIDED}
+    failed, undecided, late = matrix.run(
         found,
         lambda environment: made.append(environment) or environment == "newest",
-        lambda job: job.name == "b",
+        lambda job: codes.get(job.name, 0),
         lambda job, minutes: told.append((job.name, minutes >= 0)),
         lambda job: job.name != "c",
     )
-    assert (failed, late, told) == (["b", "d"], ["c"], [("a", True), ("e", True)])
+    assert (failed, undecided, late) == (["b", "d"], ["f"], ["c"])
+    assert told == [("a", True), ("e", True)]
     assert made == ["native", "newest", "fallback"]
 
 
@@ -514,7 +516,13 @@ def whole(root):
     (root / ".ci").mkdir()
     for name in ("repository.py", "jobs.py", "ledger.py", "matrix.py"):
         shutil.copy(CI / name, root / ".ci")
-    targets = {job.command[1] for job in jobs.jobs(repository.Tree(root))}
+    targets = {job.command[1] for job in jobs.jobs(repository.Tree(root)) if job.command[0] == "make"}
+    for folder in (".venv", ".venv-native"):
+        python = root / folder / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text('#!/bin/sh\n! grep -qx "$2" failing || exit 1\n! grep -qx "$2" open || exit 3\n')
+        python.chmod(0o755)
+    (root / "open").touch()
     environments = {job.environment for job in jobs.jobs(repository.Tree(root))}
     set_ups = " ".join("setup" if name == "ipex" else f"setup-{name}" for name in sorted(environments))
     (root / "Makefile").write_text(
@@ -572,6 +580,20 @@ def test_a_developers_run_writes_what_passed_and_notes_the_files_when_the_change
     assert "no time for 0" in command(whole, "--record").stdout  # there is nothing left to do
 
 
+def test_a_mutation_that_the_cpu_can_not_decide_neither_fails_nor_passes(whole):
+    command(whole, "--seen")
+    change(whole, "nc/graph/two.py")
+    (whole / "open").write_text("two\n")
+    done = command(whole, "--minutes", "3", "--record")
+    assert done.returncode == 0, done.stderr
+    assert "matrix: not decided on this machine: mutations:two" in done.stdout
+    assert "mutations:two" not in ledger.read(whole / ".ci" / "ledger.json").jobs
+    (whole / "open").write_text("")
+    (whole / "failing").write_text("two\n")
+    done = command(whole, "--minutes", "3")
+    assert (done.returncode, "matrix: failed: mutations:two" in done.stderr) == (1, True)
+
+
 @pytest.mark.parametrize("options", [("--minutes", "10"), ("--list",), (), ("--take", "log"), ("--seen",)])
 def test_a_damaged_ledger_ends_the_command(whole, options):
     (whole / ".ci" / "ledger.json").write_text("{")
@@ -616,8 +638,11 @@ def test_every_job_of_this_repository_has_files_a_target_an_environment_and_at_m
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     known = ledger.read(ROOT / repository.LEDGER)
     for job in jobs_here:
-        assert job.command[0] == "make"
-        assert f"\n{job.command[1]}: setup" in makefile, job.name
+        if job.target == "mutations":
+            assert job.command[1:3] == ("test/mutations.py", job.name.partition(":")[2])
+        else:
+            assert job.command[0] == "make"
+            assert f"\n{job.command[1]}: setup" in makefile, job.name
         assert here.below(job.own), job.name
         assert f"requirements/{job.environment}.txt" in here.files
         assert 0 < matrix.expected(job, known) <= jobs.LONGEST, job.name
@@ -642,10 +667,11 @@ def test_every_test_is_in_one_job_of_each_suite(here):
 
 def test_every_mutation_source_set_and_judge_is_a_job(here, jobs_here):
     names = {job.name for job in jobs_here}
-    from mutations import MUTATIONS
+    from mutations import MUTATIONS, UNDECIDED
 
     assert {f"mutations:{mutation.name}" for mutation in MUTATIONS} <= names
     assert {row.name for row in here.rows if row.ipex} == {m.name for m in MUTATIONS if m.ipex}
+    assert jobs.UNDECIDED == UNDECIDED
     assert {f"sanitize:{source}" for source in here.sources} <= names
     assert {f"isas:{name}" for name in jobs.isas(here)} <= names
     judges = {path.stem.removeprefix("test_") for path in (ROOT / "test" / "judges").glob("test_*.py")}
