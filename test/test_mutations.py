@@ -4,7 +4,7 @@
 """
 
 import pytest
-from mutations import MUTATIONS, ROOT, files_of
+from mutations import MUTATIONS, ROOT, UNDECIDED, files_of, verdict
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -20,6 +20,30 @@ def test_a_text_stands_exactly_once_in_its_file(mutation):
 def test_the_test_files_that_should_notice_it_exist(mutation):
     assert mutation.tests
     assert [name for name in mutation.tests if len(files_of(name)) != 1] == []
+
+
+KERNEL = next(m for m in MUTATIONS if m.file == "kernels/c_code/rows.c")
+OTHER = next(m for m in MUTATIONS if m.file == "process/cores.py")
+
+
+@pytest.mark.parametrize(
+    ("lost", "lacking", "code", "lines"),
+    [
+        ([], ["amx"], 0, []),
+        ([KERNEL], [], 1, [f"not caught: {KERNEL.name}"]),
+        ([KERNEL], ["amx"], UNDECIDED, [f"not decided, this CPU lacks amx: {KERNEL.name}"]),
+        ([OTHER], ["amx"], 1, [f"not caught: {OTHER.name}"]),
+        (
+            [OTHER, KERNEL],
+            ["amx", "avx512"],
+            1,
+            [f"not caught: {OTHER.name}", f"not decided, this CPU lacks amx, avx512: {KERNEL.name}"],
+        ),
+    ],
+)
+def test_a_fault_that_the_cpu_may_not_run_is_not_decided(capsys, lost, lacking, code, lines):
+    assert verdict(lost, lacking) == code
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_names_are_told_apart():
