@@ -41,7 +41,7 @@ class _Refused(torch.autograd.Function):
     """Outputs of a model that nobody can train."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return output.view_as(output)
 
     @staticmethod

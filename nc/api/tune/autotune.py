@@ -216,7 +216,7 @@ def _first_inputs(model: torch.nn.Module, *, stop: bool = False) -> Iterator[lis
 
     def note(_: torch.nn.Module, *call: Any) -> None:
         if not found:
-            positional, named = copied(call)  # type: ignore[arg-type]
+            positional, named = copied(call)
             found.append(_by_name(model, positional, named) if named else positional)
         if stop:
             raise _Seen
