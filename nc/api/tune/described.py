@@ -50,10 +50,12 @@ _DESCRIPTORS = (
 )
 #: Functions and methods that read what is not in memory: files, the network, text that becomes code.
 _READERS = _words(
-    "open input eval exec load read_text read_bytes fromfile memmap loadtxt genfromtxt read_csv read_json "
+    "open load read_text read_bytes fromfile memmap loadtxt genfromtxt read_csv read_json "
     "read_parquet read_table load_file load_dataset load_from_disk from_pretrained from_file imread "
     "urlopen urlretrieve read_image check_output popen system"
 )
+#: Functions of Python that do so; methods of these names are others, such as `model.eval`.
+_BUILTIN_READERS = _words("input eval exec")
 #: Methods of lists, sets, dicts and deques that return None: code that calls these alone reads nothing.
 _WRITES = _words("append appendleft add extend update clear insert")
 _WRITABLE = (list, set, dict, collections.deque, collections.Counter)
@@ -230,7 +232,7 @@ class _Walk:
     def _function(self, function: types.FunctionType) -> bytes:
         reads = _reads(function.__code__)
         of_library = _is_library(function.__code__.co_filename)
-        if not of_library and (readers := sorted(_READERS & (reads.attributes | reads.names))):
+        if not of_library and (readers := sorted(reads.readers)):
             self._path.append(_name(function))
             self._untold(f"code that calls {readers[0]!r}, which may read what is not in memory")
         parts = [self._code(function.__code__), self.of(function.__defaults__, "a default")]
@@ -376,6 +378,7 @@ class _Reads:
         written: of these, what it calls a method of `_WRITES` of, and reads nothing of.
         attributes: of anything, and names that it imports from modules.
         imports: modules.
+        readers: of all these, what may read what is not in memory.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -395,6 +398,7 @@ class _Reads:
                     attributes.add(str(one.argval))
         self.names, self.written = frozenset(names), frozenset(names - read)
         self.attributes, self.imports = frozenset(attributes), frozenset(imports)
+        self.readers = _READERS & (attributes | names) | _BUILTIN_READERS & names
 
 
 @functools.lru_cache(maxsize=4096)

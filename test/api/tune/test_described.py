@@ -286,6 +286,16 @@ def test_what_cannot_be_told_apart_is_named(make, says):
     assert says.replace("(held", "(metric's held") in str(caught.value)
 
 
+def evaluates(model):
+    return float(model.eval()(torch.zeros(1, 2)).sum()) + helper(model)
+
+
+def test_a_model_in_eval_mode_is_no_text_that_becomes_code():
+    assert described(evaluates) == described(evaluates)
+    with pytest.raises(UntoldError, match="code that calls 'eval'"):
+        described(lambda model: eval("1"))
+
+
 def test_objects_that_hold_each_other():
     def ring(end):
         first, second = [end], [end]
