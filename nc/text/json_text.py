@@ -43,8 +43,13 @@ def parsed(text: str | bytes | bytearray, *, finite: bool = True) -> Any:
     if not isinstance(text, str):
         text = text.decode("utf-8")
     _check_depth(text)
-    constants = {"parse_constant": _constant} if finite else {}
-    found = json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, **constants)
+    found = json.loads(
+        text,
+        object_pairs_hook=_object,
+        parse_int=_integer,
+        parse_float=_float,
+        parse_constant=_constant if finite else None,
+    )
     if "\\ud" in text or "\\uD" in text:  # a half of a pair can't be written as UTF-8
         json.dumps(found, ensure_ascii=False).encode()
     return found
