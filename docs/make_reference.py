@@ -418,6 +418,13 @@ def artefacts() -> str:
         "A low-bit weight has those of these tensors that its format needs, with the name of its layer in "
         "front:",
         table(("tensor", "holds"), rows(layout.WEIGHT_TENSORS)),
+        "## What is replaced",
+        "All that nc writes is written beside its target, flushed, and renamed. It replaces what an earlier "
+        "call wrote, and nothing else: other files and folders, damaged ones, and those of a newer nc stay, "
+        "with an `ArtefactError`. A full disk or a missing permission is an `ArtefactWriteError`. A symbolic "
+        "link stays a link, and what it leads to is replaced by the same rule; one that leads nowhere is an "
+        "error, as are pipes and devices.",
+        table(("what", "is known by"), [(text(name), text(mark)) for name, mark in layout.KNOWN.items()]),
     )
 
 

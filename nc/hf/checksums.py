@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,13 +58,7 @@ def check(folder: Path) -> None:
             "e.g. the tokenizer, is not checked. To get one, quantize again."
         )
         return
-    table = json_object(path)
-    _check_schema(table, path)
-    with artefact.malformed(path):
-        files = dict(table["files"])
-        if _text({"schema": _SCHEMA, "files": files}) != path.read_bytes() or not all(map(_is_inside, files)):
-            msg = "it is not as it was written"
-            raise ValueError(msg)
+    files = _read(path)
     for name, expected in files.items():
         if not (folder / name).is_file():
             msg = f"{folder / name} is missing. Copy the folder again, or quantize again."
@@ -77,10 +71,23 @@ def check(folder: Path) -> None:
             raise ArtefactCorruptError(msg)
 
 
-def _check_schema(table: Mapping[str, Any], path: Path) -> None:
+def _read(path: Path) -> dict[str, Any]:
+    """Return name → checksum and size, of a table.
+
+    Raises:
+        ArtefactMissingError, ArtefactCorruptError: there is no table, or it was altered.
+        ArtefactSchemaError: a newer version wrote it.
+    """
+    table = json_object(path)
     if isinstance(table.get("schema"), int) and table["schema"] > _SCHEMA:
         msg = f"{path} was written by a newer version of nc. Install a newer version of nc."
         raise ArtefactSchemaError(msg)
+    with artefact.malformed(path):
+        files = dict(table["files"])
+        if _text({"schema": _SCHEMA, "files": files}) != path.read_bytes() or not all(map(_is_inside, files)):
+            msg = "it is not as it was written"
+            raise ValueError(msg)
+    return files
 
 
 def is_ours(folder: Path) -> bool:
@@ -90,15 +97,11 @@ def is_ours(folder: Path) -> bool:
         ArtefactSchemaError: a newer version wrote the table.
     """
     try:
-        table = json_object(folder / TABLE)
+        known = _read(folder / TABLE)
     except (ArtefactCorruptError, ArtefactMissingError):
         return False
-    _check_schema(table, folder / TABLE)
-    known = table.get("files")
     found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / TABLE)
-    return isinstance(known, dict) and all(
-        path.relative_to(folder).as_posix() in known or _is_covered(path) for path in found
-    )
+    return all(path.relative_to(folder).as_posix() in known or _is_covered(path) for path in found)
 
 
 def identity(folder: Path) -> str:

@@ -4,6 +4,8 @@ What nc did not write is never replaced. Each kind of file or folder says by wha
 `nc.storage.marks`); everything else at the target, damaged files and those of a newer nc too, is an error
 that leaves it as it is. A link stays a link: what it leads to is replaced by the same rule, and a link that
 leads nowhere is an error.
+
+What writes has a row in test/api/test_writers.py, and what it wrote a kind in test/api/test_damaged_files.py.
 """
 
 from __future__ import annotations

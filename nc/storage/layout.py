@@ -69,3 +69,13 @@ WEIGHT_TENSORS = {
     "outer_scale": "scales of the scales, with `double_quant`",
     "outer_minimum": "scales of the minima, with `double_quant`",
 }
+#: By what nc knows files and folders that an earlier call wrote, and that the next one therefore replaces.
+KNOWN = {
+    "an artefact": "`format` in model.json, and no other file beside the three",
+    "a folder of nc.hf": "nc_files.json, which lists all files; with one more the folder stays",
+    "a page": "a tag `generator` in its head",
+    "a report, a front, a configuration, statistics": "`format` or `algorithm`, and the schema",
+    "a program, a file of weights": 'the words "written by nc" in a comment or in the metadata',
+    "the file of `autoquant(cache=)`": "`choices`; a damaged one stays, and nothing is kept",
+    "a trial of `tune(trials=)`": "its key; a damaged one is kept as `….damaged`",
+}

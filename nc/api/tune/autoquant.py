@@ -74,7 +74,8 @@ def autoquant(
 
     Raises:
         ConfigError: a value that is out of range.
-        ArtefactError: the cache is a directory, or can't be written.
+        ArtefactError: the cache is a directory or a JSON file of something else, or can't be written. A
+            damaged one, or one of a newer nc, is an `NCWarning`; it stays as it is, and nothing is kept.
         NCError: as `prepare` and `convert`.
     """
     check_default_device(_NAME)
