@@ -7,6 +7,9 @@
 #ifndef EMULATED_IMMINTRIN_H
 #define EMULATED_IMMINTRIN_H
 #include_next <immintrin.h>
+#ifdef __SANITIZE_ADDRESS__ /* checks that are inlined take minutes to compile */
+#define SIMDE_NO_INLINE
+#endif
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 #include <simde/x86/f16c.h>
