@@ -16,9 +16,11 @@ from nc.capture.recurrent import steps_as_one
 from nc.errors import CaptureError
 from nc.graph.catalogue import (
     CHECKS,
+    CONVOLUTIONS,
     IDENTITIES,
     POOLS,
     WEIGHTED,
+    computed_options,
     first_input,
     input_node,
     may_be_view,
@@ -404,7 +406,7 @@ def explicit_padding(module: fx.GraphModule) -> None:
     """
     for node in module.graph.nodes:
         name = op_name(node)
-        if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "padding":
+        if name not in CONVOLUTIONS or node.target._overloadname != "padding" or computed_options(node):
             continue
         arguments = schema_arguments(node)
         kernel = arguments["weight"].meta["val"].shape[2:]
@@ -435,7 +437,7 @@ def fold_padding(module: fx.GraphModule) -> None:
     """
     for node in list(module.graph.nodes):
         name = op_name(node)
-        if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "default":
+        if name not in CONVOLUTIONS or node.target._overloadname != "default" or computed_options(node):
             continue
         arguments = schema_arguments(node)
         pad = arguments["input"]
