@@ -153,7 +153,7 @@ def _scaled_sources(node: fx.Node, axis: int) -> list[fx.Node] | None:
     if name in _CLIPS:
         low, high = _limits(node)
         return [source] if low in (0.0, -math.inf) or low < 0 < high else None
-    if name in HOMOGENEOUS - {"prelu"}:
+    if name in HOMOGENEOUS:
         return [source]
     dims = name[-2:-1]
     return [source] if name in SPATIAL and dims.isdigit() and -axis > int(dims) else None

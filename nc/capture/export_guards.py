@@ -153,7 +153,7 @@ def other_forward(
             del model.forward
 
 
-class _Weights(list[torch.Tensor]):
+class _Weights(list[Any]):
     """A list that export takes for one value, because pytree knows plain lists only."""
 
 
@@ -167,7 +167,7 @@ def one_list_of_weights(model: torch.nn.Module) -> Iterator[None]:
     if not isinstance(model, torch.nn.RNNBase):
         yield
         return
-    kept = model._flat_weights
+    kept: list[Any] = model._flat_weights
     model._flat_weights = _Weights(kept)
     try:
         yield
@@ -187,7 +187,7 @@ def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for encoder in model.modules():
             nests = (
-                torch.backends.mha.get_fastpath_enabled()  # type: ignore[no-untyped-call] # torch annotates it in part only
+                torch.backends.mha.get_fastpath_enabled()
                 and getattr(encoder, "use_nested_tensor", False)
                 and type(encoder).forward is torch.nn.TransformerEncoder.forward
             )

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from nc.capture.decompose import decompose_attention
+from nc.capture.fold_numbers import fold_numbers_behind, fold_numbers_in_front
 from nc.capture.recurrent import steps_as_one
 from nc.errors import CaptureError
 from nc.graph.catalogue import (
@@ -379,6 +380,16 @@ def tensor_limits(module: fx.GraphModule) -> None:
         _replace(node, result)
 
 
+def single_slopes(module: fx.GraphModule) -> None:
+    """`prelu` with one slope for all channels is `leaky_relu`, which kernels compute."""
+    for node in [n for n in module.graph.nodes if op_name(n) == "prelu"]:
+        a = schema_arguments(node)
+        slope = constant_value(module, a["weight"])
+        if slope is not None and slope.numel() == 1:
+            retarget(node, aten.leaky_relu.default)
+            node.args, node.kwargs = (a["self"], float(slope)), {}
+
+
 def batched_convolutions(module: fx.GraphModule) -> None:
     """Give convolutions without a batch dimension one of size 1, which kernels need."""
     for node in [n for n in module.graph.nodes if op_name(n) in WEIGHTED and op_name(n) != "linear"]:
@@ -571,5 +582,9 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     explicit_padding,
     batched_convolutions,
     fold_padding,
+    single_slopes,
+    fold_numbers_behind,
     fold_batch_norm,
+    fold_numbers_behind,
+    fold_numbers_in_front,
 )

@@ -59,6 +59,7 @@ ACTIVATIONS = frozenset(
         "sigmoid",
         "tanh",
         "leaky_relu",
+        "prelu",
         "elu",
         "mish",
     }
