@@ -35,7 +35,14 @@ from nc.algorithms.equalization import (
     rescale,
 )
 from nc.calibration.observe import Watch, observed_module
-from nc.graph.catalogue import first_input, is_transposed, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import (
+    computed_options,
+    first_input,
+    is_transposed,
+    kind_of_node,
+    op_name,
+    schema_arguments,
+)
 from nc.graph.fx_utils import constant_of, copy_module
 from nc.graph.placement import works_in_place
 from nc.graph.plan import Applied, Plan
@@ -141,10 +148,12 @@ def _scaled_sources(node: fx.Node, axis: int) -> list[fx.Node] | None:
     source = first_input(node)
     if source is None:
         return None
+    if computed_options(node):
+        return None
     if name in _CLIPS:
         low, high = _limits(node)
         return [source] if low in (0.0, -math.inf) or low < 0 < high else None
-    if name in HOMOGENEOUS - {"prelu"}:
+    if name in HOMOGENEOUS:
         return [source]
     dims = name[-2:-1]
     return [source] if name in SPATIAL and dims.isdigit() and -axis > int(dims) else None

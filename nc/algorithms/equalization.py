@@ -23,6 +23,7 @@ from nc.formats.checks import is_number, require
 from nc.graph.catalogue import (
     POOLS,
     WEIGHTED,
+    computed_options,
     first_input,
     groups_of,
     input_node,
@@ -199,8 +200,10 @@ def _pair_from(first: fx.Node) -> Pair | None:
 
 
 def is_layer(node: fx.Node) -> bool:
-    """Whether a node is a layer in fp32 (or fp64) with constants for weight and bias."""
+    """Whether a node is a layer in fp32 (or fp64) with constants for weight, bias and groups."""
     if kind_of_node(node) not in WEIGHTED or node.meta["val"].dtype not in (torch.float32, torch.float64):
+        return False
+    if computed_options(node):
         return False
     layer = Weighted.of(node)
     return layer.weight.op == "get_attr" and (layer.bias is None or layer.bias.op == "get_attr")

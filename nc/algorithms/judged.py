@@ -54,7 +54,7 @@ def rows_of(value: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor
     There are about `limit` values in them.
     """
     value = value if value.dim() > 1 else value.reshape(1, -1)
-    flat = value.reshape(-1, value.shape[-1])
+    flat = value.flatten(0, -2)  # a last dimension without elements has rows too
     count = len(flat)
     step = max(1, math.ceil(flat.numel() / max(1, limit)))
     while count > 1 and math.gcd(step, count) > 1 and step < count:

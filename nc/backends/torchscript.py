@@ -23,6 +23,7 @@ from nc.graph.catalogue import (
     ACTIVATIONS,
     MOVES,
     POOLS,
+    computed_options,
     first_input,
     input_node,
     is_float_tensor,
@@ -274,11 +275,11 @@ def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     stride, padding, dilation = conv.sizes(dims)
     transposed = is_transposed(node)
     output_padding = [*conv.output_padding] * (dims if len(conv.output_padding) == 1 else 1)
-    x, weight, bias = (_text(value, names) for value in (conv.input, conv.weight, conv.bias))
-    return (
-        f"torch._convolution({x}, {weight}, {bias}, {stride}, {padding}, {dilation}, "
-        f"{transposed}, {output_padding}, {conv.groups}, False, False, True, True)"
-    )
+    sizes = stride, padding, dilation, transposed, output_padding, conv.groups
+    given = ", ".join(_text(value, names) for value in (conv.input, conv.weight, conv.bias, *sizes))
+    if computed_options(node):  # IPEX asks for numbers in all other forms
+        return f"torch.convolution({given})"
+    return f"torch._convolution({given}, False, False, True, True)"
 
 
 def _is_strided(node: fx.Node) -> bool:

@@ -22,8 +22,22 @@ from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
 from nc.capture.calls import Caller, Ran, check_same, copied, giving_entries, run_graph
-from nc.capture.examples import another_batch, bind_examples, holds_tensors, with_batch, with_sizes
-from nc.capture.export_guards import eval_mode, exportable, named_keywords, usable_tensors, zeros_at_padding
+from nc.capture.examples import (
+    another_batch,
+    bind_examples,
+    holds_tensors,
+    with_batch,
+    with_second,
+    with_sizes,
+)
+from nc.capture.export_guards import (
+    eval_mode,
+    exportable,
+    named_keywords,
+    one_list_of_weights,
+    usable_tensors,
+    zeros_at_padding,
+)
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
@@ -107,7 +121,8 @@ def capture(
         expected = _first_run(model, run, values)
         _check_outputs(model, expected.outputs)
         kept = _kept_at_each_call(run, values, before)
-        for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
+        wide = _wide(run, values) if dynamic_shapes is None else None
+        for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures, wide):
             try:
                 graph, guards = _attempt(run, values, attempt, share_weights, expected)
                 graph = _checked(run, graph, guards, values, expected)
@@ -211,27 +226,45 @@ class _Attempt:
     reads: bool = False
 
 
+def _wide(run: Caller, values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments `with_second` of another size, where the model takes them; else None."""
+    wide = with_second(values, 5)
+    if wide is None:
+        return None
+    try:
+        run(wide)
+    except Exception:  # the model's own errors: it fixes this dimension
+        return None
+    return wide
+
+
 def _all_attempts(
-    values: dict[str, Any], dynamic_shapes: Any, images: bool, failures: list[Exception]
+    values: dict[str, Any],
+    dynamic_shapes: Any,
+    images: bool,
+    failures: list[Exception],
+    wide: dict[str, Any] | None,
 ) -> Iterator[_Attempt]:
     """Return all ways to export.
 
     Once they failed because the model reads values, the same ways come again with the values that it reads.
     """
-    yield from _attempts(values, dynamic_shapes, images)
+    yield from _attempts(values, dynamic_shapes, images, wide)
     if any(depends_on_values(failure) for failure in failures):
-        for attempt in _attempts(values, dynamic_shapes, images):
+        for attempt in _attempts(values, dynamic_shapes, images, wide):
             yield dataclasses.replace(attempt, reads=True)
 
 
-def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iterator[_Attempt]:
+def _attempts(
+    values: dict[str, Any], dynamic_shapes: Any, images: bool, wide: dict[str, Any] | None
+) -> Iterator[_Attempt]:
     """Yield the ways to export, in order: first with all dimensions free, at last with none.
 
     Each result is checked against the model.
 
     An example with a batch of 1 is repeated before it is traced, because export treats a size of 1 as a
     constant. `oblivious` makes export treat it as free. But in some models (Llama, DistilBert) the batch then
-    still becomes a constant argument of `expand`.
+    still becomes a constant argument of `expand`. The same is true of the second dimension, see `_wide`.
     """
     repeated = with_batch(values, 7)
     if dynamic_shapes is not None:
@@ -243,6 +276,8 @@ def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iter
         (_batch_dim, "Only the first dimension of the inputs stays free; all of them could not."),
     ):
         shapes = _shapes(values, dims)
+        if wide is not None and not warning:
+            yield _Attempt(with_batch(wide, 7) or wide, shapes, False)
         if repeated is not None:
             yield _Attempt(repeated, shapes, False, warning)
         yield _Attempt(values, shapes, True, warning)
@@ -265,6 +300,7 @@ def _attempt(
     with contextlib.ExitStack() as stack:
         stack.enter_context(exportable(attempt.oblivious))
         stack.enter_context(zeros_at_padding(model))
+        stack.enter_context(one_list_of_weights(model))
         stack.enter_context(named_keywords(model, kwargs))
         stack.enter_context(giving_entries(model, list(values), seen.replaced))
         if attempt.reads:
@@ -274,7 +310,7 @@ def _attempt(
     out_spec = program.call_spec.out_spec
     for more in (attempt.reads, seen.replaced is not None):
         out_spec = children(out_spec)[0] if more else out_spec
-    leaves, in_spec = _leaves(attempt.values, placeholders, None if attempt.warning else attempt.shapes)
+    leaves, in_spec = _leaves(attempt, placeholders)
     guards = guards_of([node.meta["val"].shape if node is not None else () for node in placeholders])
     kept = keep_reads(module, reads)
     written, returned = rewrites.normalise(module, out_spec.num_leaves, len(kept), run.precautions.rewrites)
@@ -492,18 +528,18 @@ def _batch_dim(leaf: Any, _: bool) -> Any:
 
 
 def _leaves(
-    values: dict[str, Any], placeholders: list[fx.Node | Unused | None], shapes: Any
+    attempt: _Attempt, placeholders: list[fx.Node | Unused | None]
 ) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
     """Return the flat inputs.
 
     Args:
-        values: the arguments.
+        attempt: what was exported.
         placeholders: one entry per leaf, None where the graph does not read it.
-        shapes: what torch.export was asked for; None where asking for more has failed.
     """
+    shapes = None if attempt.warning else attempt.shapes  # None: asking for more has failed
     if isinstance(shapes, (tuple, list)):
-        shapes = dict(zip(values, shapes, strict=False))
-    paths, in_spec = pytree.tree_flatten_with_path(values)
+        shapes = dict(zip(attempt.values, shapes, strict=False))
+    paths, in_spec = pytree.tree_flatten_with_path(attempt.values)
     leaves = []
     for (path, value), node in zip(paths, placeholders, strict=True):
         first, *others = (getattr(p, "key", getattr(p, "idx", p)) for p in path)
@@ -514,6 +550,8 @@ def _leaves(
         shape = node.meta["val"].shape if node is not None else value.shape
         dims = tuple(map(dim_of, shape))
         held = () if others or not isinstance(shapes, dict) else _not_asked(shapes.get(str(first)), dims)
+        if not attempt.oblivious:  # then export takes a size of 1 for a constant
+            held = tuple(sorted({*held, *(d for d, dim in enumerate(dims) if dim == 1)}))
         leaves.append(Leaf(name, value.dtype, dims, used=node is not None and bool(node.users), held=held))
     return tuple(leaves), in_spec
 

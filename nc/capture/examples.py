@@ -136,6 +136,24 @@ def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
     return repeated
 
 
+def with_second(values: dict[str, Any], size: int) -> dict[str, Any] | None:
+    """Return the arguments with another size where the second dimension of rows or sequences has size 1.
+
+    It is the batch of recurrent models whose steps come first. None where no tensor has such a dimension.
+    """
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    if not any(map(_has_single_second, tensors)):
+        return None
+    wide: dict[str, Any] = pytree.tree_map(
+        lambda leaf: leaf.repeat_interleave(size, 1) if _has_single_second(leaf) else leaf, values
+    )
+    return wide
+
+
+def _has_single_second(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() in (2, 3) and leaf.shape[1] == 1
+
+
 def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments in another batch size than the example's: 3, or 5 where it has 3.
 

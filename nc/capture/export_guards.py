@@ -153,6 +153,28 @@ def other_forward(
             del model.forward
 
 
+class _Weights(list[Any]):
+    """A list that export takes for one value, because pytree knows plain lists only."""
+
+
+@contextlib.contextmanager
+def one_list_of_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Give a model that is a recurrent layer a list of parameters that export takes as one value.
+
+    Such a layer writes each parameter that it is given into the list. Export gives it fake ones for a while,
+    and torch 2.8 refuses tensors that change in attributes of the model itself.
+    """
+    if not isinstance(model, torch.nn.RNNBase):
+        yield
+        return
+    kept: list[Any] = model._flat_weights
+    model._flat_weights = _Weights(kept)
+    try:
+        yield
+    finally:
+        model._flat_weights = kept
+
+
 @contextlib.contextmanager
 def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
     """Let each `nn.TransformerEncoder` give what its nested tensors give in eval mode.
@@ -165,7 +187,8 @@ def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for encoder in model.modules():
             nests = (
-                getattr(encoder, "use_nested_tensor", False)
+                torch.backends.mha.get_fastpath_enabled()
+                and getattr(encoder, "use_nested_tensor", False)
                 and type(encoder).forward is torch.nn.TransformerEncoder.forward
             )
             if nests and isinstance(encoder, torch.nn.TransformerEncoder):

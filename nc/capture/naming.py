@@ -181,6 +181,8 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], changing: set[
     if kind in catalogue.WEIGHTED:
         if Weighted.of(node).weight.op != "get_attr":
             return Cause.COMPUTED_WEIGHT()
+        if computed := catalogue.computed_options(node):
+            return Cause.COMPUTED_OPTIONS(names=", ".join(computed))
         return None if Weighted.of(node).input in changing else Cause.CONSTANT_INPUT()
     left, right = Binary.of(node).sides
     if not {left, right} <= activations:

@@ -11,13 +11,16 @@ import torch
 from torch import fx
 
 from nc.capture.decompose import decompose_attention
+from nc.capture.fold_numbers import fold_numbers_behind, fold_numbers_in_front
 from nc.capture.recurrent import steps_as_one
 from nc.errors import CaptureError
 from nc.graph.catalogue import (
     CHECKS,
+    CONVOLUTIONS,
     IDENTITIES,
     POOLS,
     WEIGHTED,
+    computed_options,
     first_input,
     input_node,
     may_be_view,
@@ -381,6 +384,16 @@ def tensor_limits(module: fx.GraphModule) -> None:
         _replace(node, result)
 
 
+def single_slopes(module: fx.GraphModule) -> None:
+    """`prelu` with one slope for all channels is `leaky_relu`, which kernels compute."""
+    for node in [n for n in module.graph.nodes if op_name(n) == "prelu"]:
+        a = schema_arguments(node)
+        slope = constant_value(module, a["weight"])
+        if slope is not None and slope.numel() == 1:
+            retarget(node, aten.leaky_relu.default)
+            node.args, node.kwargs = (a["self"], float(slope)), {}
+
+
 def batched_convolutions(module: fx.GraphModule) -> None:
     """Give convolutions without a batch dimension one of size 1, which kernels need."""
     for node in [n for n in module.graph.nodes if op_name(n) in WEIGHTED and op_name(n) != "linear"]:
@@ -408,7 +421,7 @@ def explicit_padding(module: fx.GraphModule) -> None:
     """
     for node in module.graph.nodes:
         name = op_name(node)
-        if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "padding":
+        if name not in CONVOLUTIONS or node.target._overloadname != "padding" or computed_options(node):
             continue
         arguments = schema_arguments(node)
         kernel = arguments["weight"].meta["val"].shape[2:]
@@ -439,7 +452,7 @@ def fold_padding(module: fx.GraphModule) -> None:
     """
     for node in list(module.graph.nodes):
         name = op_name(node)
-        if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "default":
+        if name not in CONVOLUTIONS or node.target._overloadname != "default" or computed_options(node):
             continue
         arguments = schema_arguments(node)
         pad = arguments["input"]
@@ -572,5 +585,9 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     explicit_padding,
     batched_convolutions,
     fold_padding,
+    single_slopes,
+    fold_numbers_behind,
     fold_batch_norm,
+    fold_numbers_behind,
+    fold_numbers_in_front,
 )

@@ -29,6 +29,7 @@ class Cause(enum.Enum):
     CUSTOM_OPERATOR = "nc does not know what {kind} computes"
     NOT_FP32 = "it computes in {dtype}; quantization starts from fp32"
     COMPUTED_WEIGHT = "its weight is computed from the inputs"
+    COMPUTED_OPTIONS = "{names}: computed from sizes, and kernels need numbers"
     CONSTANT_INPUT = "its input is a constant: computed once, not at each call"
     CONSTANT_SIDE = "one side is a constant, a mask or a position"
     NO_ACTIVATION = "one side is not a float activation"
@@ -44,6 +45,8 @@ class Cause(enum.Enum):
     NO_BF16_FORM = "{reason}; {kind} stays fp32"
     # what the backend can
     NO_KERNEL = "backend {backend!r} has no {how} kernel for {kind}"
+    OTHER_RANGES = "backend {backend!r} has no {how} kernel for {kind}, but one with {ranges}: add {config}"
+    OTHER_CODES = "backend {backend!r} has int8 kernels for {kind} with symmetric {dtypes} only"
     ONLY_NAMED = "ranges found at each call are for a {kind} only where a rule names it or its type"
     ONE_OUTPUT = "dynamic int8 gains nothing with one output; a rule that names it makes it int8"
     # what weight-only quantization leaves alone

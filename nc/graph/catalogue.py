@@ -59,6 +59,7 @@ ACTIVATIONS = frozenset(
         "sigmoid",
         "tanh",
         "leaky_relu",
+        "prelu",
         "elu",
         "mish",
     }
@@ -333,7 +334,7 @@ def weight_axis(node: fx.Node) -> int | None:
     """
     if not is_transposed(node):
         return 0
-    return 1 if groups_of(node) == 1 else None
+    return 1 if schema_arguments(node)["groups"] == 1 else None
 
 
 def is_transposed(node: fx.Node) -> bool:
@@ -342,5 +343,19 @@ def is_transposed(node: fx.Node) -> bool:
 
 
 def groups_of(node: fx.Node) -> int:
-    """Return the groups of a convolution; 1 for what has none."""
+    """Return the groups of a convolution; 1 for what has none.
+
+    The operator has no `computed_options`.
+    """
     return int(schema_arguments(node).get("groups", 1))
+
+
+def computed_options(node: fx.Node) -> list[str]:
+    """Return the names of the numbers of an operator, such as groups, that the graph computes from sizes."""
+    values = schema_arguments(node)
+    return [a.name for a in schema_of(node.target) if "Tensor" not in a.type and _has_node(values[a.name])]
+
+
+def _has_node(value: object) -> bool:
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(part, fx.Node) for part in parts)

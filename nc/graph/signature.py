@@ -484,6 +484,11 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
             )
             if isinstance(dim, str):
                 why, advice = "as another input has", ""
+            elif axis in leaf.held and expected == 1:
+                advice = (
+                    " torch.export takes a size of 1 for a constant: if the model takes other sizes, give "
+                    "prepare() example_inputs with 2 or more there."
+                )
             elif axis in leaf.held:
                 advice = (
                     " torch.export.Dim.AUTO for it, in dynamic_shapes= of prepare(), asks the model whether "

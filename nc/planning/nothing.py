@@ -10,7 +10,7 @@ from nc.formats.reasons import Cause
 from nc.graph.plan import Decision, Plan
 
 #: Reasons of a strategy that has nothing for an operator, or not unasked.
-_NOT_FOR_IT = (Cause.NO_KERNEL, Cause.ONLY_NAMED)
+_NOT_FOR_IT = (Cause.NO_KERNEL, Cause.OTHER_RANGES, Cause.ONLY_NAMED)
 _OTHER_DTYPE = (Cause.NOT_FP32, Cause.WEIGHTS_NOT_FP32)
 #: Reasons that a configuration gives on purpose.
 _WISHES = (

@@ -23,6 +23,7 @@ from nc.formats import (
     PER_TOKEN,
     Capabilities,
     FakeSpec,
+    Mode,
     OpSpec,
     OpSupport,
     SmoothSpec,
@@ -43,6 +44,11 @@ from nc.planning.sizes import Sizes
 
 #: The right side of a matmul with ranges of each call: one for what each result sums.
 _COLUMNS = TensorSpec(dtype=dtype("int8"), symmetric=True, granularity=PER_COLUMN, narrow=True, dynamic=True)
+#: How ranges are found, for messages, and what asks for it.
+_RANGES: tuple[tuple[Mode, str, str], ...] = (
+    ("dynamic", "ranges found at each call", "+ nc.DynamicQuantConfig()"),
+    ("static", "ranges from calibration", "+ nc.StaticQuantConfig()"),
+)
 #: Values of attention. Each has a range of its own, so that no other one changes how it is rounded.
 _ROWS = dataclasses.replace(_COLUMNS, granularity=PER_TOKEN)
 
@@ -360,11 +366,8 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
             or (row.symmetric and not _are_codes_of_kernel(d.spec, row))
         ):
             low = d.fallback == "bf16" and d.kind in PRODUCTS
-            decisions.append(
-                dataclasses.replace(
-                    d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)
-                )
-            )
+            why = _no_kernel(d.kind, d.spec, capabilities)
+            decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, why=why))
         else:
             d = _with_granularity_of_kernel(d, row)  # the same decision for this backend
             _check_dtypes(d.operator, d.spec, row, d.decided, capabilities)
@@ -416,8 +419,15 @@ def _why_no_projections(
 
 
 def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
+    """Why an operator that should be quantized like this stays fp32."""
     how = {"dynamic": "dynamic int8", "fake_quant": "fake-quantization"}.get(spec.mode, "int8")
-    return Cause.NO_KERNEL(backend=capabilities.backend, how=how, kind=kind)
+    what, row = {"backend": capabilities.backend, "kind": kind}, capabilities.row(kind)
+    if row is not None and spec.mode != "fake_quant" and row.supports(spec.mode):
+        return Cause.OTHER_CODES(**what, dtypes=" or ".join(row.activations))
+    for mode, ranges, config in _RANGES:
+        if row is not None and spec.mode not in (mode, "fake_quant") and row.supports(mode):
+            return Cause.OTHER_RANGES(**what, how=how, ranges=ranges, config=config)
+    return Cause.NO_KERNEL(**what, how=how)
 
 
 def _check_dtypes(

@@ -181,7 +181,8 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if name in MOVES | POOLS | JOINS:
         return target(fx.map_arg(first, slack), *rest, **options)
     if name in ACTIVATIONS:
-        return _STEEPEST * slack(first)
+        slopes = rest[0] if name in ("prelu", "leaky_relu") and rest else 1.0
+        return max(_STEEPEST, float(torch.as_tensor(slopes, dtype=torch.float32).abs().max())) * slack(first)
     if kind_of_node(node) in WEIGHTED:
         return target(slack(first), rest[0].abs(), None, *rest[2:], **options)
     if name in ("add", "sub"):

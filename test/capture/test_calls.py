@@ -144,8 +144,13 @@ def test_offsets(threads, recwarn):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("last", ["behind", "in front"])
-def test_encoder_with_padding(last):
-    """torch's encoder leaves padding out where all of it is behind the tokens, and gives zeros there."""
+@pytest.mark.parametrize("fast", [True, False])
+def test_encoder_with_padding(last, fast, monkeypatch):
+    """torch's encoder leaves padding out where all of it is behind the tokens, and gives zeros there.
+
+    It does not where its fast path is off.
+    """
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", fast)
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))

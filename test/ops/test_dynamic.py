@@ -197,7 +197,14 @@ def test_recurrent_layers_without_a_kernel_say_why():
     static = nc.describe(
         nn.Sequential(nn.GRU(8, 16)).eval(), StaticQuantConfig(), torch.randn(3, 2, 8), backend="reference"
     )
-    assert static["0"].reason == "backend 'reference' has no int8 kernel for gru"
+    assert static["0"].reason == (
+        "backend 'reference' has no int8 kernel for gru, but one with ranges found at each call: add "
+        "+ nc.DynamicQuantConfig()"
+    )
+    both = nc.describe(
+        nn.Sequential(nn.GRU(8, 16)).eval(), StaticQuantConfig() + DynamicQuantConfig(), torch.randn(3, 2, 8)
+    )
+    assert both["0"].spec.mode == "dynamic"
     with pytest.raises(UnsupportedError, match="act_sym=True"):
         nc.describe(
             nn.Sequential(nn.GRU(8, 16)).eval(),

@@ -553,7 +553,9 @@ def test_matmuls_have_ranges_of_each_call_where_a_rule_names_them(ten):
     plan = resolve(
         StaticQuantConfig().set_local("matmul", DynamicQuantConfig()), ten, dataclasses.replace(ALL, ops=rows)
     )
-    assert plan["matmul"].reason == f"backend {ALL.backend!r} has no dynamic int8 kernel for matmul"
+    assert plan["matmul"].reason.startswith(
+        f"backend {ALL.backend!r} has no dynamic int8 kernel for matmul, but one with ranges from calibration"
+    )
 
 
 def test_smoothquant_passes_its_fields_on_to_static_operators_and_back(ten):
@@ -655,7 +657,8 @@ def test_a_granularity_without_a_kernel(ten):
         resolve(DynamicQuantConfig(act_sym=True), ten, limited)
     assert (
         resolve(StaticQuantConfig(), ten, limited)["fc1"].reason
-        == "backend 'reference' has no int8 kernel for linear"
+        == "backend 'reference' has no int8 kernel for linear, but one with ranges found at each call: add "
+        "+ nc.DynamicQuantConfig()"
     )
 
 
@@ -684,7 +687,10 @@ def test_a_plan_for_a_backend_without_dynamic_kernels(ten):
     plan = resolve(DynamicQuantConfig().set_local("fc10", StaticQuantConfig()), ten, ALL)
     rows = tuple(dataclasses.replace(row, dynamic=()) for row in ALL.ops)
     other = fit(plan, Capabilities(backend="other", ops=rows))
-    assert other["fc1"].reason == "backend 'other' has no dynamic int8 kernel for linear"
+    assert other["fc1"].reason == (
+        "backend 'other' has no dynamic int8 kernel for linear, but one with ranges from calibration: add "
+        "+ nc.StaticQuantConfig()"
+    )
     assert other["fc10"].spec.quantized
 
 

@@ -18,6 +18,7 @@ from nc.graph.catalogue import (
     BINARY,
     MOVES,
     climb,
+    computed_options,
     first_input,
     input_node,
     is_float_tensor,
@@ -274,6 +275,8 @@ def _like(node: fx.Node, other: fx.Node) -> fx.Node:
 
 
 def _is_strided_pointwise(node: fx.Node) -> bool:
+    if computed_options(node):
+        return False
     conv = Conv.of(node)
     weight = conv.weight.meta["val"].shape
     pointwise = all(size == 1 for size in weight[2:]) and not any(conv.padding) and conv.groups == 1

@@ -17,6 +17,8 @@ from nc.backends.native.compiled import compiled
 from nc.backends.native.execute import PYTHON, Lowered, Running, called, executable
 from nc.backends.native.fuse import is_kernel
 from nc.backends.native.judge import Judge
+from nc.backends.native.operators.finished_convolution import finished_convolution
+from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans.products import PREPACKS
@@ -109,7 +111,7 @@ def lower(
         low_bit = kernel_choices(module)
         passed_over = outcome.passed_over(), running.passed_over()
         targets = [node.target for node in module.graph.nodes]
-        joined = beside(module, {d.operator for d in graph.plan.quantized})
+        joined = beside(module, {d.operator for d in graph.plan.quantized}, found)
         for decision in graph.plan.decisions:
             if decision.operator in wrong or decision.stays_for(
                 Cause.ASKED
@@ -243,17 +245,19 @@ def _operators_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(node.meta.get("operators") or filter(None, [node.meta.get("operator")]))
 
 
-def beside(module: fx.GraphModule, asked: Container[str]) -> dict[str, str]:
+def beside(module: fx.GraphModule, asked: Container[str], ran: Container[str]) -> dict[str, str]:
     """Names of the operators that nobody asked to be int8 and that int8 kernels compute along, and how.
 
     Args:
         module: the graph of oneDNN calls.
         asked: names of the operators that were asked to be int8.
+        ran: names of the operators that an int8 kernel computed.
     """
     found: dict[str, str] = {}
     for node in module.graph.nodes:
-        names = node.meta.get("operators", ()) if is_kernel(node) else ()
-        kernel = next((name for name in names if name in asked), None)
+        own = node.target in (finished_convolution(), transposed_convolution())
+        names = node.meta.get("operators", ()) if own or is_kernel(node) else ()
+        kernel = next((name for name in names if name in asked and name in ran), None)
         if kernel is not None:
             found |= {name: f"fused into {kernel}" for name in names if name not in asked}
         elif getattr(node.target, "namespace", "") == "quantized" and node.meta.get("operator", "") not in (

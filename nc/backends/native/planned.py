@@ -15,6 +15,7 @@ from torch import fx
 
 from nc.backends.native import operators, recurrent
 from nc.backends.native.operators import dynamic_attention, int8_attention
+from nc.backends.native.operators.finished_convolution import finished_convolution
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.checks import Made, PlanChecks, PlanJudge
@@ -213,6 +214,9 @@ class PlannedModel:
             for entry in plan.entries
         ]
         primitives = {name for e in entries if _multiplies(e) for name in e.step.operators}
+        nodes = [n for n in self._module.graph.nodes if n.target is finished_convolution()]
+        finished = {name for n in nodes for name in n.meta["operators"]}
+        primitives |= finished & {name for e in entries for name in e.step.operators}
         return frozenset(
             primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators}
         )
@@ -221,7 +225,8 @@ class PlannedModel:
         """Bytes of the constants that it holds: packed weights, and what is no weight."""
         nodes = self._module.graph.nodes
         packed = {source for node in nodes if node.target in PREPACKS for source in node.all_input_nodes}
-        packed |= {schema_arguments(node)["qw"] for node in nodes if node.target is transposed_convolution()}
+        unpacked = transposed_convolution(), finished_convolution()
+        packed |= {schema_arguments(node)["qw"] for node in nodes if node.target in unpacked}
         names = {str(node.target) for node in nodes if node.op == "get_attr" and node not in packed}
         values = [value for name in names if isinstance(value := getattr(self._module, name), torch.Tensor)]
         return sum(value.numel() * value.element_size() for value in values) + self._weights.size()

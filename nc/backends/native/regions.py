@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import computed_options, kind_of_node, op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS, same_shape
 from nc.graph.views import Binary, Quantize, options
 from nc.ops import dequantize_per_tensor, quantize_per_tensor, to_bf16
@@ -126,6 +126,8 @@ def _adds_codes(other: fx.Node, dtype: torch.dtype) -> bool:
 def activation_of(node: fx.Node) -> Activation | None:
     """Return an elementwise operator as a post-operation; None when there is none like it."""
     name = op_name(node)
+    if computed_options(node):
+        return None
     if name in ("relu", "hardswish", "tanh"):
         return Activation(name)
     if name == "silu":

@@ -347,7 +347,11 @@ _PRODUCT = (
     Field("added_scale", kind="double"),
     Field("added_zero_point"),
     _INVERSE,
-    Field("zero_point", "of the codes; for int8 codes 128 more, because they are made as uint8"),
+    Field(
+        "zero_point",
+        "of the codes and what is added to results; for int8 codes 128 more: they are made as uint8",
+        kind="double",
+    ),
 )
 _ROW_PRODUCT = (
     *(Field("rows"), Field("inputs"), Field("outputs"), Field("threads")),

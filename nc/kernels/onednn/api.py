@@ -35,6 +35,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "post_ops_append_sum": (_P, _F, ctypes.c_int32, _I),
     "post_ops_append_eltwise": (_P, _I, _F, _F),
     "post_ops_append_binary": (_P, _I, _P),
+    "post_ops_append_prelu": (_P, _I),
     "reorder_primitive_desc_create": (_OUT, _P, _P, _P, _P, _P),
     "matmul_primitive_desc_create": (_OUT, _P, _P, _P, _P, _P, _P),
     "convolution_forward_primitive_desc_create": (_OUT, _P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _P, _P),

@@ -137,7 +137,17 @@ class BinaryOp:
     other: Desc
 
 
-PostOp = Sum | Eltwise | BinaryOp
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prelu:
+    """Values below 0 are multiplied by a slope of their channel.
+
+    `slopes` is their layout, [1, channels, 1, ...].
+    """
+
+    slopes: Desc
+
+
+PostOp = Sum | Eltwise | BinaryOp | Prelu
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

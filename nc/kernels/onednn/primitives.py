@@ -35,6 +35,7 @@ from nc.kernels.onednn.descriptions import (
     Desc,
     Eltwise,
     Geometry,
+    Prelu,
     Sum,
 )
 
@@ -45,6 +46,8 @@ _CONVOLUTION_DIRECT, _DECONVOLUTION_DIRECT, _SOFTMAX = 1, 10, 196608
 _USE_SCALE_AND_SHIFT = 6
 _IMPLEMENTATION, _WEIGHTS_MD, _SCRATCHPAD_MD = 8, 131, 136
 _MAX_DIMS = 12
+#: Mask of what has a number for each channel.
+_CHANNELS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -385,6 +388,8 @@ class Maker:
                     library.call("post_ops_append_sum", chain, each.scale, each.zero_point, dtype)
                 elif isinstance(each, Eltwise):
                     library.call("post_ops_append_eltwise", chain, ELTWISE[each.name], each.alpha, each.beta)
+                elif isinstance(each, Prelu):
+                    library.call("post_ops_append_prelu", chain, _CHANNELS)
                 else:
                     library.call(
                         "post_ops_append_binary", chain, BINARY[each.name], self.layout(each.other).handle
@@ -440,6 +445,8 @@ class Maker:
         for index, each in enumerate(attributes.post_ops if attributes else ()):
             if isinstance(each, BinaryOp):
                 layouts[POST_OP * (index + 1) | SRC_1] = self.layout(each.other)
+            elif isinstance(each, Prelu):
+                layouts[POST_OP * (index + 1) | WEIGHTS] = self.layout(each.slopes)
         if weights is not None:
             layouts[WEIGHTS] = self._queried(desc, _WEIGHTS_MD, weights)
         scratchpad = self._queried(desc, _SCRATCHPAD_MD, None)

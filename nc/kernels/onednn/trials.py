@@ -20,6 +20,7 @@ from nc.errors import BackendError
 from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
+    POST_OP,
     SCALES,
     SCRATCHPAD,
     SRC,
@@ -30,6 +31,7 @@ from nc.kernels.onednn.descriptions import (
     Desc,
     Eltwise,
     Geometry,
+    Prelu,
     Sum,
 )
 from nc.kernels.onednn.execute import Scratch, packed, run_once
@@ -238,7 +240,15 @@ def _numbers(wanted: Convolution) -> dict[int, torch.Tensor]:
     for argument, zero in ((SRC, _SOURCE_ZERO), (DST, _RESULT_ZERO)):
         if argument in wanted.attributes.zero_points:
             result[ZERO_POINTS | argument] = torch.tensor([zero], dtype=torch.int32)
+    for index, each in enumerate(wanted.attributes.post_ops):
+        if isinstance(each, Prelu):
+            result[_slopes_of(index)] = (scales - 0.75).view(each.slopes.sizes)
     return result
+
+
+def _slopes_of(index: int) -> int:
+    """Return the argument for the slopes of a post-operation, by its place."""
+    return POST_OP * (index + 1) | WEIGHTS
 
 
 def _grid(wanted: Convolution) -> list[torch.Tensor]:
@@ -291,8 +301,10 @@ def _values(
     shape = -1, *[1] * len(grid)
     values = sums * (numbers[SCALES | SRC].double() * numbers[SCALES | WEIGHTS].double()).view(shape)
     values = values + numbers[BIAS].double().view(shape) if BIAS in numbers else values
-    for each in wanted.attributes.post_ops:
-        if isinstance(each, Sum):
+    for index, each in enumerate(wanted.attributes.post_ops):
+        if isinstance(each, Prelu):
+            values = torch.where(values > 0, values, values * numbers[_slopes_of(index)].double().view(shape))
+        elif isinstance(each, Sum):
             values = values + (_at(before, grid).double() - each.zero_point) * each.scale
         elif isinstance(each, Eltwise):
             values = FUNCTIONS[each.name](values, each)
@@ -341,4 +353,5 @@ FUNCTIONS: Mapping[str, Callable[[torch.Tensor, Eltwise], torch.Tensor]] = {
     "gelu_tanh": lambda x, _: torch.nn.functional.gelu(x, approximate="tanh"),
     "gelu_erf": lambda x, _: torch.nn.functional.gelu(x),
     "clip": lambda x, e: x.clamp(e.alpha, e.beta),
+    "linear": lambda x, e: x * e.alpha + e.beta,
 }

@@ -19,11 +19,13 @@ from nc.backends.native.plans.ways import PlannedOperator, need
 from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
+    POST_OP,
     SRC,
     WEIGHTS,
     Attributes,
     Desc,
     Geometry,
+    PostOp,
     Sum,
     channels_last_strides,
 )
@@ -35,13 +37,31 @@ _onednn = torch.ops.onednn
 
 def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`onednn::qconv*_pointwise`, with or without a sum."""
-    x, before, after = _unpadded(recorder, a["qx"], a["x_zero_point"])
-    weight, scales, bias = (
-        codes_of(recorder, a["qw"]),
-        recorder.constant(a["w_scale"]),
-        bias_of(recorder, a["bias"]),
+    return planned_convolution(
+        recorder, node, a, codes_of(recorder, a["qw"]), post_ops_of(a, "attr", "unary_attr")
     )
-    post = post_ops_of(a, "attr", "unary_attr")
+
+
+def planned_convolution(
+    recorder: Recorder,
+    node: fx.Node,
+    a: Mapping[str, Any],
+    weight: WeightToPack,
+    post: tuple[PostOp, ...],
+    slopes: torch.Tensor | None = None,
+) -> PlanTensor:
+    """Append a convolution of codes; return its result.
+
+    Args:
+        recorder: of the plan.
+        node: of the graph.
+        a: its arguments.
+        weight: codes, [out, C / groups, ...].
+        post: what follows.
+        slopes: of a `Prelu`, which comes first there.
+    """
+    x, before, after = _unpadded(recorder, a["qx"], a["x_zero_point"])
+    scales, bias = recorder.constant(a["w_scale"]), bias_of(recorder, a["bias"])
     need(x.tensor.dim() == weight.tensor.dim(), "its input has no batch dimension")
     x = channels_last(recorder, x, node)
     geometry, sizes = window_of(node, x, weight, a, before, after)
@@ -72,7 +92,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         return result
 
     def by_onednn() -> PlanTensor:
-        tensors: dict[int, Any] = {}
+        tensors: dict[int, Any] = {} if slopes is None else {POST_OP | WEIGHTS: slopes}
         attributes = product_attributes(a, tensors, scales, mask_of(groups), dtype, post)
         return call_onednn(recorder, node, product, geometry, attributes, tensors)
 

@@ -63,19 +63,20 @@ class Finish:
     """What makes results of the sums of a product.
 
         result = activation(scale * sum + bias + added_scale * (added - added_zero_point))
-        code = round(result * inverse) + zero_point
+        code = round(result * inverse + zero_point)
 
     Attributes:
         after: what is added, and the activation.
-        inverse: 1 / scale of the codes; 0 for fp32.
-        zero_point: of uint8; for int8 codes 128 more, because C makes them as uint8.
+        inverse: 1 / scale of the codes, times what the result is multiplied by; 0 for fp32.
+        zero_point: of uint8, and what is added to the result; for int8 codes 128 more, because C makes them
+            as uint8.
         factor: that scale and bias have besides.
         offset: that is added to the bias then.
     """
 
     after: After
     inverse: float = 0.0
-    zero_point: int = 0
+    zero_point: float = 0.0
     factor: float = 1.0
     offset: float = 0.0
 
@@ -85,7 +86,7 @@ class Finish:
         C needs fewer operations for it. An activation that is more than bounds stays as it is.
         """
         bounds = _bounds(self.after)
-        if bounds is None:
+        if bounds is None or self.inverse < 0:
             return self
         low, high = (min(max(bound * self.inverse + self.zero_point, 0.0), 255.0) for bound in bounds)
         added_scale = self.after.scale * self.inverse
@@ -132,9 +133,10 @@ def finish_of(a: Mapping[str, Any], product: Product) -> Finish:
     need(result.numel(), "its result has no element")
     after = after_of(product.post_ops)
     if result.dtype is torch.float32:
+        need((after.factor, after.term) == (1.0, 0.0), "numbers follow its activation, and it gives fp32")
         return Finish(after)
-    shift = _SHIFT if result.dtype is torch.int8 else 0
-    return Finish(after, 1.0 / a["output_scale"], a["output_zero_point"] + shift)
+    shift, scale = _SHIFT if result.dtype is torch.int8 else 0, a["output_scale"]
+    return Finish(after, after.factor / scale, a["output_zero_point"] + shift + after.term / scale)
 
 
 def is_pointwise(product: Product) -> bool:

@@ -48,7 +48,10 @@ ACTIVATIONS: Mapping[str, Eltwise] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class After:
-    """What follows a sum: a member of `abi.ADDED`, scale and zero point; an `abi.ACTIVATION`, two numbers."""
+    """What follows a sum: a member of `abi.ADDED`, scale and zero point; an `abi.ACTIVATION`, two numbers.
+
+    The result of the activation is multiplied by `factor`, and `term` is added.
+    """
 
     added: str = "nothing"
     scale: float = 1.0
@@ -56,6 +59,8 @@ class After:
     activation: str = "identity"
     alpha: float = 0.0
     beta: float = 0.0
+    factor: float = 1.0
+    term: float = 0.0
 
 
 def codes_of(recorder: Recorder, value: Any) -> WeightToPack:
@@ -114,6 +119,10 @@ def after_of(post_ops: Sequence[PostOp]) -> After:
         after = After("fp32_other")
     else:
         after, rest = After(), list(post_ops)
+    if rest and isinstance(rest[-1], Eltwise) and rest[-1].name == "linear":
+        line = rest.pop()
+        assert isinstance(line, Eltwise)
+        after = dataclasses.replace(after, factor=line.alpha, term=line.beta)
     if not rest:
         return after
     last, *more = rest

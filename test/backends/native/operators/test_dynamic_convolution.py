@@ -344,7 +344,10 @@ def test_transposed_convolutions_have_none_and_say_so():
     plan = quantized(
         model.eval(), x, StaticQuantConfig().set_local("0", DynamicQuantConfig()), "native"
     ).graph.plan
-    assert plan["0"].reason == "backend 'native' has no dynamic int8 kernel for conv_transpose2d"
+    assert plan["0"].reason == (
+        "backend 'native' has no dynamic int8 kernel for conv_transpose2d, but one with ranges from "
+        "calibration: add + nc.StaticQuantConfig()"
+    )
 
 
 def test_without_plans_it_runs_in_fp32_and_says_so(monkeypatch):
