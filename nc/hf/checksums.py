@@ -7,11 +7,11 @@ with a warning.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError
 from nc.process.warn import warn
@@ -19,9 +19,22 @@ from nc.storage import folder as artefact
 from nc.storage import marks
 from nc.storage.atomic import replaced
 from nc.storage.json_file import json_object
+from nc.text.json_text import built
 
 TABLE = "nc_checksums.json"
 _SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _File:
+    sha256: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    schema: int
+    files: dict[str, _File]
 
 
 def write(folder: Path, files: Iterable[Path] | None = None) -> None:
@@ -37,10 +50,10 @@ def write(folder: Path, files: Iterable[Path] | None = None) -> None:
         for path in listed
         if path.is_file() and path != folder / TABLE and not _is_covered(path)
     }
-    text = _text({"schema": _SCHEMA, "files": found})
     ours = marks.json_like(lambda known: known.keys() == {"schema", "files"})
     with replaced(folder / TABLE, ours) as staged:
-        staged.write_bytes(text)
+        text = json.dumps(dataclasses.asdict(_Table(_SCHEMA, found)), indent=1, sort_keys=True)
+        staged.write_text(text + "\n", encoding="ascii")
 
 
 def check(folder: Path) -> None:
@@ -71,7 +84,7 @@ def check(folder: Path) -> None:
             raise ArtefactCorruptError(msg)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, _File]:
     """Return name → checksum and size, of a table.
 
     Raises:
@@ -83,9 +96,9 @@ def _read(path: Path) -> dict[str, Any]:
         msg = f"{path} was written by a newer version of nc. Install a newer version of nc."
         raise ArtefactSchemaError(msg)
     with artefact.malformed(path):
-        files = dict(table["files"])
-        if _text({"schema": _SCHEMA, "files": files}) != path.read_bytes() or not all(map(_is_inside, files)):
-            msg = "it is not as it was written"
+        files = built(_Table, table, "the table").files
+        if not all(map(_is_inside, files)):
+            msg = "it names a file outside of the folder"
             raise ValueError(msg)
     return files
 
@@ -121,10 +134,6 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _checksum(path: Path) -> dict[str, Any]:
+def _checksum(path: Path) -> _File:
     raw = path.read_bytes()
-    return {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
-
-
-def _text(table: dict[str, Any]) -> bytes:
-    return (json.dumps(table, indent=1, sort_keys=True) + "\n").encode("ascii")
+    return _File(hashlib.sha256(raw).hexdigest(), len(raw))
