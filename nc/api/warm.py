@@ -28,8 +28,8 @@ def warm_up(model: torch.nn.Module, entries: Iterable[Any], graph: QDQGraph | No
         graph: what the model was captured as; None: the model's own.
 
     Raises:
-        InputError: there is no list, an entry is none of these, shapes do not say the sizes of all inputs, or the model can't
-            have them.
+        InputError: there is no list, an entry is none of these, shapes do not say the sizes of all inputs, or
+            the model can't have them.
     """
     if graph is None and isinstance(model, QuantizedModel):
         graph = model.graph
