@@ -28,11 +28,14 @@ def warm_up(model: torch.nn.Module, entries: Iterable[Any], graph: QDQGraph | No
         graph: what the model was captured as; None: the model's own.
 
     Raises:
-        InputError: an entry is none of these, shapes do not say the sizes of all inputs, or the model can't
-            have them.
+        InputError: there is no list, an entry is none of these, shapes do not say the sizes of all inputs, or
+            the model can't have them.
     """
     if graph is None and isinstance(model, QuantizedModel):
         graph = model.graph
+    if not isinstance(entries, Iterable):
+        msg = f"warm: expected a list of sizes, such as [(1, 128)], but got {entries!r}."
+        raise InputError(msg)
     for entry in entries:
         args, kwargs = _call_of(entry, graph)
         with torch.no_grad():

@@ -125,6 +125,12 @@ def test_lengths_of_another_kind(folder, lengths):
         nc_hf.load(folder, lengths=lengths)
 
 
+@pytest.mark.parametrize("warm", [16, None, [3]])
+def test_sizes_of_another_kind(folder, warm):
+    with pytest.raises(InputError, match="warm: expected"):
+        nc_hf.load(folder, warm=warm)
+
+
 def test_another_model_in_the_place_of_the_one_that_was_pickled(copied):
     stored = pickle.dumps(nc_hf.load(copied))
     assert torch.equal(
