@@ -43,7 +43,7 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import WeightPlan
 from nc.process.malloc import give_back_small_pieces
 from nc.weights.experts import is_expert
-from nc.weights.held_out import BlockJudge, Tokens, divided, held_out, parameters_of, put
+from nc.weights.held_out import LOOKED_AT, BlockJudge, Tokens, divided, held_out, parameters_of, put
 from nc.weights.shared_work import Share
 from nc.weights.swap import replace
 
@@ -133,6 +133,8 @@ class Driver:
         self.needs = needs
         block_solvers = [d.solver for d in plan.quantized if isinstance(d.solver, BlockSolver)]
         looking = [s.needs for s in block_solvers] + [t.needs for t in plan.transforms if t.level == "block"]
+        if plan.transforms:
+            looking.append(InputNeeds(samples=0, tokens=LOOKED_AT))
         self.share = Share.of(samples, ranks, looking)
         self.samples = self.share.samples
         #: Whether the float model's hidden states are needed too.

@@ -22,6 +22,8 @@ from nc.weights.swap import replace
 
 #: Held-out tokens that are compared, and tokens whose statistics the range rules get.
 _TOKENS = 1024
+#: Tokens among which so many are held out: the first process has their samples, as a single one would.
+LOOKED_AT = 5 * _TOKENS
 #: With fewer the report says that they are few.
 _FEW = 64
 #: Float outputs whose sizes differ by more are scaled by the transform, and their errors with them.

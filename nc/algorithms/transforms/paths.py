@@ -83,7 +83,7 @@ class Decisions(TorchDispatchMode):
                 self._decided[id(result)] = result
 
 
-class Forced(Decisions):
+class Forced(Decisions):  # type: ignore[no-untyped-call] # as above
     """Takes the decisions in the place of a block.
 
     Args:
@@ -123,7 +123,7 @@ class Forced(Decisions):
         return order.narrow(dim, 0, part.shape[dim]).contiguous()
 
 
-class Repeated(Decisions):
+class Repeated(Decisions):  # type: ignore[no-untyped-call] # as above
     """Decides as an earlier call of the same code did.
 
     Args:
@@ -335,7 +335,7 @@ def paths_of(
         outside: modules whose paths do not matter.
     """
     seen = _decisions(module, call, () if not outside else tuple(norms.values()))
-    ways = (Path(call),)
+    ways: tuple[Path, ...] = (Path(call),)
     if seen.unknown:
         return Paths(ways, {}, f"a number that {seen.unknown} reads may decide what is called")
     if seen.depends:

@@ -272,7 +272,8 @@ def _links_of(
 
     And why norms are in none, by their name in the model; of a block that is left alone, by its name.
     """
-    found, left = [], {}
+    found: list[tuple[str, Link]] = []
+    left: dict[str, str] = {}
     for name in (*blocks, ""):
         module = model.get_submodule(name)
         outside = () if name else tuple(blocks)
