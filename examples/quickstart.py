@@ -121,8 +121,8 @@ def accuracy(
     figures = minilm.agreement(fp32, int8)
     show.heading(f"Accuracy on {len(fp32)} paragraphs that were not used for calibration")
     show.console.print(
-        f"all of them, of any length: fp32 {between - start:.1f} s, int8 {end - between:.1f} s with kernels for "
-        f"new lengths, {(between - start) / (end - between):.2f} × as fast"
+        f"all of them, of any length: fp32 {between - start:.1f} s, int8 {end - between:.1f} s with kernels "
+        f"for new lengths, {(between - start) / (end - between):.2f} × as fast"
     )
     show.console.print(
         f"cosine to fp32 embeddings: mean {figures['mean_cosine']:.4f}, worst {figures['worst_cosine']:.4f}"
