@@ -174,7 +174,7 @@ def _check_counts(module: fx.GraphModule, node: fx.Node) -> None:
     if not str(node.target).startswith(_COUNTED):
         return
     for each in node.all_input_nodes:
-        constant = constant_of(module, each) if each.op == "get_attr" else torch.empty(0, dtype=torch.float32)
+        constant = constant_of(module, each) if each.op == "get_attr" else torch.empty(0, dtype=torch.int64)
         if constant.numel() and not constant.is_complex() and constant.max() > MOST_VALUES:
             msg = f"node {node.name!r}: {each.name!r} asks for {constant.max().item():.3g} values"
             raise ValueError(msg)
