@@ -72,7 +72,7 @@ WEIGHT_TENSORS = {
 #: By what nc knows files and folders that an earlier call wrote, and that the next one therefore replaces.
 KNOWN = {
     "an artefact": "`format` in model.json, and no other file beside the three",
-    "a folder of nc.hf": "nc_files.json, which lists all files; with one more the folder stays",
+    "a folder of nc.hf": "nc_checksums.json, which lists all files; with one more the folder stays",
     "a page": "a tag `generator` in its head",
     "a report, a front, a configuration, statistics": "`format` or `algorithm`, and the schema",
     "a program, a file of weights": 'the words "written by nc" in a comment or in the metadata',
