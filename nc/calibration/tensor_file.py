@@ -52,7 +52,7 @@ def _is_of(kind: Kind, path: Path) -> bool:
     except (safetensors.SafetensorError, ValueError):
         return False
     version = document.get("schema_version") if isinstance(document, dict) else None
-    return type(version) is int and version <= kind[1] and document["format"] == kind[0]
+    return type(version) is int and version <= kind[1] and document.get("format") == kind[0]
 
 
 def read(path: str | os.PathLike[str]) -> bytes:

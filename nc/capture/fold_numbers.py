@@ -10,8 +10,6 @@ All is computed in float64, and rounded once.
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import fx
 
@@ -161,11 +159,10 @@ def _set(module: fx.GraphModule, node: fx.Node, weight: torch.Tensor, bias: torc
     """Give a layer another weight and bias, with the names of those that it has."""
     view = Weighted.of(node)
     fqn = fqn_of(view.weight)
-    name = re.sub(r"\W", "_", fqn)
     if not torch.equal(weight, _constants(module, node)[0].float()):
-        set_argument(node, "weight", add_constant(module, node, f"{name}_folded", weight, fqn))
+        set_argument(node, "weight", add_constant(module, node, f"{fqn}_folded", weight, fqn))
     if view.bias is not None or bool(bias.any()):
         own = fqn_of(view.bias) if view.bias is not None else fqn.removesuffix("weight") + "bias"
         channels = node.meta["val"].shape[1 - weight.dim()]
         bias = bias.expand(channels).contiguous()
-        set_argument(node, "bias", add_constant(module, node, f"{name}_folded_bias", bias, own))
+        set_argument(node, "bias", add_constant(module, node, f"{fqn}_folded_bias", bias, own))

@@ -59,13 +59,15 @@ def report(
     from nc.api.workflow import report as report_of
     from nc.cli.inputs import RequestError
     from nc.storage import marks
-    from nc.storage.atomic import write_text
+    from nc.storage.atomic import check_first, write_text
     from nc.storage.marks import json_like
 
     for name, target, suffix in (("--html", page, ".html"), ("--model-explorer", explorer, ".json")):
         if target is not None and target.suffix != suffix:
             msg = f"{name} {target}: expected a name that ends in {suffix}."
             raise RequestError(msg)
+        if target is not None:  # before work is done for it
+            check_first(target, marks.page if suffix == ".html" else json_like(is_node_data))
     for given, what in ((other, "two artefacts are compared"), (front, "a front is shown")):
         if given is not None and page is None:
             msg = f"{given}: {what} on a page; give --html FILE.html."

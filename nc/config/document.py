@@ -80,7 +80,9 @@ class Document(abc.ABC):
 
 
 def _is_config(data: Mapping[str, Any]) -> bool:
-    """Whether a document is what `to_dict` gives."""
+    """Whether a document is what `to_dict` of a configuration, or of an `AutoConfig`, gives."""
+    if set(data) == {"auto"}:
+        return isinstance(data["auto"], dict)
     version = data.get("schema_version")
     return type(version) is int and 1 <= version <= SCHEMA_VERSION and isinstance(data.get("algorithm"), str)
 

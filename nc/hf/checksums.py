@@ -16,13 +16,14 @@ from pathlib import Path, PurePosixPath
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError
 from nc.process.warn import warn
 from nc.storage import folder as artefact
-from nc.storage import marks
 from nc.storage.atomic import replaced
 from nc.storage.json_file import json_object
 from nc.text.json_text import built
 
 TABLE = "nc_checksums.json"
 _SCHEMA = 1
+#: Bytes that are read at a time.
+_PIECE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,18 +43,34 @@ def write(folder: Path, files: Iterable[Path] | None = None) -> None:
 
     Args:
         folder: of the files.
-        files: those to list, in the folder; None: all.
+        files: those that were written, in the folder; what a table lists besides stays. None: all.
+
+    Raises:
+        ArtefactError: what is there is no table, or one of a newer version.
     """
     listed = folder.rglob("*") if files is None else files
-    found = {
+    earlier = {} if files is None or not (folder / TABLE).is_file() else _read(folder / TABLE)
+    found = earlier | {
         path.relative_to(folder).as_posix(): _checksum(path)
         for path in listed
         if path.is_file() and path != folder / TABLE and not _is_covered(path)
     }
-    ours = marks.json_like(lambda known: known.keys() == {"schema", "files"})
-    with replaced(folder / TABLE, ours) as staged:
+    with replaced(folder / TABLE, is_table) as staged:
         text = json.dumps(dataclasses.asdict(_Table(_SCHEMA, found)), indent=1, sort_keys=True)
         staged.write_text(text + "\n", encoding="ascii")
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a table of this version.
+
+    Raises:
+        ArtefactSchemaError: a newer version wrote it.
+    """
+    try:
+        _read(path)
+    except (ArtefactCorruptError, ArtefactMissingError):
+        return False
+    return True
 
 
 def check(folder: Path) -> None:
@@ -113,7 +130,11 @@ def is_ours(folder: Path) -> bool:
         known = _read(folder / TABLE)
     except (ArtefactCorruptError, ArtefactMissingError):
         return False
-    found = (path for path in folder.rglob("*") if not path.is_dir() and path != folder / TABLE)
+    found = (
+        path
+        for path in folder.rglob("*")
+        if (path.is_symlink() or not path.is_dir()) and path != folder / TABLE
+    )
     return all(path.relative_to(folder).as_posix() in known or _is_covered(path) for path in found)
 
 
@@ -135,5 +156,8 @@ def _is_inside(name: str) -> bool:
 
 
 def _checksum(path: Path) -> _File:
-    raw = path.read_bytes()
-    return _File(hashlib.sha256(raw).hexdigest(), len(raw))
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return _File(digest.hexdigest(), path.stat().st_size)

@@ -24,14 +24,12 @@ from nc.api.workflow import quantize
 from nc.config import WeightOnlyConfig
 from nc.errors import ArtefactError, ConfigError, InputError
 from nc.hf.at_load import FORMATS
-from nc.hf.folder import ARTEFACT, replaceable, written
-from nc.hf.model import QuantizedTransformer, sorted_lengths
+from nc.hf.folder import ARTEFACT, CONFIG, ENCODER, replaceable, written
+from nc.hf.model import QuantizedTransformer, refuse_push, sorted_lengths
 from nc.storage.atomic import resolved
 
-#: Folder of the encoder's artefact; that of the whole model has the decoder.
-ENCODER = "nc-encoder"
 #: By which a folder with both is known.
-MARKS = ("config.json", ARTEFACT, ENCODER)
+MARKS = (CONFIG, ARTEFACT, ENCODER)
 
 
 class QuantizedEncoder(QuantizedTransformer):
@@ -173,12 +171,15 @@ def _place(model: Any) -> tuple[Any, str]:
     return None, ""
 
 
-def _copied(folder: str, save_directory: str | os.PathLike[str], **_: Any) -> None:
+def _copied(folder: str, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **_: Any) -> None:
     """Write the folder that a model was loaded from, as its `save_pretrained`.
 
     Raises:
-        ArtefactError: something else than an earlier result lies there.
+        ArtefactError: something else than an earlier result is there.
+        StateError: it is to be pushed.
     """
+    if push_to_hub:
+        refuse_push()
     target = resolved(save_directory)
     if target != Path(folder):
         with written(replaceable(target, *MARKS), *MARKS) as staged:

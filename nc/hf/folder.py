@@ -12,6 +12,8 @@ from nc.storage.atomic import Ours, check_first, replaced_folder
 
 #: Folder of the artefact beside config.json. Readers of other projects find no weights, and say so.
 ARTEFACT = "nc"
+#: Folder of the encoder's artefact where a model has an encoder and a decoder; `ARTEFACT` has the decoder.
+ENCODER = "nc-encoder"
 #: File by which a folder of transformers is known.
 CONFIG = "config.json"
 
@@ -41,8 +43,9 @@ def _known(marks: tuple[str, ...]) -> Ours:
         if is_result(target, *marks) and checksums.is_ours(target):
             return True
         msg = (
-            f"{str(target)!r} exists and is no earlier result, or has files that nc did not write. Choose "
-            "another folder: float weights beside quantized ones would be loaded in their place."
+            f"{str(target)!r} exists and is no earlier result, has files that nc did not write, or is of an "
+            "older nc. Remove it, or choose another folder: float weights beside quantized ones would be "
+            "loaded in their place."
         )
         raise ArtefactError(msg)
 

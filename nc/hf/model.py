@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,7 +15,7 @@ from nc.api.quantized import QuantizedModel
 from nc.api.warm import inputs_of, warm_up
 from nc.errors import ArtefactError, InputError, StateError
 from nc.hf import checksums
-from nc.hf.folder import ARTEFACT, CONFIG, read_by_others
+from nc.hf.folder import ARTEFACT, CONFIG, ENCODER, read_by_others
 from nc.hf.loss import LABELS, with_loss
 from nc.numerics.metrics import sqnr_db
 from nc.storage.atomic import check_ours, replaced, resolved
@@ -36,6 +36,15 @@ _IDLE = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
+
+
+def refuse_push() -> NoReturn:
+    """Raise StateError: transformers would push a folder without the artefact."""
+    msg = (
+        "A quantized graph is not pushed by itself: save it with save_pretrained(folder), and upload the "
+        "folder with huggingface_hub.upload_folder."
+    )
+    raise StateError(msg)
 
 
 class QuantizedTransformer(torch.nn.Module):
@@ -165,10 +174,14 @@ class QuantizedTransformer(torch.nn.Module):
             StateError: it is to be pushed.
         """
         if push_to_hub:
-            self.push_to_hub()
+            refuse_push()
         folder = resolved(save_directory)
         earlier = is_artefact(folder / ARTEFACT)
         check_ours(folder / CONFIG, lambda _: earlier)
+        check_ours(folder / checksums.TABLE, checksums.is_table)
+        if (folder / ENCODER).exists():
+            msg = f"{folder} holds a model with an encoder and a decoder. Choose another folder."
+            raise ArtefactError(msg)
         save(self.quantized, folder / ARTEFACT)
         with replaced(folder / CONFIG, lambda _: earlier) as staged:
             self.config.to_json_file(staged)
@@ -180,11 +193,7 @@ class QuantizedTransformer(torch.nn.Module):
         Raises:
             StateError: always.
         """
-        msg = (
-            "A quantized graph is not pushed by itself: save it with save_pretrained(folder), and upload the "
-            "folder with huggingface_hub.upload_folder."
-        )
-        raise StateError(msg)
+        refuse_push()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give the folder that it was loaded from, for other processes; refuse without one."""

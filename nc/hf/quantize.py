@@ -15,8 +15,8 @@ from nc.api.workflow import quantize as quantize_model
 from nc.errors import ArtefactError, ConfigError, InputError
 from nc.hf import checksums
 from nc.hf.data import batches_of
-from nc.hf.encoder_decoder import ENCODER, is_encoder_decoder, load_parts, quantize_parts
-from nc.hf.folder import ARTEFACT, CONFIG, is_result, read_by_others, replaceable, written
+from nc.hf.encoder_decoder import is_encoder_decoder, load_parts, quantize_parts
+from nc.hf.folder import ARTEFACT, CONFIG, ENCODER, is_result, read_by_others, replaceable, written
 from nc.hf.model import QuantizedTransformer, load_model
 from nc.storage.atomic import resolved
 

@@ -1,7 +1,7 @@
 """Compare an engine's values with the quantized graph at a few places of each, computed from few others.
 
 The places are those that blocks, tails and pieces of threads make different: the ends, the middle, and one of
-each stretch between, so that every position in a block occurs. What is no match is for
+each stretch between, at another position in a block each time. What is no match is for
 `nc.proof.kernels.check_kernels` to judge, which compares all places.
 """
 
@@ -17,21 +17,27 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import WEIGHTED, kind_of_node
+from nc.graph.placement import works_in_place
 from nc.graph.views import Quantize, returned
 from nc.ops import quantize_per_tensor
 from nc.proof.intermediates import Point
 from nc.proof.kernels import KernelCheck, as_in_graph, checked
 from nc.proof.places import PlacedValue, Places, Placing, at, parts_in, with_values
 from nc.proof.rounding_bounds import position, slack_of
-from nc.proof.sizes import KnownSizes
+from nc.proof.sizes import KnownSizes, UnknownSizes
 from nc.proof.teacher_forcing import Local
 
 #: By rank, the most indices of each dimension.
 _MOST = {1: (96,), 2: (24, 32), 3: (3, 20, 24), 4: (2, 12, 6, 16), 5: (2, 8, 4, 4, 12)}
 
+#: Places of a block that kernels may treat each in its own way.
+_BLOCK = 16
+
 
 def few(shape: Sequence[int]) -> Places:
     """Return places of a tensor: for equal shapes the same."""
+    if not shape:
+        return ()
     draw = random.Random(repr(tuple(shape)))
     most = _MOST.get(len(shape), (2,) * max(0, len(shape) - 2) + (6, 12))
     return tuple(_some(size, count, draw) for size, count in zip(shape, most, strict=True))
@@ -42,8 +48,12 @@ def _some(size: int, most: int, draw: random.Random) -> torch.Tensor | None:
     if size <= most:
         return None
     ends = {0, size - 1} if most < 6 else {0, size // 2 - 1, size // 2, size - 1}
-    stretches = max(0, most - len(ends))
-    between = {draw.randrange(i * size // stretches, (i + 1) * size // stretches) for i in range(stretches)}
+    stretches, first = max(0, most - len(ends)), draw.randrange(_BLOCK)
+    between = set()
+    for i in range(stretches):
+        begin, end = i * size // stretches, (i + 1) * size // stretches
+        index = begin + (first + i - begin) % _BLOCK
+        between.add(index if index < end else draw.randrange(begin, end))
     return torch.tensor(sorted(ends | between), dtype=torch.int64)
 
 
@@ -51,7 +61,7 @@ class FewPlaces:
     """A comparison of some points of a graph, for one call of an engine.
 
     Args:
-        module: the quantized graph; no operator of it works in place.
+        module: the quantized graph.
         points: all points whose values the engine shows.
         chosen: those that are compared.
         inputs: flat inputs of the call.
@@ -70,9 +80,13 @@ class FewPlaces:
         sizes: Mapping[fx.Node, Sequence[int]],
     ) -> None:
         self._module, self._chosen, self._sizes = module, chosen, sizes
+        self._outputs = frozenset(leaf for leaf in returned(module) if isinstance(leaf, fx.Node))
         self._inputs = dict(
             zip((n for n in module.graph.nodes if n.op == "placeholder"), inputs, strict=True)
         )
+        if works_in_place(module):
+            msg = "operators of the graph work in place"
+            raise UnknownSizes(msg)
         known = KnownSizes(module, [tensor.shape for tensor in inputs], sizes)
         for node in sizes:
             known.check(node)
@@ -99,12 +113,12 @@ class FewPlaces:
     @property
     def names(self) -> frozenset[str]:
         """Names of the nodes whose values in the engine `check` needs."""
-        return frozenset(node.name for node in self.wanted)
+        return frozenset(node.name for node in self.wanted if node not in self._outputs)
 
     def see(self, names: Collection[str], value: torch.Tensor) -> None:
         """Keep what is wanted of the engine's value of nodes, which later calls may write over."""
         for node, parts in self.wanted.items():
-            for part in parts if node.name in names else ():
+            for part in parts if node.name in names and node not in self._outputs else ():
                 found = as_in_graph(node, at(value, part.places))
                 assert found is not None, f"{node.name} is {value.dtype}"
                 self._values[part] = found.clone() if _shares(found, value) else found
@@ -150,7 +164,7 @@ class FewPlaces:
         """Return the slack of a part, see `nc.proof.rounding_bounds`."""
         if part.call is None:
             return None
-        sources = list(parts_in(part.arguments))
+        sources = list(dict.fromkeys(parts_in(part.arguments)))
         known = any(source in self._slacks for source in sources)
         if part.moves or kind_of_node(part.node) in WEIGHTED:
             return self._slack_through(part) if known else None
@@ -170,8 +184,10 @@ class FewPlaces:
         if part.moves:
             known = zeros | self._slacks
             return part.call(*(with_values(argument, known) for argument in part.arguments))  # type: ignore[misc] # computed
-        first, weight, *_ = part.arguments
-        return part.call(self._slacks.get(first, zeros.get(first)), self._values[weight].abs(), None)  # type: ignore[misc] # as above
+        first, weight, _, *rest = part.arguments
+        if not isinstance(first, PlacedValue):  # arguments by name
+            return torch.full_like(self._values[part], torch.inf, dtype=torch.float32)
+        return part.call(self._slacks.get(first, zeros.get(first)), self._values[weight].abs(), None, *rest)  # type: ignore[misc] # as above
 
 
 class _Values(dict[fx.Node, Any]):

@@ -36,7 +36,7 @@ _SHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", 
 #: Operators → number of leading dimensions that they treat index by index; the others they mix.
 _LEADING = {
     **dict.fromkeys(("group_norm", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "batch_norm"), 1),
-    **dict.fromkeys(("instance_norm",), 2),
+    "instance_norm": 1,
     **{f"{kind}_pool{n}d": 2 for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)},
     **dict.fromkeys(("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"), 2),
     **dict.fromkeys(("upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d"), 2),
@@ -167,7 +167,8 @@ _Rule = Callable[[Placing, fx.Node, Places], PlacedValue | None]
 
 def at(value: torch.Tensor, places: Places) -> torch.Tensor:
     """Return a tensor at some places."""
-    shares = {dim: len(each) / value.shape[dim] for dim, each in enumerate(places) if each is not None}
+    chosen = ((dim, each) for dim, each in enumerate(places) if each is not None)
+    shares = {dim: len(each) / max(1, value.shape[dim]) for dim, each in chosen}
     for dim in sorted(shares, key=shares.__getitem__):  # what leaves the least comes first
         indices = places[dim]
         assert indices is not None
@@ -198,12 +199,14 @@ def with_values(value: Any, values: Mapping[PlacedValue, Any]) -> Any:
 
 def _rule_of(node: fx.Node) -> _Rule | None:
     name = op_name(node)
+    if name == "prelu":
+        return _prelu
     if name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _pointwise
     if kind_of_node(node) in CONVOLUTIONS or name in CONVOLUTIONS:
         return _convolution
     if name in _SHAPES:
-        return _reshaped
+        return None if "dtype" in str(node.target) else _reshaped
     if name in _ALONG:
         return _along
     if name in _REDUCTIONS:
@@ -225,6 +228,8 @@ def _indices(each: torch.Tensor | None, size: int) -> torch.Tensor:
 def _broadcast(places: Places, shape: Sequence[int], to: Sequence[int]) -> Places:
     """Return the places of an operand of this shape for places of a result of shape `to`."""
     missing = len(to) - len(shape)
+    if missing < 0 or any(size not in (1, to[missing + dim]) for dim, size in enumerate(shape)):
+        return (None,) * len(shape)  # of an operand that only gives a dtype
     return tuple(None if size == 1 else places[missing + dim] for dim, size in enumerate(shape))
 
 
@@ -236,6 +241,14 @@ def _pointwise(parts: Placing, node: fx.Node, places: Places) -> PlacedValue:
         if isinstance(fact := parts.fact(source), Shape)
     }
     return PlacedValue(node, places, *_call(parts, node, *called_with(node), found))
+
+
+def _prelu(parts: Placing, node: fx.Node, places: Places) -> PlacedValue:
+    """Take the slopes of the channels, which are the second dimension."""
+    x, slopes = _args(node)[:2]
+    (count,) = parts.shape(slopes)
+    own = (places[1],) if count > 1 and len(places) > 1 else (None,)
+    return PlacedValue(node, places, torch.prelu, (parts.of(x, places), parts.of(slopes, own)))
 
 
 def _linear(parts: Placing, node: fx.Node, places: Places) -> PlacedValue | None:
@@ -277,8 +290,8 @@ def _attention(parts: Placing, node: fx.Node, places: Places) -> PlacedValue | N
         )  # several heads may share keys
         for shape in shapes
     ]
-    if any(shape[dim] != to[dim] for shape in shapes for dim in range(len(to) - 2)):
-        before = [(batch[0], *[None] * (len(batch) - 1)) for _ in shapes]
+    if any(shape[dim] != to[dim] for shape in shapes for dim in range(1, len(to) - 2)):
+        before = [(batch[0] if shape[0] == to[0] else None, *[None] * (len(batch) - 1)) for shape in shapes]
     rows_read = None if a["is_causal"] else rows
     arguments: list[Any] = [
         parts.of(q, (*before[0], rows_read, None)),
@@ -318,9 +331,11 @@ def _along(parts: Placing, node: fx.Node, places: Places) -> PlacedValue | None:
 
 
 def _leading(parts: Placing, node: fx.Node, places: Places) -> PlacedValue | None:
-    kept, (x, *_), _ = _LEADING[op_name(node)], _args(node), node.kwargs
+    name, x = op_name(node), _args(node)[0]
+    kept = _LEADING[name]
     shape, to = parts.shape(x), parts.shape(node)
-    if len(shape) != len(to) or shape[:kept] != to[:kept]:
+    window = int(name[-2]) if "pool" in name else len(shape) - kept
+    if len(shape) != len(to) or shape[:kept] != to[:kept] or len(shape) != kept + window:
         return None  # without a batch
     return _mixing(parts, node, places, range(kept, len(to)))
 
@@ -506,6 +521,8 @@ def _joined(parts: Placing, node: fx.Node, places: Places) -> PlacedValue | None
         if len(mine):
             read.append(parts.of(source, (*places[:dim], mine, *places[dim + 1 :])))
         begin += size
+    if not read:
+        return None
     return PlacedValue(node, places, lambda pieces: torch.cat(pieces, dim), (read,), moves=True)
 
 

@@ -1,4 +1,4 @@
-"""KnownSizes of the values of a graph, for given sizes of its inputs, without values.
+"""Sizes of the values of a graph, for given sizes of its inputs, without values.
 
 Torch's tensors without memory know sizes too, but need a second of imports for most operators. They are asked
 where nothing here knows an operator.
@@ -33,7 +33,7 @@ class UnknownSizes(Exception):
 
 
 class Shape(tuple[int, ...]):
-    """KnownSizes of a tensor."""
+    """The sizes of a tensor."""
 
     __slots__ = ()
 
@@ -125,7 +125,7 @@ class KnownSizes:
         args, _ = called_with(node)
         if name in _SAME:
             return shape(args[0])
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()) and _gives_tensors(node):
             facts = (self._facts[source] for source in node.all_input_nodes)
             return _broadcast(*(fact for fact in facts if isinstance(fact, Shape)))
         if name == "linear" and len(shape(args[1])) == 2:
@@ -136,7 +136,8 @@ class KnownSizes:
         if name == "embedding":
             return *shape(args[1]), shape(args[0])[1]
         if name == "scaled_dot_product_attention":
-            return *shape(args[0])[:-1], shape(args[2])[-1]
+            q, k, v = (shape(each) for each in args[:3])
+            return None if q[:-2] != k[:-2] else (*q[:-1], v[-1])
         if name in CONVOLUTIONS:
             return _convolved(Conv.of(node), shape)
         if name in JOINS and name != "stack" and isinstance(args[0], (list, tuple)):
@@ -154,7 +155,7 @@ class KnownSizes:
         args, kwargs = _on_meta(fx.map_arg(called_with(node), value))
         try:
             return _facts_of(node.target(*args, **kwargs))  # type: ignore[operator] # a call
-        except RuntimeError as error:  # also NotImplementedError
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             msg = f"{node.name}: {error}"
             raise UnknownSizes(msg) from error
 

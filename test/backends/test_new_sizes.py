@@ -85,6 +85,14 @@ def test_an_end_of_a_batch_that_is_wrong_is_found(wrong):
     torch.testing.assert_close(got[0], own[0], rtol=0, atol=0)
 
 
+def test_inputs_without_a_batch_are_compared_as_a_whole():
+    graph = quantized(nn.Conv1d(6, 8, 3), torch.randn(6, 20)).graph
+    run = NewSizes(lambda inputs: graph.module(*inputs), graph, "The engine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run([torch.randn(6, 30)])[0].shape == (8, 28)
+
+
 def test_samples_that_depend_on_each_other_are_compared_as_a_whole():
     class Centred(nn.Module):
         def __init__(self):

@@ -31,7 +31,7 @@ from nc.graph.fx_utils import call_function, run_with
 from nc.graph.views import returned, set_argument
 from nc.kernels.onednn.descriptions import DST
 from nc.ops import quantize_per_tensor
-from nc.proof import kernels
+from nc.proof import few_places, kernels
 from nc.proof.kernels import check_kernels, compared_names
 from nc.proof.rounding_bounds import slack_of
 
@@ -483,9 +483,53 @@ def test_kernels_are_compared_once_for_a_class_of_sizes(monkeypatch):
     look, whole = judge.Judge.few_places, judge.Judge.kernels
     monkeypatch.setattr(judge.Judge, "few_places", lambda *a: looks.append(a[-1]) or look(*a))
     monkeypatch.setattr(judge.Judge, "kernels", lambda *a: wholes.append(0) or whole(*a))
-    for rows in (103, 135, 167):
+    for rows in (203, 203 + 2 * 192, 203 + 3 * 192):
         q(torch.randn(rows, 32))
     assert q.report().details["sizes compared"] == "3 beside the example's, none wrong"
     assert not wholes
-    assert len(looks) <= 2
-    assert all(showing is not None and len(showing.operators) < 12 for showing in looks)
+    assert [bool(look) for look in looks] == [True, True, False]  # 203 and 587 differ in their magnitude
+    assert all(len({name for each in look for name in each.operators}) < 12 for look in looks)
+
+
+class TwoOutputs(nn.Module):
+    """Outputs of other dtypes and without dimensions, a PReLU, and many operators between two products."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.slopes, self.last = nn.Linear(32, 64), nn.PReLU(64), nn.Linear(64, 40)
+
+    def forward(self, x):
+        y = self.slopes(self.first(x))
+        for _ in range(100):
+            y = (y + 0.01).sin()
+        y = self.last(y)
+        return y, y.argmax(-1), y.mean()
+
+
+@pytest.mark.needs_plans
+def test_new_sizes_of_any_outputs(tmp_path):
+    torch.manual_seed(0)
+    q = quantized(TwoOutputs(), torch.randn(8, 32), StaticQuantConfig(), backend="native")
+    nc.save(q, tmp_path / "q")
+    x = torch.randn(103, 32)
+    for model in (q, nc.load(tmp_path / "q", backend="native")):
+        got, expected = model(x), model.reference(x)
+        torch.testing.assert_close(got[0], expected[0], rtol=0, atol=0.1)
+        assert got[1].dtype == torch.int64
+        assert model.report().details["sizes compared"].startswith("1 beside the example's, none wrong")
+
+
+@pytest.mark.needs_plans
+@pytest.mark.parametrize("where", ["__init__", "see", "check"])
+def test_a_comparison_that_fails_costs_no_call(monkeypatch, where):
+    """All places are compared then."""
+    q = quantized(deep(2), torch.randn(8, 32), StaticQuantConfig(), backend="native")
+
+    def fails(*_):
+        raise IndexError(where)
+
+    monkeypatch.setattr(few_places.FewPlaces, where, fails)
+    assert torch.isfinite(q(torch.randn(103, 32))).all()
+    assert (
+        q.report().details["sizes compared"] == "1 beside the example's, none wrong, 1 of them at all places"
+    )

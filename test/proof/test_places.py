@@ -72,6 +72,14 @@ class Cases:
         (image(2, 4, 9, 8),),
     )
     embedding = nn.Embedding(20, 7), (torch.randint(20, (3, 9)),)
+    slopes = nn.PReLU(6), (image(),)
+    instances = nn.InstanceNorm2d(6, affine=True), (image(),)
+    unbatched = nn.MaxPool2d(3, 1, 1), (image(6, 13, 11),)
+    shared_heads = (
+        Function(lambda _, q, k: F.scaled_dot_product_attention(q, k, k)),
+        (image(5, 2, 9, 8), image(1, 2, 11, 8)),
+    )
+    scalars = Function(lambda _, x: x.mean() + x.argmax(-1)), (image(3, 5, 7),)
     recurrent = Function(lambda _, x: torch.stack([x.cumsum(1), x.tril()])), (image(3, 9, 7),)
 
 
@@ -117,7 +125,7 @@ def test_places_are_those_of_the_whole(monkeypatch, name):
         if node.op != "call_function":
             continue
         assert sizes.of(node) == (value.shape if isinstance(value, torch.Tensor) else sizes.of(node))
-        if isinstance(value, torch.Tensor) and value.dim():
+        if isinstance(value, torch.Tensor):
             places = few_places.few(value.shape)
             found = value_of(parts.of(node, places), whole)
             expected = at(value, places)
@@ -132,8 +140,7 @@ def test_places_cover_ends_middle_and_every_position_in_a_block():
     assert {0, 255, 256, 511} <= set(rows.tolist())
     assert {0, 191, 192, 383} <= set(columns.tolist())
     assert few_places.few((7, 3)) == (None, None)
-    found = {int(index) % 16 for size in range(100, 200) for index in few_places.few((size, 64))[0]}
-    assert found == set(range(16))
+    assert {int(index) % 16 for index in few_places.few((512, 64))[0]} == set(range(16))
 
 
 def test_sizes_that_depend_on_values_are_not_guessed():

@@ -65,9 +65,6 @@ class Decisions(TorchDispatchMode):
         if is_decision(func, given, result):
             result = self.decided(func, args, kwargs or {}, result)
             self.kept.append(result)
-            if len(self.kept) > _MOST:
-                msg = "its decisions never end"
-                raise RuntimeError(msg)
         self._remember(given, result)
         return result
 
@@ -95,7 +92,10 @@ class Forced(Decisions):  # type: ignore[no-untyped-call] # as above
         self._how, self._random = how, torch.Generator().manual_seed(len(how))
 
     def decided(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-        """Return another result of the same kind."""
+        """Return another result of the same kind; RuntimeError where the decisions never end."""
+        if len(self.kept) > _MOST:
+            msg = "its decisions never end"
+            raise RuntimeError(msg)
         if isinstance(result, bool):
             return self._how == _YES
         name = func.overloadpacket.__name__

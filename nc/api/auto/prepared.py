@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -223,7 +224,9 @@ class PreparedAuto(CapturedPreparation):
         early = {name: model for name, model in self.models.items() if name not in self._late}
         models = early or dict(self.models)
         if asked.measure and not next(iter(models.values())).capabilities.why_no_bf16:
-            models[_BF16] = self.prepared(StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
+            bf16 = StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")
+            made_bf16 = self._made(_BF16, lambda: self.prepared(bf16), record)
+            models |= {} if made_bf16 is None else {_BF16: made_bf16}
         steps.total = len(models) + 1
         trials, made = self._all_tried(models, quick, steps, record)
         doubt = "measure=False"
@@ -261,6 +264,14 @@ class PreparedAuto(CapturedPreparation):
 
     def _share(self, model: PreparedModel) -> None:
         model.observed, model.codes = self.observed, self._codes
+
+    def _made(self, name: str, make: Callable[[], PreparedModel], record: Record) -> PreparedModel | None:
+        """Return a further preparation; None if making it fails, which `record` keeps."""
+        try:
+            return make()
+        except Exception as error:  # as in `_tried`
+            record.failure(name, error)
+            return None
 
     def _tried(
         self, name: str, model: PreparedModel, asked: Conversion, record: Record
@@ -317,7 +328,8 @@ class PreparedAuto(CapturedPreparation):
         """Return the chosen trial mended, with all algorithms or, where these do not help, without."""
         if self.held.batches:
             model = mend(self.finals[trial.name])
-            again, found = self._tried(trial.name, model, asked, record)
+            again, found = self._tried(f"{trial.name}, algorithms", model, asked, record)
+            again = dataclasses.replace(again, name=trial.name)
             if found is not None and again.sqnr_db >= trial.sqnr_db:
                 record.said.append(f"its algorithms give {again.sqnr_db:.1f} dB")
                 return model, found, again
@@ -343,8 +355,9 @@ class PreparedAuto(CapturedPreparation):
         limit = most_lost(trial.sqnr_db, self.quant_config.min_sqnr_db)
         for way in ways(quick.graph.plan, worst, bf16=not self.first.capabilities.why_no_bf16):
             mend = self._mend_by(way, worst)
-            model = mend(self._configs[trial.name])
-            if not way.is_in(model.plan):
+            name = f"{trial.name}, {way.name}"
+            model = self._made(name, functools.partial(mend, self._configs[trial.name]), record)
+            if model is None or not way.is_in(model.plan):
                 continue
             again, mended = self._tried(trial.name, model, asked, record)
             text = f"{', '.join(way.operators)} {way.name}: {again.sqnr_db:.1f} dB without algorithms"

@@ -67,7 +67,7 @@ class Judge:
         inputs: Sequence[torch.Tensor],
         values: Mapping[str, Desc],
         outputs: Sequence[Desc | None],
-        wanted: Showing | None,
+        wanted: Sequence[Showing] | None,
     ) -> FewPlaces:
         """Return a comparison of a few places of an engine's values, see `nc.proof.few_places`.
 
@@ -75,7 +75,7 @@ class Judge:
             inputs: flat inputs.
             values: name of a node of the quantized graph → how the engine has its value in memory.
             outputs: how the engine's outputs are; None for what is no tensor.
-            wanted: the values to compare; None: all.
+            wanted: of kernels, what shows whether they are right; outputs always do. None: all values.
 
         Raises:
             ArtefactCorruptError: the file of the graph's weights was written into.
@@ -93,17 +93,23 @@ class Judge:
             if desc is not None and isinstance(leaf, fx.Node) and leaf.op == "call_function"
         }
         points = self._points(frozenset(descs))
-        chosen = points if wanted is None else [point for point in points if self._shows(point, wanted)]
+        chosen = points if wanted is None else self._chosen(points, wanted)
         with torch.no_grad(), torch.device("cpu"):
             return FewPlaces(module, points, chosen, inputs, {n: desc.sizes for n, desc in descs.items()})
 
-    def _shows(self, point: Point, wanted: Showing) -> bool:
-        is_output = point.node.name not in self.names
-        return (
-            point.node.name in wanted.names
-            or (is_output and wanted.outputs)
-            or not wanted.operators.isdisjoint(point.operators)
-        )
+    def _chosen(self, points: Sequence[Point], wanted: Sequence[Showing]) -> Sequence[Point]:
+        """Return the outputs, and for each kernel the points that show if it is right; all where none does."""
+        chosen = {point for point in points if point.node.name not in self.names}
+        for each in wanted:
+            mine = [
+                point
+                for point in points
+                if point.node.name in each.names or not each.operators.isdisjoint(point.operators)
+            ]
+            if not mine and (each.operators or each.names):
+                return points
+            chosen.update(mine)
+        return [point for point in points if point in chosen]
 
     def _points_at(self, nodes: frozenset[fx.Node]) -> tuple[Point, ...]:
         return points_at(self._graph.module, [n for n in nodes if n.name in self.names], self._quantized)

@@ -16,10 +16,10 @@ from nc.backends.native.plans.execution_plan import Constant, ExecutionPlan, Mem
 from nc.backends.native.plans.plan_instance import See
 from nc.backends.native.plans.proven import Kernel, Proven, Showing, desc_of, kernel_of, shown_by
 from nc.errors import ArtefactCorruptError, VerificationError
+from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import Desc
 from nc.process.warn import warn
 from nc.proof.kernels import Fault, KernelCheck
-from nc.proof.sizes import UnknownSizes
 
 #: Sizes of which it is remembered that they were compared: plans that were given up are made again without.
 _MOST_SIZES = 4096
@@ -71,7 +71,7 @@ class PlanJudge(Protocol):
         inputs: Sequence[torch.Tensor],
         values: Mapping[str, Desc],
         outputs: Sequence[Desc | None],
-        wanted: Showing | None,
+        wanted: Sequence[Showing] | None,
     ) -> PlacesCheck:
         """Return a comparison of a few places of the values that show whether kernels are right.
 
@@ -79,7 +79,7 @@ class PlanJudge(Protocol):
             inputs: flat inputs.
             values: name → how the plan has it in memory.
             outputs: how the outputs are; None for what is no tensor.
-            wanted: the values to compare; None: all.
+            wanted: of kernels, what shows whether they are right; outputs always do. None: all values.
         """
 
     def why_unlike_for(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> str:
@@ -98,6 +98,7 @@ class PlanChecks:
         others: number of other sizes that were compared.
         wrong: number of those whose plan is wrong.
         why_stopped: why new sizes can't be compared any more; "" where they can.
+        wholes: number of other sizes that are right and of which all places were compared.
     """
 
     def __init__(self, judge: PlanJudge | None, otherwise: Callable[..., Sequence[Any]]) -> None:
@@ -105,7 +106,7 @@ class PlanChecks:
         self._known: dict[Hashable, str] = {}
         self._proven = Proven()
         self.first: KernelCheck | None = None
-        self.others = self.wrong = 0
+        self.others = self.wrong = self.wholes = 0
         self.why_stopped = ""
 
     def compare(
@@ -149,7 +150,8 @@ class PlanChecks:
         self, judge: PlanJudge, inputs: Sequence[torch.Tensor], made: Made, *, all_places: bool
     ) -> tuple[KernelCheck, Sequence[Any] | None]:
         """Return what a comparison found, and the outputs of the plan where it is right."""
-        kernels = [kernel_of(entry) for entry in made.plan.entries]
+        threads = openmp.threads()
+        kernels = [kernel_of(entry, threads) for entry in made.plan.entries]
         found = None if all_places else self._at_few_places(judge, inputs, made, kernels)
         if found is not None and not found[0].faults:
             self._proven.add(kernels)
@@ -163,31 +165,45 @@ class PlanChecks:
         check = judge.kernels(inputs, outputs, values)
         if not check.faults:
             self._proven.add(kernels)
+            self.wholes += self.first is not None
         return check, None
 
     def _at_few_places(
         self, judge: PlanJudge, inputs: Sequence[torch.Tensor], made: Made, kernels: Sequence[Kernel]
-    ) -> tuple[KernelCheck, Sequence[Any] | None] | None:
-        """Return what few places of what new kernels make are: for the first plan of what all make.
+    ) -> tuple[KernelCheck, Sequence[Any]] | None:
+        """Return what few places of what new kernels make, and of the outputs, are: of all in the first plan.
 
-        None is returned where few places can't be told apart from the others.
+        None is returned where few places can't be told apart from the others; then all are compared.
         """
-        wanted = None
-        if self.first is not None:
-            new = self._proven.new(kernels)
-            if not new:
-                return KernelCheck(), None
-            wanted = shown_by(made.plan.entries, new, made.watched)
         values = {name: desc_of(each.ref) for each in made.watched for name in each.names}
         refs = (ref if isinstance(ref, (Constant, Slot, MemoryPart)) else None for ref in made.plan.outputs)
         outputs = [None if ref is None else desc_of(ref) for ref in refs]
+        wanted = None
+        if self.first is not None:
+            comparable = [each for each in made.watched if not judge.names.isdisjoint(each.names)]
+            wanted = shown_by(made.plan.entries, self._proven.new(kernels), comparable)
         try:
             comparison = judge.few_places(inputs, values, outputs, wanted)
-        except UnknownSizes:
+        except ArtefactCorruptError:
+            raise
+        except Exception:  # an operator that it reads otherwise: the call must not depend on that
             return None
-        found = made.look(inputs, comparison.names, comparison.see)
-        with torch.no_grad(), torch.device("cpu"):  # whatever the user's default is
-            return comparison.check(found), found
+        failed: list[Exception] = []
+
+        def see(names: tuple[str, ...], value: torch.Tensor) -> None:
+            try:
+                comparison.see(names, value)
+            except Exception as error:  # likewise; the run goes on
+                failed.append(error)
+
+        found = made.look(inputs, comparison.names, see)
+        if failed:
+            return None
+        try:
+            with torch.no_grad(), torch.device("cpu"):  # whatever the user's default is
+                return comparison.check(found), found
+        except Exception:  # likewise
+            return None
 
     def _remember(self, key: Hashable, check: KernelCheck) -> str:
         """Keep why a plan must not be used, and return it."""

@@ -86,7 +86,7 @@ class Finish:
         C needs fewer operations for it. An activation that is more than bounds stays as it is.
         """
         bounds = _bounds(self.after)
-        if bounds is None or self.inverse < 0:
+        if bounds is None or self.inverse <= 0:
             return self
         low, high = (min(max(bound * self.inverse + self.zero_point, 0.0), 255.0) for bound in bounds)
         added_scale = self.after.scale * self.inverse
