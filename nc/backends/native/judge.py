@@ -98,7 +98,7 @@ class Judge:
             return FewPlaces(module, points, chosen, inputs, {n: desc.sizes for n, desc in descs.items()})
 
     def _chosen(self, points: Sequence[Point], wanted: Sequence[Showing]) -> Sequence[Point]:
-        """Return the outputs, and for each kernel the points that show if it is right; all where none does."""
+        """Return the outputs, and for each kernel the points that show it; all points where none does."""
         chosen = {point for point in points if point.node.name not in self.names}
         for each in wanted:
             mine = [
