@@ -47,24 +47,36 @@ def fold_numbers_in_front(module: fx.GraphModule) -> None:
     if works_in_place(module):
         return  # the tensor may be another one when the layers read it
     for node in reversed(list(module.graph.nodes)):
-        if op_name(node) not in OPERATIONS or not node.users:
+        found = _single_numbers(module, node)
+        if found is None:
             continue
-        source = next((n for n in node.all_input_nodes if is_varying(module, n)), None)
-        numbers = None if source is None else numbers_of(module, node, source)
-        if source is None or numbers is None or any(each.dim() for each in numbers):
-            continue
-        factor, term = numbers
-        if bool(term) and not _is_of_activation(module, source):
-            continue
+        source, factor, term = found
         readers = list(node.users)
         if not all(_is_layer(module, reader) and _takes(reader, node, term) for reader in readers):
             continue
-        changed = [found for reader in readers if (found := _for_input(module, reader, factor, term))]
+        changed = [new for reader in readers if (new := _for_input(module, reader, factor, term))]
         if len(changed) == len(readers):
             for reader, (weight, moved) in zip(readers, changed, strict=True):
                 _set(module, reader, weight, moved)
                 set_argument(reader, "input", source)
             module.graph.erase_node(node)
+
+
+def _single_numbers(
+    module: fx.GraphModule, node: fx.Node
+) -> tuple[fx.Node, torch.Tensor, torch.Tensor] | None:
+    """Return a tensor, and one number each that it is multiplied by and that is added; None for other nodes.
+
+    What is added to something else than an activation is left to the layer before.
+    """
+    if op_name(node) not in OPERATIONS or not node.users:
+        return None
+    source = next((n for n in node.all_input_nodes if is_varying(module, n)), None)
+    numbers = None if source is None else numbers_of(module, node, source)
+    if source is None or numbers is None or any(each.dim() for each in numbers):
+        return None
+    factor, term = numbers
+    return None if bool(term) and not _is_of_activation(module, source) else (source, factor, term)
 
 
 def _is_of_activation(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -78,12 +90,16 @@ def _is_of_activation(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_layer(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node is a linear or convolution in fp32 with a constant weight and bias, and numbers."""
+    """Whether a node is a linear or convolution in fp32 with a constant weight of its own, and numbers.
+
+    A weight that several layers share would be there several times.
+    """
     if op_name(node) not in WEIGHTED or node.meta["val"].dtype is not torch.float32 or computed_options(node):
         return False
     layer = Weighted.of(node)
     constants = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    return all(part.op == "get_attr" for part in constants) and is_varying(module, layer.input)
+    is_own = len(layer.weight.users) == 1
+    return is_own and all(part.op == "get_attr" for part in constants) and is_varying(module, layer.input)
 
 
 def _of_channels(value: torch.Tensor, node: fx.Node) -> torch.Tensor | None:

@@ -160,6 +160,12 @@ def _magnitude(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor) and value.dtype == torch.bool else abs(value)
 
 
+def _slope(name: str, rest: Any) -> float:
+    """Return a bound of the slope of an activation with these arguments after the first."""
+    slopes = rest[0] if name in ("prelu", "leaky_relu") and rest else 1.0
+    return max(_STEEPEST, float(torch.as_tensor(slopes, dtype=torch.float32).abs().max()))
+
+
 def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> Any:
     """Slack behind an operator some of whose inputs have slack."""
 
@@ -181,8 +187,7 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if name in MOVES | POOLS | JOINS:
         return target(fx.map_arg(first, slack), *rest, **options)
     if name in ACTIVATIONS:
-        slopes = rest[0] if name in ("prelu", "leaky_relu") and rest else 1.0
-        return max(_STEEPEST, float(torch.as_tensor(slopes, dtype=torch.float32).abs().max())) * slack(first)
+        return _slope(name, rest) * slack(first)
     if kind_of_node(node) in WEIGHTED:
         return target(slack(first), rest[0].abs(), None, *rest[2:], **options)
     if name in ("add", "sub"):

@@ -128,11 +128,8 @@ class KnownSizes:
         if torch.Tag.pointwise in getattr(node.target, "tags", ()) and _gives_tensors(node):
             facts = (self._facts[source] for source in node.all_input_nodes)
             return _broadcast(*(fact for fact in facts if isinstance(fact, Shape)))
-        if name == "linear" and len(shape(args[1])) == 2:
-            return *shape(args[0])[:-1], shape(args[1])[0]
-        if name in ("matmul", "bmm", "mm") and min(len(shape(args[0])), len(shape(args[1]))) > 1:
-            a, b = shape(args[0]), shape(args[1])
-            return *_broadcast(a[:-2], b[:-2]), a[-2], b[-1]
+        if name in ("linear", "matmul", "bmm", "mm"):
+            return _multiplied(name, shape(args[0]), shape(args[1]))
         if name == "embedding":
             return *shape(args[1]), shape(args[0])[1]
         if name == "scaled_dot_product_attention":
@@ -163,6 +160,12 @@ class KnownSizes:
 def _broadcast(*shapes: Sequence[int]) -> Sequence[int]:
     found: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call] # torch does not annotate it
     return found
+
+
+def _multiplied(name: str, a: Shape, b: Shape) -> Sequence[int] | None:
+    if min(len(a), len(b)) < 2:
+        return None
+    return (*a[:-1], b[0]) if name == "linear" else (*_broadcast(a[:-2], b[:-2]), a[-2], b[-1])
 
 
 def _convolved(view: Conv, shape: Any) -> Sequence[int] | None:

@@ -359,7 +359,8 @@ class Driver:
                 for transform, names in asking.items()
             ]
         changed = any(one.operators for one in self.applied[applied:])
-        if not changed and not any(s.needs.data for n in inside if (s := self.asked[n].solver) is not None):
+        solvers = [solver for name in inside if (solver := self.asked[name].solver) is not None]
+        if not changed and not any(s.needs.data or isinstance(s, BlockSolver) for s in solvers):
             return {}
         return self._collect(module, inside, calls, float_calls)
 

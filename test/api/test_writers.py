@@ -88,7 +88,7 @@ def checked(made, path):
     """`nc check --html`, without what it measures: the same call writes the page."""
     from nc.cli import check
 
-    assert "write_text(page, page_of(" in inspect.getsource(check)
+    assert "write_text(page, text, marks.page)" in inspect.getsource(check)
     made.graph.report().save(path)
 
 

@@ -292,7 +292,7 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
         match=rf"'{backend}' adds products in 16 bits on this CPU.*\. 2 of 2 .*: fc1, fc2\..*convert the fp32 model here",
     ) as caught:
         loaded = load(tmp_path / "wide", backend=backend, isolate="never")
-    assert caught[0].filename == __file__
+    assert next(each for each in caught if each.category is NCWarning).filename == __file__
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "wide").iterdir()}
     report = loaded.report()
     (line,) = report.changes

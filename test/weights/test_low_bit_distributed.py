@@ -466,6 +466,7 @@ def test_files_of_other_models_and_damaged_ones_are_refused(tmp_path):
         one.statistics.load(tmp_path / "none")
     static = nc.prepare(Odd().blocks[0], StaticQuantConfig(), example_inputs=rows()[0], backend="reference")
     static(rows()[0])
+    path.unlink()
     static.statistics.save(path)
     with pytest.raises(
         nc.ArtefactSchemaError,

@@ -335,7 +335,7 @@ class PlannedModel:
                 )
             return instance.watch(inputs, [w for w in watched if not set(names).isdisjoint(w.names)], see)
 
-        why, outputs = self.checks.compare(_key(inputs), inputs, Made(plan, watched, look))
+        why, outputs = self.checks.compare(_key(inputs), inputs, Made(plan, watched, recorder.threads, look))
         return (Unavailable(why), None) if why else (plan, outputs)
 
     def _keep(self, key: _Key, plan: ExecutionPlan | Unavailable) -> None:

@@ -293,7 +293,7 @@ def test_what_a_kernel_cannot_do_is_data(kernel, args, available, reason):
 
 
 def test_a_cpu_without_vector_code_gets_the_operator(monkeypatch):
-    monkeypatch.setattr(kernel_module, "features", lambda: ())
+    monkeypatch.setattr(kernel_module, "features", lambda **_: ())
     layer = QuantLinear(weight(form()))
     layer.engine = LowBitEngine("native", get_backend("native").low_bit_kernels())
     assert str(layer.engine.kernels_of(layer, torch.float32)) == "reference"

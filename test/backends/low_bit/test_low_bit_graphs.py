@@ -167,7 +167,7 @@ def test_a_weight_that_is_computed_stays_with_the_operator():
 
 
 def test_a_cpu_without_vector_code_gets_the_operator_and_the_reason(monkeypatch):
-    monkeypatch.setattr(kernel_module, "features", lambda: ())
+    monkeypatch.setattr(kernel_module, "features", lambda **_: ())
     _, lowered = captured(layer_of(), torch.randn(2, 128))
     assert len(calls(lowered, quant_linear)) == 1
     ((_, choice),) = low_bit.kernel_choices(lowered).items()

@@ -420,7 +420,7 @@ def test_the_targets_in_c_ask_for_nothing_that_python_does_not():
     }
     found = set()
     for path in Path(build.__file__).parent.glob("*.[ch]"):
-        for target in re.findall(r'__attribute__\(\(target\("(.+?)"\)\)\)', path.read_text()):
+        for target in re.findall(r'FOR_CPU\("(.+?)"\)', path.read_text()):
             needed = {names.get(flag, flag) for flag in target.split(",")}
             assert any(needed <= set(flags) for flags in isas.ISAS.values()), (path.name, target)
             found.add(path.name)

@@ -16,7 +16,6 @@ from nc.backends.native.plans.execution_plan import Constant, ExecutionPlan, Mem
 from nc.backends.native.plans.plan_instance import See
 from nc.backends.native.plans.proven import Kernel, Proven, Showing, desc_of, kernel_of, shown_by
 from nc.errors import ArtefactCorruptError, VerificationError
-from nc.kernels.c_code import openmp
 from nc.kernels.onednn.descriptions import Desc
 from nc.process.warn import warn
 from nc.proof.kernels import Fault, KernelCheck
@@ -32,11 +31,13 @@ class Made:
     Attributes:
         plan: the plan.
         watched: its tensors that stand for values of the graph that was lowered.
+        threads: that it was made for.
         look: runs it on some inputs, shows those of the values that are named, and returns the outputs.
     """
 
     plan: ExecutionPlan
     watched: Sequence[Watched]
+    threads: int
     look: Callable[[Sequence[torch.Tensor], Collection[str], See], Sequence[Any]]
 
 
@@ -150,8 +151,7 @@ class PlanChecks:
         self, judge: PlanJudge, inputs: Sequence[torch.Tensor], made: Made, *, all_places: bool
     ) -> tuple[KernelCheck, Sequence[Any] | None]:
         """Return what a comparison found, and the outputs of the plan where it is right."""
-        threads = openmp.threads()
-        kernels = [kernel_of(entry, threads) for entry in made.plan.entries]
+        kernels = [kernel_of(entry, made.threads) for entry in made.plan.entries]
         found = None if all_places else self._at_few_places(judge, inputs, made, kernels)
         if found is not None and not found[0].faults:
             self._proven.add(kernels)
