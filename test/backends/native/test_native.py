@@ -206,7 +206,7 @@ def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call(monkeypa
         (lambda y, x: y.masked_fill(torch.where(x > 0, True, False), -1.0), "fails"),
         (lambda y, x: (y, (x > 0.5) ^ True), "something else"),
         (lambda y, x: (y, x.shape[0] ** 2), "something else"),
-        (lambda y, x: torch.sub(1, y, alpha=3), "can't express"),
+        (lambda y, x: torch.sub(1, y.sin(), alpha=3), "can't express"),
     ],
 )
 def test_what_torchscript_reads_otherwise_is_run_by_python(without_plans, function, why):
@@ -336,13 +336,15 @@ ACTIVATIONS = [
 def test_activations_are_computed_by_the_kernel_or_behind_it(act, make, shape, monkeypatch):
     model = Function(lambda self, x: self.b(act(self.a(x))), a=make(), b=make())
     x = torch.randn(shape)
-    q, (first, _) = kernels(monkeypatch, model, x)
+    q, found = kernels(monkeypatch, model, x)
     assert_same_but_for_ties(q.reference(x), q(x))
+    if len(shape) == 4 and act in (F.gelu, F.leaky_relu, torch.tanh):
+        assert len(found) == 1  # torch's convolution has no such activation: the call is a plan's own
+        return
+    first = found[0]
     dtype = next(a for a in first.args if isinstance(a, torch.dtype))
     fused = first.args[-3] != "none"
-    assert fused == (
-        act not in (torch.sigmoid, *(() if len(shape) == 2 else (F.gelu, F.leaky_relu, torch.tanh)))
-    )
+    assert fused == (act is not torch.sigmoid)
     assert dtype == (torch.uint8 if fused else torch.float32)
 
 
