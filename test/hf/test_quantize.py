@@ -55,6 +55,7 @@ def numbers(answer):
 
 
 @pytest.mark.once
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "options", "task"), TASKS, ids=[kind for kind, *_ in TASKS])
 def test_models_of_all_tasks_are_int8_and_work_in_pipelines(
     tmp_path, tokenizer, caplog, monkeypatch, kind, options, task

@@ -163,7 +163,7 @@ def config_with(solver, rules):
     "solver", [nc.RTN(), nc.GPTQ(), nc.GPTQ(two_sided="qronos")], ids=["rtn", "gptq", "qronos"]
 )
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 def test_a_folder_gives_what_the_model_in_memory_gives(name, solver, rules, tmp_path):
     """Files hold the experts of most models one by one, under other names."""
     model = build(name)

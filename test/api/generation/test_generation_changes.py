@@ -115,7 +115,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("engine", ["auto", "reference"])
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 def test_changes_of_the_model_are_followed(change, engine):
     """A plan has addresses of weights in it, and what was computed of them: none may be those of before."""
     model = set_backend(

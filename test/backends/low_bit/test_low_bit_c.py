@@ -135,7 +135,7 @@ def test_the_largest_products_do_not_saturate(name, best):
             assert torch.allclose(result.double(), signs.double() @ exact(packed).T, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["int4", pytest.param("int8", marks=pytest.mark.exhaustive)])
 @pytest.mark.skipif("avx512_vnni" not in HERE, reason="needs AVX512-VNNI")
 def test_the_code_of_avx_vnni_with_the_instruction_of_avx512(name, tmp_path, monkeypatch):
     """AVX-VNNI and AVX512-VNNI encode the same instruction differently.
