@@ -29,12 +29,14 @@ hypothesis.settings.load_profile("nc")
 #: Folders whose tests depend on neither torch's version nor IPEX; of the files in test/ itself none does.
 ONCE = (
     "algorithms",
+    "api/tune",
     "backends/low_bit",
     "backends/native",
     "backends/openvino",
     "benchmarks",
     "calibration",
     "ci",
+    "cli",
     "config",
     "formats",
     "interchange",

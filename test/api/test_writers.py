@@ -32,6 +32,9 @@ from nc.hf.model import QuantizedTransformer
 from nc.storage.marks import mark, program
 from nc.weights.saved_calls import RecordedCalls
 
+#: Files do not depend on torch; OpenVINO is not beside each.
+pytestmark = pytest.mark.once
+
 X = torch.randn(4, 16)
 RESULT = Result(metric=0.9, sqnr_db=31.5, fp32_ratio=2.0, ms=1.5, spread=(1.9, 2.1), weight_bytes=100)
 FRONT = Front(

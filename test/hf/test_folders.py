@@ -187,6 +187,8 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(copied, tmp_path, monkeypat
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)  # of a test before, with another folder
     mark = tmp_path / "mark"
     with_code(copied, mark)
     for call in (

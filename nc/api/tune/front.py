@@ -13,7 +13,7 @@ from nc.api.tune.page import page_of
 from nc.api.tune.trials import Result, result_of
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
-from nc.errors import ArtefactCorruptError, ArtefactSchemaError, ConfigError, StateError
+from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactSchemaError, ConfigError, StateError
 from nc.formats.checks import checked_path, is_number
 from nc.process.warn import warn
 from nc.storage import marks
@@ -228,6 +228,9 @@ class Front:
         """
         self._check_measured()
         target = checked_path("path", path)
+        if not target.parent.is_dir():
+            msg = f"{target}: there is no folder {str(target.parent)!r}; make it first."
+            raise ArtefactError(msg)
         if target.suffix == ".html":
             write_text(target, page_of(self.to_dict()), marks.page)
         elif target.suffix == ".json":
