@@ -15,6 +15,7 @@ import torch
 from nc.backends.verify import CHANCE_DB, FLOOR_DB, required_db, shapes
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
+from nc.process.torch_settings import on_cpu
 from nc.process.warn import warn
 
 #: Sizes that are known at a time.
@@ -112,7 +113,7 @@ class NewSizes:
         return {"sizes compared": f"{others} beside the example's, {found}"}
 
     def _of_graph(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        with torch.no_grad(), torch.device("cpu"):  # whatever the user's default is
+        with torch.no_grad(), on_cpu():
             outputs: Sequence[Any] = self._graph.module(*(tensor.clone() for tensor in inputs))
             return outputs
 

@@ -19,6 +19,15 @@ def without_autocast() -> contextlib.AbstractContextManager[object]:
     )
 
 
+def on_cpu() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which new tensors are on the CPU, whatever the user's default is.
+
+    Where that is the default nothing is entered: torch would look at each call.
+    """
+    is_default = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if is_default else torch.device("cpu")
+
+
 def check_default_device(step: str) -> None:
     """Raise StateError if new tensors would not be on the CPU.
 

@@ -18,6 +18,7 @@ from nc.graph.qdq import QDQGraph
 from nc.graph.views import returned
 from nc.kernels.onednn.descriptions import Desc
 from nc.numerics.metrics import worst_sqnr_db
+from nc.process.torch_settings import on_cpu
 from nc.proof.few_places import FewPlaces
 from nc.proof.intermediates import Point, points_at
 from nc.proof.kernels import KernelCheck, check_kernels, compared_names, is_comparable
@@ -59,7 +60,7 @@ class Judge:
         """
         self._graph.intact()
         copies = [tensor.clone() for tensor in inputs]
-        with torch.device("cpu"):  # whatever the user's default is: it is their call that wants new sizes
+        with on_cpu():
             return check_kernels(self._graph.module, self._quantized, copies, outputs, values)
 
     def few_places(
@@ -94,7 +95,7 @@ class Judge:
         }
         points = self._points(frozenset(descs))
         chosen = points if wanted is None else self._chosen(points, wanted)
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.no_grad(), on_cpu():
             return FewPlaces(module, points, chosen, inputs, {n: desc.sizes for n, desc in descs.items()})
 
     def _chosen(self, points: Sequence[Point], wanted: Sequence[Showing]) -> Sequence[Point]:
@@ -121,7 +122,7 @@ class Judge:
     def why_unlike_for(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> str:
         """Return the same for other inputs than the example."""
         self._graph.intact()
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.no_grad(), on_cpu():
             expected = self._graph.module(*(tensor.clone() for tensor in inputs))
         return self._text(worst_sqnr_db(expected, outputs) if shapes(expected) == shapes(outputs) else None)
 

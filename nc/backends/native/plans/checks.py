@@ -17,6 +17,7 @@ from nc.backends.native.plans.plan_instance import See
 from nc.backends.native.plans.proven import Kernel, Proven, Showing, desc_of, kernel_of, shown_by
 from nc.errors import ArtefactCorruptError, VerificationError
 from nc.kernels.onednn.descriptions import Desc
+from nc.process.torch_settings import on_cpu
 from nc.process.warn import warn
 from nc.proof.kernels import Fault, KernelCheck
 
@@ -200,7 +201,7 @@ class PlanChecks:
         if failed:
             return None
         try:
-            with torch.no_grad(), torch.device("cpu"):  # whatever the user's default is
+            with torch.no_grad(), on_cpu():
                 return comparison.check(found), found
         except Exception:  # likewise
             return None
