@@ -141,9 +141,16 @@ class FewPlaces:
                 locals_[point.node] = Local(position(value, codes), slack)
             else:
                 locals_[point.node] = Local(value, slack)
+            self._forget()
         pairs = zip(self._chosen, self._pairs, strict=True)
         read = {point.node: self._values[part] for point, (part, _) in pairs}
         return dataclasses.replace(checked(self._chosen, read, locals_, ()), few_places=True)
+
+    def _forget(self) -> None:
+        """Give back what was computed for a point: weights of a large model would be there several times."""
+        self._slacks.clear()
+        for part in [part for part in self._values if part.call is not None or part.node.op == "get_attr"]:
+            del self._values[part]
 
     def _computed(self, part: PlacedValue) -> Any:
         """Return the value of a part, and note its slack."""
