@@ -425,6 +425,8 @@ def test_a_full_disk_leaves_what_was_there(name, there, made, place):
 def test_a_folder_that_can_not_be_written_leaves_what_was_there(name, failing, made, place, monkeypatch):
     """Permissions don't bind root, so the system's answer is made here."""
     writer, path = WRITERS[name], place / "new" / WRITERS[name].name
+    if failing == "mkdir" and name.startswith("Front.save"):
+        pytest.skip("a front is written into a folder that is there")
     if failing != "mkdir":
         path.parent.mkdir()
     before = content(place)

@@ -11,7 +11,7 @@ from nc.backends.dynamic import replace_dynamic, why_not_dynamic
 from nc.backends.low_bit.graph import replace_low_bit
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips, why_not_bf16
 from nc.backends.native.compiled import functional
-from nc.backends.native.factors import sum_first
+from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.low_bit_rows import replace_low_bit_rows, why_not_rows
@@ -91,6 +91,7 @@ def kernels(
         Pass("attention", recompose),
         *((Pass("masks", restore_masks),) if products else ()),
         Pass("norms", norm.recompose_norms, norm.why_not_norm, norm.NAME),
+        Pass("factors", fold_factors),  # of weights that products share, which keep their codes
         Pass("sums_first", sum_first),
         Pass("unsigned_codes", unsigned),
         *right_sides,

@@ -368,7 +368,8 @@ def test_a_failure_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
 
     model, x = MODELS["linears"]()
     q = converted(model, x)
-    (tmp_path / "m.onnx").write_text("old")
+    export_onnx(q, tmp_path / "m.onnx")
+    before = (tmp_path / "m.onnx").read_bytes()
 
     def full(source, target):
         Path(target).write_text("half")
@@ -378,7 +379,7 @@ def test_a_failure_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(OSError, match="the disk is full"):
         export_onnx(q, tmp_path / "m.onnx")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("m.onnx", "old")]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("m.onnx", before)]
 
 
 @needs_packages
