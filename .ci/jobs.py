@@ -27,6 +27,7 @@ UNKNOWN = 2.0
 SETUPS = {
     **{"newest": 4.0, "judges": 5.0, "readers": 5.0, "vllm": 5.0},
     **{"fallback": 1.0, "wheel": 1.0, "serve": 2.0, "browser": 1.0},
+    "emulated": 2.0,
 }
 #: Folders of tests → what they test, where that is not the room of nc with the same name.
 OF_ROOMS = {
@@ -256,12 +257,12 @@ def _mutations(tree: Tree) -> list[Job]:
     """Return one for each row: it depends on its file, on itself, and on its tests with their helpers."""
     found = []
     for row in tree.rows:
-        environment, folder = ("ipex", ".venv") if row.ipex else ("native", ".venv-native")
+        folder = ".venv" if row.environment == "ipex" else f".venv-{row.environment}"
         # not by make, which hides exit codes; the whole suite would take longer than a job may
         command = (f"{folder}/bin/python", MUTATIONS, row.name, "--targeted")
         tests = tuple(path for name in row.tests for path in tests_named(tree, name))
         own = (f"nc/{row.file}", row.key)
-        found.append(Job(f"mutations:{row.name}", command, own, environment, tests=tests, inside="test/"))
+        found.append(Job(f"mutations:{row.name}", command, own, row.environment, tests=tests, inside="test/"))
     return found
 
 

@@ -45,13 +45,13 @@ class Row:
         name: of the mutation.
         file: which it changes, below nc/.
         tests: test files that should notice it, without "test_".
-        ipex: whether only IPEX can.
+        environment: of the tests: "native", "ipex" where only IPEX can, "emulated" where instructions are.
     """
 
     name: str
     file: str
     tests: tuple[str, ...]
-    ipex: bool
+    environment: str
 
     @property
     def key(self) -> str:
@@ -112,9 +112,10 @@ class Tree:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), MUTATIONS)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Mutation":
                 name, _, file, _, _, tests = (ast.literal_eval(value) for value in node.args)
-                ipex = any(word.arg == "ipex" and ast.literal_eval(word.value) for word in node.keywords)
+                words = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+                environment = next((name for name in ("ipex", "emulated") if words.get(name)), "native")
                 digest = hashlib.sha256(ast.dump(node).encode()).hexdigest()[:8]
-                found.append((Row(name, file, tests, ipex), digest))
+                found.append((Row(name, file, tests, environment), digest))
         return found
 
     def text(self, name: str) -> str:

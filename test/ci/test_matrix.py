@@ -672,7 +672,9 @@ def test_every_mutation_source_set_and_judge_is_a_job(here, jobs_here):
     from mutations import MUTATIONS, UNDECIDED
 
     assert {f"mutations:{mutation.name}" for mutation in MUTATIONS} <= names
-    assert {row.name for row in here.rows if row.ipex} == {m.name for m in MUTATIONS if m.ipex}
+    assert {row.name: row.environment for row in here.rows} == {
+        m.name: "ipex" if m.ipex else "emulated" if m.emulated else "native" for m in MUTATIONS
+    }
     assert jobs.UNDECIDED == UNDECIDED
     assert {f"sanitize:{source}" for source in here.sources} <= names
     assert {f"isas:{name}" for name in jobs.isas(here)} <= names
