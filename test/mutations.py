@@ -2141,15 +2141,6 @@ MUTATIONS = (
         emulated="avx512",
     ),
     Mutation(
-        "a-step-of-newton-left-out",
-        "a reciprocal has more bits than the instruction gives",
-        "kernels/c_code/rows.c",
-        "return _mm512_mul_ps(first, _mm512_fnmadd_ps(x, first, _mm512_set1_ps(2.0f)));",
-        "return first;",
-        ("row_linear", "code_products", "row_chain"),
-        emulated="avx512_vnni",
-    ),
-    Mutation(
         "nan-of-e4m3-is-a-number",
         "a weight in FP8 that is NaN gives NaN",
         "backends/low_bit/compiled_blocks.py",
