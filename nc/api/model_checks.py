@@ -48,8 +48,8 @@ def check_model(model: object) -> None:
             "prepare()."
         )
         raise InputError(msg)
-    _check_other_tools(model)
     with LOCK:  # while another thread captures this model, its parameters are fake ones
+        _check_other_tools(model)
         devices = {
             name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         }

@@ -51,6 +51,7 @@ def test_a_tensor_without_elements_has_no_error(shape):
     assert errors_of([torch.zeros(shape)], [torch.zeros(shape)]) == (0.0, 0.0)
 
 
+@pytest.mark.once  # IPEX, where a test imports it, replaces torch's layer norm by one that fails for no rows
 @pytest.mark.parametrize(
     "layer",
     [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8))],

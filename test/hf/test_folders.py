@@ -183,6 +183,7 @@ def with_code(copied, mark):
     return copied
 
 
+@pytest.mark.once  # transformers 4 remembers the folder that the first code of a process came from
 def test_code_of_a_folder_runs_only_if_it_is_trusted(copied, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
