@@ -530,6 +530,5 @@ def test_a_comparison_that_fails_costs_no_call(monkeypatch, where):
 
     monkeypatch.setattr(few_places.FewPlaces, where, fails)
     assert torch.isfinite(q(torch.randn(103, 32))).all()
-    assert (
-        q.report().details["sizes compared"] == "1 beside the example's, none wrong, 1 of them at all places"
-    )
+    expected = f"1 beside the example's, none wrong, 1 of them at all places (IndexError: {where})"
+    assert q.report().details["sizes compared"] == expected

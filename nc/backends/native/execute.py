@@ -290,7 +290,8 @@ def sizes_compared(checks: PlanChecks) -> dict[str, str]:
     if not checks.others and not checks.why_stopped:
         return {}
     found = f"{checks.wrong} of them wrong: torch's operators compute those" if checks.wrong else "none wrong"
-    whole = f", {checks.wholes} of them at all places" if checks.wholes else ""
+    why = f" ({checks.why_whole})" if checks.why_whole else ""
+    whole = f", {checks.wholes} of them at all places{why}" if checks.wholes else ""
     stopped = f"; no more are: {checks.why_stopped}" if checks.why_stopped else ""
     return {"sizes compared": f"{checks.others} beside the example's, {found}{whole}{stopped}"}
 

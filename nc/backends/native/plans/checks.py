@@ -101,6 +101,7 @@ class PlanChecks:
         wrong: number of those whose plan is wrong.
         why_stopped: why new sizes can't be compared any more; "" where they can.
         wholes: number of other sizes that are right and of which all places were compared.
+        why_whole: the last error of a comparison of few places; "" where there was none.
     """
 
     def __init__(self, judge: PlanJudge | None, otherwise: Callable[..., Sequence[Any]]) -> None:
@@ -109,7 +110,7 @@ class PlanChecks:
         self._proven = Proven()
         self.first: KernelCheck | None = None
         self.others = self.wrong = self.wholes = 0
-        self.why_stopped = ""
+        self.why_stopped = self.why_whole = ""
 
     def compare(
         self, key: Hashable, inputs: Sequence[torch.Tensor], made: Made
@@ -187,7 +188,8 @@ class PlanChecks:
             comparison = judge.few_places(inputs, values, outputs, wanted)
         except ArtefactCorruptError:
             raise
-        except Exception:  # an operator that it reads otherwise: the call must not depend on that
+        except Exception as error:  # an operator that it reads otherwise: the call must not depend on that
+            self._note_whole(error)
             return None
         failed: list[Exception] = []
 
@@ -199,12 +201,18 @@ class PlanChecks:
 
         found = made.look(inputs, comparison.names, see)
         if failed:
+            self._note_whole(failed[0])
             return None
         try:
             with torch.no_grad(), on_cpu():
                 return comparison.check(found), found
-        except Exception:  # likewise
+        except Exception as error:  # likewise
+            self._note_whole(error)
             return None
+
+    def _note_whole(self, error: Exception) -> None:
+        """Note for reports why all places are compared."""
+        self.why_whole = f"{type(error).__name__}: {error}"
 
     def _remember(self, key: Hashable, check: KernelCheck) -> str:
         """Keep why a plan must not be used, and return it."""
