@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -688,9 +689,12 @@ def test_every_mutation_source_set_and_judge_is_a_job(here, jobs_here):
 def given(target, *variables):
     """The words of the last command that make shows for a target."""
     setup = {"test-exhaustive": "setup", "test-once": "setup"}.get(target, "setup-newest")
+    # The suite itself runs below make, which passes on its variables and has a make below it name its folder.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     shown = subprocess.run(
-        ["make", "-n", "-o", setup, "-o", "setup-readers", target, *variables],
+        ["make", "-n", "--no-print-directory", "-o", setup, "-o", "setup-readers", target, *variables],
         cwd=ROOT,
+        env=alone,
         capture_output=True,
         text=True,
         check=True,
