@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from nc.errors import InputError
 from nc.formats import dtype as named
 from nc.formats import per_channel, per_group
-from nc.numerics import affine, dynamic, fake_quant, formats, low_bit, recurrent
+from nc.numerics import affine, dynamic, fake_quant, formats, low_bit, recurrent, segments
 
 _LIBRARY = torch.library.Library("nc", "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
 #: Operator → the function that computes it: for compilers, which look into functions but not into operators.
@@ -378,6 +378,14 @@ quant_embedding = _operator(
     lambda ids, codes, *rest: ids.new_empty(
         (*ids.shape, rest[-2]), dtype=rest[-1]
     ),  # the names of the schema
+)
+#: See `nc.numerics.segments`.
+segment_bias = _operator(
+    "segment_bias(Tensor starts, Tensor rows, Tensor? table, int longest) -> Tensor",
+    lambda starts, rows, table, longest: segments.segment_bias(starts, rows, table),  # the names of the schema
+    lambda starts, rows, table, longest: rows.new_empty(
+        (1, 1 if table is None else table.shape[0], rows.shape[0], rows.shape[0]), dtype=torch.float32
+    ),
 )
 
 #: Of integers.

@@ -197,11 +197,16 @@ def with_values(value: Any, values: Mapping[PlacedValue, Any]) -> Any:
     return value
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of what an operator gives is computed of one element of each tensor it reads."""
+    return op_name(node) in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def _rule_of(node: fx.Node) -> _Rule | None:
     name = op_name(node)
     if name == "prelu":
         return _prelu
-    if name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    if is_pointwise(node):
         return _pointwise
     if kind_of_node(node) in CONVOLUTIONS or name in CONVOLUTIONS:
         return _convolution

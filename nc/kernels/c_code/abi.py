@@ -524,6 +524,7 @@ _ROWS = (
             "int8_attention",
             "Attention of int8 codes. Strides are in elements.",
             (
+                Field("texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"),
                 *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
                 *(Field("width", "of q and k"), Field("wide", "of v and y")),
                 Field("q_strides", "of batch, head and row", (3,)),
@@ -546,7 +547,7 @@ _ROWS = (
             ),
         ),
         least=5,
-        most=5 + CONSTANTS.most_followers,
+        most=6 + CONSTANTS.most_followers,
     ),
     FunctionRow(
         "float_attention",
@@ -580,6 +581,7 @@ _ROWS = (
             "dynamic_attention",
             "Attention in int8 with ranges of each call, see dynamic_attention.c. Strides are in elements.",
             (
+                Field("texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"),
                 *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
                 *(Field("width", "of q and k"), Field("wide", "of v and y")),
                 Field("mask", "MASK_..."),
@@ -595,7 +597,7 @@ _ROWS = (
             ),
         ),
         least=5,
-        most=6,
+        most=7,
     ),
     FunctionRow(
         "depthwise",

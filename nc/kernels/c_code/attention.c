@@ -16,6 +16,7 @@
 #define FOR_AVX512 FOR_VNNI
 #include "attention.h"
 #include "exponential.h"
+#include "texts.h"
 
 _Static_assert(WIDEST_HEAD % 16 == 0, "rows of q are read 16 codes at a time");
 
@@ -275,6 +276,23 @@ INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct 
     }
 }
 
+FOR_VNNI static void pack_head(const struct job *job, const struct room *room, int64_t batch, int64_t head)
+{
+    const struct nc_int8_attention *how = job->how;
+    pack_keys(how, (const int8_t *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1], room);
+    pack_values(how, (const int8_t *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1],
+        room);
+}
+
+FOR_VNNI static void attend_rows(const struct job *job, const struct room *room, int64_t batch, int64_t head,
+    int64_t row, int64_t end)
+{
+    for (; row + SCORE_ROWS <= end; row += SCORE_ROWS)
+        attend(SCORE_ROWS, job, room, batch, head, row);
+    for (; row < end; row++)
+        attend(1, job, room, batch, head, row);
+}
+
 FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
@@ -285,25 +303,53 @@ FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
     for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++) {
         const int64_t which = task / pieces, batch = which / how->heads, head = which % how->heads,
             piece = task % pieces;
-        const int64_t end = how->rows * (piece + 1) / pieces;
-        int64_t row = how->rows * piece / pieces;
-        if (which != packed) {
-            pack_keys(how,
-                (const int8_t *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1],
-                &room);
-            pack_values(how,
-                (const int8_t *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1],
-                &room);
-            packed = which;
-        }
-        for (; row + SCORE_ROWS <= end; row += SCORE_ROWS)
-            attend(SCORE_ROWS, job, &room, batch, head, row);
-        for (; row < end; row++)
-            attend(1, job, &room, batch, head, row);
+        if (which != packed)
+            pack_head(job, &room, batch, head);
+        packed = which;
+        attend_rows(job, &room, batch, head, how->rows * piece / pieces, how->rows * (piece + 1) / pieces);
     }
 }
 
-/* tensors: y; q in uint8, k and v in int8; memory for all threads, of 64-byte pieces; the others, in fp32 */
+/* ---- over texts whose rows follow each other ---- */
+
+struct on_texts {
+    const struct job *job;
+    struct texts texts;
+};
+
+struct part_of_texts {
+    const struct on_texts *all;
+    char *room;
+};
+
+FOR_VNNI static void attend_text(void *data, int64_t text, int64_t head, int64_t first, int64_t end)
+{
+    const struct part_of_texts *part = data;
+    const struct nc_int8_attention *all = part->all->job->how;
+    char *const *given = part->all->job->tensors;
+    const int64_t begin = part->all->texts.starts[text], of_result = all->to == DTYPE_F32 ? 4 : 1;
+    struct nc_int8_attention how = *all;
+    how.rows = how.keys = part->all->texts.starts[text + 1] - begin;
+    char *tensors[5 + MOST_FOLLOWERS] = {given[0] + begin * how.y_strides[2] * of_result,
+        given[1] + begin * how.q_strides[2], given[2] + begin * how.k_strides[2],
+        given[3] + begin * how.v_strides[2]};
+    for (int64_t i = 0; i < how.before + how.behind; i++)
+        tensors[5 + i] = given[5 + i];
+    const struct job job = {&how, tensors};
+    const struct room room = room_of(part->room, &how);
+    pack_head(&job, &room, 0, head);
+    attend_rows(&job, &room, 0, head, first, end);
+}
+
+static void work_on_texts(void *data, int64_t part, int64_t parts)
+{
+    const struct on_texts *all = data;
+    struct part_of_texts mine = {all, all->job->tensors[4] + part * all->job->how->bytes};
+    each_text(&all->texts, attend_text, &mine, part, parts);
+}
+
+/* tensors: y; q in uint8, k and v in int8; memory for all threads, of 64-byte pieces; the others, in fp32; with
+ * `texts` where each of `batch` texts begins, int32 */
 int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_int8_attention);
@@ -311,7 +357,7 @@ int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int cou
     EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
     EXPECT(how->before >= 0 && how->before <= MOST_FOLLOWERS, OTHER_SIZE);
     EXPECT(how->behind >= 0 && how->behind <= MOST_FOLLOWERS - how->before, OTHER_SIZE);
-    EXPECT(count == 5 + how->before + how->behind, OTHER_TENSORS);
+    EXPECT(count == 5 + how->before + how->behind + (how->texts != 0), OTHER_TENSORS);
     EXPECT(how->batch >= 0 && how->heads >= 0 && how->rows >= 0 && how->threads > 0, OTHER_SIZE);
     EXPECT(how->keys > 0 && how->width > 0 && how->width <= WIDEST_HEAD && how->wide > 0 && how->parts > 0,
         OTHER_SIZE);
@@ -319,10 +365,17 @@ int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int cou
     EXPECT(how->to == DTYPE_U8 || how->to == DTYPE_F32, OTHER_DTYPE);
     for (int64_t i = 0; i < how->before + how->behind; i++)
         EXPECT(how->followers[i] == FOLLOW_ADD || how->followers[i] == FOLLOW_MUL, OTHER_OPERATION);
+    const struct on_texts texts = {&job, {(const int32_t *)tensors[count - 1], how->batch, how->heads}};
+    const int wrong = how->texts ? check_texts(&texts.texts, how->rows, how->keys) : OK;
+    EXPECT(!wrong, wrong);
+    const int64_t products = how->texts ? cost_of_texts(&texts.texts)
+                                        : how->batch * how->heads * how->rows * how->keys;
     /* as much work as some thousand products is done before other threads wake up */
-    const int64_t worth =
-        1 + how->batch * how->heads * how->rows * how->keys * (how->width + how->wide) / 524288;
-    in_parts(work, &job, worth, how->threads);
+    const int64_t worth = 1 + products * (how->width + how->wide) / 524288;
+    if (how->texts)
+        in_parts(work_on_texts, (void *)&texts, worth, how->threads);
+    else
+        in_parts(work, &job, worth, how->threads);
     return OK;
 }
 

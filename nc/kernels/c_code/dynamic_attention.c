@@ -27,6 +27,7 @@
 #define FOR_AVX512 FOR_VNNI
 #include "attention.h"
 #include "exponential.h"
+#include "texts.h"
 #include "transpose.h"
 
 #define TINY 0x1p-100f /* as in nc.numerics.affine */
@@ -445,26 +446,54 @@ INLINE FOR_VNNI void fetch(const float *x, int64_t step, int64_t first, int64_t 
             _mm_prefetch((const char *)(x + row * step + i), _MM_HINT_T1);
 }
 
+/* Codes of keys and values of a head. */
+FOR_VNNI static void pack_head(const struct nc_dynamic_attention *how, const struct head *of,
+    const struct room *room)
+{
+    measure_values(how, of->v, room);
+    for (int64_t key = 0; key < how->keys; key += 16) {
+        pack_keys(how, of->k, key, room);
+        pack_values(how, of->v, key, room);
+    }
+}
+
+/* ROUNDED rows of a head, or those that are left. */
+FOR_VNNI static void attend_rounded(const struct job *job, const struct room *room, const struct head *of_head,
+    int64_t batch, int64_t head, int64_t first, int64_t rows)
+{
+    const struct nc_dynamic_attention *how = job->how;
+    const int64_t padded = up(how->width, 4);
+    struct rounded as;
+    round_queries(how, of_head->q + first * how->q_strides[2], rows, room, &as);
+    for (int64_t r = 0; r < rows; r += SCORE_ROWS) {
+        const int64_t some = rows - r < SCORE_ROWS ? rows - r : SCORE_ROWS;
+        struct rows of = {room->queries + r * padded, as.scales + r, as.zeros + r, {0}, {0}};
+        for (int64_t i = 0; i < some; i++) {
+            const int64_t *m = how->mask_strides, *y = how->y_strides, row = first + r + i;
+            const int64_t at = batch * m[0] + head * m[1] + row * m[2];
+            const int64_t bytes = how->mask == MASK_FLOAT ? 4 : 1;
+            of.masks[i] = how->mask == MASK_NONE ? NULL : job->tensors[5] + at * bytes;
+            of.y[i] = (float *)job->tensors[0] + batch * y[0] + head * y[1] + row * y[2];
+        }
+        attend_some(some, how, room, &of);
+    }
+}
+
 FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
     const struct nc_dynamic_attention *how = job->how;
     const int64_t pieces = how->parts, tasks = how->batch * how->heads * pieces;
-    const int64_t last = tasks * (part + 1) / parts, padded = up(how->width, 4);
+    const int64_t last = tasks * (part + 1) / parts;
     const struct room room = room_of(job->tensors[4] + part * how->bytes, how);
     int64_t packed = -1;
     for (int64_t task = tasks * part / parts; task < last; task++) {
         const int64_t which = task / pieces, batch = which / how->heads, head = which % how->heads,
             piece = task % pieces;
         const struct head of_head = head_of(job, which);
-        if (which != packed) {
-            measure_values(how, of_head.v, &room);
-            for (int64_t key = 0; key < how->keys; key += 16) {
-                pack_keys(how, of_head.k, key, &room);
-                pack_values(how, of_head.v, key, &room);
-            }
-            packed = which;
-        }
+        if (which != packed)
+            pack_head(how, &of_head, &room);
+        packed = which;
         const int64_t begin = how->rows * piece / pieces, end = how->rows * (piece + 1) / pieces;
         const int64_t blocks = up(end - begin, ROUNDED) / ROUNDED, next = (last - 1) / pieces;
         const struct head then = head_of(job, which < next ? which + 1 : which);
@@ -477,42 +506,74 @@ FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
                 fetch(then.v, how->v_strides[2], from, to, how->wide);
                 fetch(then.q, how->q_strides[2], first, first + rows, how->width);
             }
-            struct rounded as;
-            round_queries(how, of_head.q + first * how->q_strides[2], rows, &room, &as);
-            for (int64_t r = 0; r < rows; r += SCORE_ROWS) {
-                const int64_t some = rows - r < SCORE_ROWS ? rows - r : SCORE_ROWS;
-                struct rows of = {room.queries + r * padded, as.scales + r, as.zeros + r, {0}, {0}};
-                for (int64_t i = 0; i < some; i++) {
-                    const int64_t *m = how->mask_strides, *y = how->y_strides, row = first + r + i;
-                    const int64_t at = batch * m[0] + head * m[1] + row * m[2];
-                    const int64_t bytes = how->mask == MASK_FLOAT ? 4 : 1;
-                    of.masks[i] = how->mask == MASK_NONE ? NULL : job->tensors[5] + at * bytes;
-                    of.y[i] = (float *)job->tensors[0] + batch * y[0] + head * y[1] + row * y[2];
-                }
-                attend_some(some, how, &room, &of);
-            }
+            attend_rounded(job, &room, &of_head, batch, head, first, rows);
         }
     }
 }
 
-/* tensors: y, q, k, v in fp32; memory for all threads, of 64-byte pieces; the mask, bool or fp32 */
+/* ---- over texts whose rows follow each other ---- */
+
+struct on_texts {
+    const struct job *job;
+    struct texts texts;
+};
+
+struct part_of_texts {
+    const struct on_texts *all;
+    char *room;
+};
+
+FOR_VNNI static void attend_text(void *data, int64_t text, int64_t head, int64_t first, int64_t end)
+{
+    const struct part_of_texts *part = data;
+    char *const *given = part->all->job->tensors;
+    const int64_t begin = part->all->texts.starts[text];
+    struct nc_dynamic_attention how = *part->all->job->how;
+    how.rows = how.keys = part->all->texts.starts[text + 1] - begin;
+    char *tensors[6] = {given[0] + begin * how.y_strides[2] * 4, given[1] + begin * how.q_strides[2] * 4,
+        given[2] + begin * how.k_strides[2] * 4, given[3] + begin * how.v_strides[2] * 4};
+    tensors[5] = how.mask == MASK_NONE ? NULL : given[5];
+    const struct job job = {&how, tensors};
+    const struct room room = room_of(part->room, &how);
+    const struct head of_head = head_of(&job, head);
+    pack_head(&how, &of_head, &room);
+    for (; first < end; first += ROUNDED)
+        attend_rounded(&job, &room, &of_head, 0, head, first, end - first < ROUNDED ? end - first : ROUNDED);
+}
+
+static void work_on_texts(void *data, int64_t part, int64_t parts)
+{
+    const struct on_texts *all = data;
+    struct part_of_texts mine = {all, all->job->tensors[4] + part * all->job->how->bytes};
+    each_text(&all->texts, attend_text, &mine, part, parts);
+}
+
+/* tensors: y, q, k, v in fp32; memory for all threads, of 64-byte pieces; the mask, bool or fp32; with `texts`
+ * where each of `batch` texts begins, int32 */
 int nc_dynamic_attention(const struct nc_dynamic_attention *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_dynamic_attention);
     const struct job job = {how, tensors};
     EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
     EXPECT(how->mask >= MASK_NONE && how->mask <= MASK_FLOAT, OTHER_OPERATION);
-    EXPECT(count == 5 + (how->mask != MASK_NONE), OTHER_TENSORS);
+    EXPECT(count == 5 + (how->mask != MASK_NONE) + (how->texts != 0), OTHER_TENSORS);
     EXPECT(how->batch >= 0 && how->heads >= 0 && how->rows >= 0 && how->threads > 0, OTHER_SIZE);
     /* more codes could sum to more than int32 or fp32 hold exactly */
     EXPECT(how->width > 0 && how->width <= WIDEST_HEAD, OTHER_SIZE);
     EXPECT(how->keys > 0 && how->keys <= MOST_INPUTS, OTHER_SIZE);
     EXPECT(how->wide > 0 && how->parts > 0, OTHER_SIZE);
     EXPECT(bytes_of_room(how) <= how->bytes, OTHER_SIZE);
+    const struct on_texts texts = {&job, {(const int32_t *)tensors[count - 1], how->batch, how->heads}};
+    const int wrong = how->texts ? check_texts(&texts.texts, how->rows, how->keys) : OK;
+    EXPECT(!wrong, wrong);
+    const int64_t products = how->texts ? cost_of_texts(&texts.texts)
+                                        : how->batch * how->heads * how->rows * how->keys;
     /* as much work as some ten thousand products is done before other threads wake up */
-    const int64_t worth =
-        1 + how->batch * how->heads * how->rows * how->keys * (how->width + how->wide) / 262144;
-    in_parts(work, (void *)&job, worth, how->threads);
+    const int64_t worth = 1 + products * (how->width + how->wide) / 262144;
+    if (how->texts)
+        in_parts(work_on_texts, (void *)&texts, worth, how->threads);
+    else
+        in_parts(work, (void *)&job, worth, how->threads);
     return OK;
 }
 

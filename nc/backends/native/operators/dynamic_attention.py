@@ -175,10 +175,11 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     sides = sides_of(recorder, node, a)
     query, key, value = (side.tensor for side in sides.tensors)
     keys, width, wide = *key.shape[2:], value.shape[3]
+    keys = keys if sides.texts is None else sides.texts.longest
     need(key.shape[1] == query.shape[1], "its tensors have other batches or heads")
     need(width <= abi.CONSTANTS.widest_head, f"its heads have more than {abi.CONSTANTS.widest_head} elements")
     need(keys <= abi.CONSTANTS.most_inputs, f"it has more than {abi.CONSTANTS.most_inputs} keys")
-    fields = {"factor": a["scale"]}
+    fields = {"factor": a["scale"], "texts": sides.texts is not None}
     return call_attention(recorder, node, function, sides, fields, _room(keys, width, wide), factors=3)
 
 

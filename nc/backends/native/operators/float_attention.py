@@ -52,6 +52,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
         raise Refused(missing)
     need(not a["dropout_p"], "it drops values")
     sides = sides_of(recorder, node, a)
+    need(sides.texts is None, "its rows are of several texts")
     _, heads, __, width = sides.query.tensor.shape
     of_key, keys = sides.key.tensor.shape[1:3]
     need(not heads % of_key, "heads can't share keys evenly")

@@ -23,6 +23,7 @@ from nc.backends.native.plans.attention import parts_of_rows
 from nc.backends.native.plans.operands import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.readers import strides_of
 from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.texts import Texts, split
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need, why_refused
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
@@ -62,6 +63,7 @@ class _Attention:
         score: what sums of products of codes are multiplied by.
         probability: scale of the codes of the probabilities, whose zero point is 0.
         value: as `score`.
+        texts: which rows are of the same text; None: rows of a batch are.
     """
 
     q: PlanTensor
@@ -73,6 +75,7 @@ class _Attention:
     score: float
     probability: float
     value: float
+    texts: Texts | None
 
 
 @functools.cache
@@ -157,15 +160,19 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     found = _read(recorder, chain, a)
     (batch, heads, rows, width), (keys, wide) = found.q.tensor.shape, found.v.tensor.shape[2:]
     sizes = (batch, heads, rows, wide)[4 - node.meta["val"].dim() :]
+    if found.texts is not None:
+        need(batch == 1, "its rows are of several texts, and it has a batch besides")
+        batch, keys = found.texts.count, found.texts.longest
     strides = strides_of(node, sizes)
     result = recorder.new(
         sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), a["output_dtype"]
     )
     threads = recorder.threads
-    parts = parts_of_rows(batch * heads, rows, threads)
+    parts = 1 if found.texts is not None else parts_of_rows(batch * heads, rows, threads)
     room = recorder.new((threads, _room(keys, width, wide)), (_room(keys, width, wide), 1), torch.uint8)
     followers = (*found.before, *found.behind)
     fields = {
+        "texts": found.texts is not None,
         "batch": batch,
         "heads": heads,
         "rows": rows,
@@ -194,6 +201,7 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
         "follower_strides": abi.padded([x.tensor.stride() for _, x in followers], _MOST_FOLLOWERS, [0] * 4),
     }
     tensors = [result, found.q, found.k, found.v, room, *(other for _, other in followers)]
+    tensors += [] if found.texts is None else [found.texts.starts]
     recorder.call_function(called, fields, tensors, node, factors=3, also=[chain[2].node])
     return result
 
@@ -221,7 +229,8 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
     need(2 < dims <= 4, f"it has {dims} dimensions")
     need(first["output_dtype"] is torch.float32, "its scores are quantized")
     q, k, v = (recorder.read(value) for value in (first["left"], first["right"], a["right"]))
-    before, behind = ([recorder.read(value) for value in each["others"]] for each in (first, a))
+    texts, added = split(recorder, first["how"], first["others"])
+    before, behind = [x for _, x in added], [recorder.read(value) for value in a["others"]]
     dtypes = q.tensor.dtype, k.tensor.dtype, v.tensor.dtype
     need(dtypes == (torch.uint8, torch.int8, torch.int8), "its sides are not uint8, int8 and int8 codes")
     q, k, v = (_of_4_dims(x) for x in (q, k, v))
@@ -233,17 +242,18 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
     need(batch * heads * rows, "it has no row")
     need(0 < width <= _WIDEST and 0 < wide <= _WIDEST, f"a head is wider than {_WIDEST}")
     most = caches.second() // 2 // (width + wide)  # keys and values of a head should stay in the second cache
-    need(0 < keys <= most, f"it has no key, or more than {most}")
+    longest = keys if texts is None else texts.longest
+    need(0 < keys and longest <= most, f"it has no key, or more than {most}")
     need(len(before) + len(behind) <= _MOST_FOLLOWERS, f"more than {_MOST_FOLLOWERS} tensors follow products")
     q, k, v = (
         _repeated(q, (batch, heads, rows, width)),
         _repeated(PlanTensor(k.tensor.mT, k.root), (batch, heads, keys, width)),
         _repeated(v, (batch, heads, keys, wide)),
     )
-    follow_scores, follow_result = (
-        _followers(each["how"], others, (batch, heads, rows, last))
-        for each, others, last in ((first, before, keys), (a, behind, wide))
-    )
+    scores_of = (batch, heads, rows, keys) if texts is None else (1, heads, texts.longest, texts.longest)
+    need(texts is None or not behind, "something follows its result that is not known to be of rows")
+    follow_scores = _followers([how for how, _ in added], before, scores_of)
+    follow_result = _followers(a["how"], behind, (batch, heads, rows, wide))
     zero_points = first["left_zero_point"], first["right_zero_point"], a["right_zero_point"]
     score = first["left_scale"] * first["right_scale"] * first["factor"]
     return _Attention(
@@ -256,6 +266,7 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
         score,
         probability,
         probability * a["right_scale"] * a["factor"],
+        texts,
     )
 
 

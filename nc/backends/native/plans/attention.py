@@ -13,6 +13,7 @@ from torch import fx
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.readers import strides_of
 from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.texts import Texts, texts_of
 from nc.backends.native.plans.ways import need
 from nc.backends.native.torch_library import define
 from nc.kernels import caches, tuning
@@ -48,12 +49,14 @@ class Sides:
         key: fp32, [batch, heads or fewer, keys, width].
         value: fp32, [batch, heads of key, keys, wide].
         mask: bool or fp32, which broadcasts to [batch, heads, rows, keys]; or None.
+        texts: which rows are of the same text; None: those of a batch are.
     """
 
     query: PlanTensor
     key: PlanTensor
     value: PlanTensor
     mask: PlanTensor | None
+    texts: Texts | None = None
 
     @property
     def tensors(self) -> list[PlanTensor]:
@@ -63,8 +66,9 @@ class Sides:
 
 def sides_of(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Sides:
     """Return what an attention reads; raises `Refused` for what no function takes."""
-    read, mask = recorder.read, recorder.optional(a["attn_mask"])
-    found = Sides(read(a["query"]), read(a["key"]), read(a["value"]), mask)
+    read, texts = recorder.read, texts_of(recorder, a["attn_mask"])
+    mask = recorder.optional(a["attn_mask"]) if texts is None else texts.table
+    found = Sides(read(a["query"]), read(a["key"]), read(a["value"]), mask, texts)
     query, key, value = (side.tensor for side in found.tensors)
     tensors = [query, key, value]
     need(all(x.dtype is torch.float32 for x in tensors), "one of its tensors is not fp32")
@@ -111,15 +115,20 @@ def call_attention(
     result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), torch.float32)
     room = recorder.new((threads, bytes_of_thread), (bytes_of_thread, 1), torch.uint8)
     batch, heads, rows, _ = sizes
-    every = {
-        **fields_of_mask(sides.mask, (batch, heads, rows, key.shape[2])),
+    texts, keys = sides.texts, key.shape[2]
+    seen = (batch, heads, rows, keys) if texts is None else (batch, heads, texts.longest, texts.longest)
+    every: dict[str, abi.Value] = {
+        **fields_of_mask(sides.mask, seen),
         **fields_of(query, key, value, result.tensor),
         "parts": parts_of_rows(batch * heads, rows, threads),
         "bytes": bytes_of_thread,
         "threads": threads,
     }
+    if texts is not None:
+        need(batch == 1, "its rows are of several texts, and it has a batch besides")
+        every |= {"batch": texts.count, "keys": texts.longest, "parts": 1}
     mask = [] if sides.mask is None else [sides.mask]
-    tensors = [result, *sides.tensors, room, *mask]
+    tensors = [result, *sides.tensors, room, *mask, *([] if texts is None else [texts.starts])]
     recorder.call_function(function, every | dict(fields), tensors, node, factors=factors)
     return result
 

@@ -386,6 +386,10 @@ class Recorder:
         """Note for reports why a kernel does not compute a node that is for it, and another one does."""
         self._refusals.append(Refusal(operator_name(node), why, kernel))
 
+    def last_refusal(self) -> str:
+        """Return why a kernel was passed over last, for messages; "" where none was."""
+        return f": {self._refusals[-1].kernel} refuses, {self._refusals[-1].why}" if self._refusals else ""
+
     def convolution(self, wanted: trials.Convolution, weights: Desc | Layout, node: fx.Node) -> Primitive:
         """Return a primitive whose sums are right; the plan names the kernels whose sums are not."""
         primitive, wrong = trials.convolution(self.maker, wanted, weights)

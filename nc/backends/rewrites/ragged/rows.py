@@ -1,0 +1,112 @@
+"""Padded texts to rows of their real tokens, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nc.backends.rewrites.ragged.rewrite import Ragged
+from nc.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Texts as rows.
+
+    Attributes:
+        inputs: those of the graph over rows.
+        flat: int64, where each row is in [texts * length]; None: all are, in order.
+        texts, length: sizes of the padded texts.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    flat: torch.Tensor | None
+    texts: int
+    length: int
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return int(self.inputs[-3].shape[0])
+
+    def padded(self, value: torch.Tensor) -> torch.Tensor:
+        """Return [1, rows, ...] as [texts, length, ...], with zeros for padding."""
+        rest = value.shape[2:]
+        if self.flat is None:
+            return value.reshape(self.texts, self.length, *rest)
+        result = value.new_zeros((self.texts * self.length, *rest))
+        result.index_copy_(0, self.flat, value[0])
+        return result.view(self.texts, self.length, *rest)
+
+    def outputs(self, form: Ragged, values: Sequence[Any]) -> list[Any]:
+        """Return what the graph over padded texts gives, of what the one over rows gives."""
+        return [
+            self.padded(value) if of_tokens else value
+            for value, of_tokens in zip(values, form.of_tokens, strict=True)
+        ]
+
+
+def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], path: str = "the mask") -> Rows | None:
+    """Return the rows of padded texts; None for those that the graph over rows does not take.
+
+    Those are texts without real tokens, longer ones than it knows places of, and with models that add to
+    scores by places, texts whose real tokens do not follow each other.
+
+    Args:
+        form: the graph over rows.
+        inputs: flat inputs of the graph over padded texts.
+        path: how messages call the mask.
+
+    Raises:
+        InputError: the mask has another shape, or other values than 0 and 1.
+    """
+    tokens = inputs[form.tokens[0]]
+    texts, length = tokens.shape
+    if not texts or not length or length > form.longest:
+        return None
+    if form.mask is None:
+        return _whole(form, inputs, texts, length)
+    mask = inputs[form.mask]
+    if mask.shape != tokens.shape:
+        msg = f"{path} has the sizes {tuple(mask.shape)}, and the tokens {tuple(tokens.shape)}."
+        raise InputError(msg)
+    seen = mask if mask.dtype is torch.bool else mask != 0
+    counts = seen.sum(1)
+    if mask.dtype is not torch.bool and not torch.equal(counts, mask.sum(1).to(counts.dtype)):
+        _check_values(mask, path)
+    lengths = counts.tolist()
+    if min(lengths) == length:
+        return _whole(form, inputs, texts, length)
+    if not all(lengths):
+        return None
+    flat = seen.flatten().nonzero().flatten()
+    places = flat % length
+    starts = torch.zeros(texts + 1, dtype=torch.int32)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
+    firsts = starts[:-1].long()
+    if form.firsts and not bool(seen[:, 0].all()):
+        return None
+    if form.together:
+        first, last = places[firsts], places[starts[1:].long() - 1]
+        if not torch.equal(last - first + 1, counts) or (form.from_begin and bool(first.any())):
+            return None
+    given = [inputs[i].flatten()[flat][None] for i in form.tokens]
+    return Rows((*given, places, starts, firsts), flat, texts, length)
+
+
+def _whole(form: Ragged, inputs: Sequence[torch.Tensor], texts: int, length: int) -> Rows:
+    """Return the rows of texts without padding."""
+    given = [inputs[i].reshape(1, -1) for i in form.tokens]
+    starts = torch.arange(0, texts * length + 1, length, dtype=torch.int32)
+    places = torch.arange(length).repeat(texts)
+    return Rows((*given, places, starts, starts[:-1].long()), None, texts, length)
+
+
+def _check_values(mask: torch.Tensor, path: str) -> None:
+    other = mask[(mask != 0) & (mask != 1)]
+    if other.numel():
+        msg = f"{path} has values other than 0 and 1, as {other.flatten()[0].item()}."
+        raise InputError(msg)

@@ -1,0 +1,29 @@
+"""Rows of several texts in one tensor: which rows are of the same text."""
+
+from __future__ import annotations
+
+import torch
+
+
+def segment_bias(starts: torch.Tensor, rows: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+    """Return what is added to the scores of attention, so that a row sees the rows of its own text only.
+
+    Args:
+        starts: int32, [texts + 1]: where each text begins; the last number is that of all rows.
+        rows: any tensor with one element for each row.
+        table: fp32, [heads or 1, length, length], what a row adds to the score of another one of its text, by
+            their places in it; None: nothing.
+
+    Returns:
+        fp32, [1, heads or 1, rows, rows]; the lowest number for rows of two texts.
+    """
+    count = rows.shape[0]
+    places = torch.arange(count)
+    text = torch.searchsorted(starts, places, right=True, out_int32=False) - 1
+    own = text[:, None] == text[None, :]
+    lowest = torch.finfo(torch.float32).min
+    if table is None:
+        return torch.zeros(()).where(own, lowest)[None, None]
+    place = places - starts[text]
+    added = table[:, place[:, None].where(own, 0), place[None, :].where(own, 0)]
+    return added.where(own, lowest)[None]
