@@ -78,6 +78,7 @@ def load(
     verify_sizes: bool = True,
     isolate: str = "auto",
     compile: bool = False,
+    padding: str = "skipped",
     warm: Sequence[Any] = (),
 ) -> Any:
     """Load a saved model.
@@ -109,13 +110,15 @@ def load(
             "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`;
             needs a C++ compiler.
+        padding: as in `convert`.
         warm: sizes for which kernels are made now, not in the first calls: for each a shape of the first
             input, e.g. `[(1, 128), (8, 64)]`; shapes by name of the input, `{"x": (1, 3, 224, 224)}`; or
             inputs as in a call.
 
     Returns:
         A `QuantizedModel`; for a model with low-bit weights a module of the user's class, whose layers
-        `backend` computes and for which `verify`, `verify_sizes`, `isolate` and `compile` have no effect.
+        `backend` computes and for which `verify`, `verify_sizes`, `isolate`, `compile` and `padding` have
+        no effect.
 
     Raises:
         StateError: torch's default device is not the CPU.
@@ -144,6 +147,7 @@ def load(
         verify_sizes=verify_sizes,
         isolate=isolate,
         compile=compile,
+        padding=padding,
     )
     content = folder.read(checked_path("model_name_or_path", model_name_or_path), wait=False)
     with content.checked():  # another thread computes the checksum of the weights meanwhile
@@ -162,6 +166,7 @@ class _Loading:
     verify_sizes: bool
     isolate: str
     compile: bool
+    padding: str
 
 
 def _load_low_bit(content: folder.FolderContent, asked: _Loading) -> torch.nn.Module:
@@ -194,7 +199,8 @@ def _load_graph(content: folder.FolderContent, asked: _Loading) -> QuantizedMode
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         fitted = narrowed(graph if engine.packs_weights else in_memory(graph), engine)
         sizes = {"verify_sizes": asked.verify_sizes, "verify_kernels": "in doubt"}
-        options = engine_options(engine, **sizes, isolate=asked.isolate, compile=asked.compile)
+        given = {name: getattr(asked, name) for name in ("isolate", "compile", "padding")}
+        options = engine_options(engine, **sizes, **given)
         return fitted, lower(engine, fitted, verify=asked.verify, **options)
 
     def check() -> None:

@@ -106,6 +106,7 @@ def convert(
     verify_sizes: bool = True,
     isolate: str = "auto",
     compile: bool = False,
+    padding: str = "skipped",
     measure: bool = True,
     guard: str = "warn",
     progress: Progress | None = None,
@@ -130,6 +131,8 @@ def convert(
             "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`;
             needs a C++ compiler.
+        padding: of texts, on "native". "skipped": where the graph allows that, only rows of real tokens are
+            computed, and those of padding are zeros in outputs; the report says why not. "computed".
         measure: time the quantized model and yours on the example inputs, for one or two seconds. The report
             begins with the result. The reference is never timed. Of weight-only quantization, single layers
             are timed, and it warns if they are slower.
@@ -171,6 +174,7 @@ def convert(
         verify_sizes=verify_sizes,
         isolate=isolate,
         compile=compile,
+        padding=padding,
         measure=measure,
         guard=guard,
         progress=progress,

@@ -47,6 +47,7 @@ DEFAULTS: dict[str, object] = {
     "compile": False,
     "verify_sizes": True,
     "verify_kernels": "always",
+    "padding": "skipped",
 }
 
 _REGISTERED: dict[str, Backend] = {}

@@ -89,6 +89,8 @@ class EngineModel:
             once. It runs in this process, and its steps have no kernels; None: the engine can't be taken
             apart here.
         verified: it has computed its example, and the outputs have the shapes that the graph's have.
+        real: flat inputs and outputs for them of another engine, or of the fp32 model → the same outputs with
+            zeros where this engine gives zeros, because they are of padding.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
@@ -97,6 +99,7 @@ class EngineModel:
     profile: Callable[[Sequence[torch.Tensor]], Profile] | None = None
     steps: Callable[[Sequence[torch.Tensor]], Sequence[EngineCall]] | None = None
     verified: bool = False
+    real: Callable[[Sequence[torch.Tensor], Sequence[Any]], Sequence[Any]] = lambda inputs, outputs: outputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,3 +27,22 @@ def segment_bias(starts: torch.Tensor, rows: torch.Tensor, table: torch.Tensor |
     place = places - starts[text]
     added = table[:, place[:, None].where(own, 0), place[None, :].where(own, 0)]
     return added.where(own, lowest)[None]
+
+
+def segment_sum(x: torch.Tensor, starts: torch.Tensor, keepdim: bool) -> torch.Tensor:
+    """Return the sums of the rows of each text.
+
+    Args:
+        x: [1, rows, ...].
+        starts: see `segment_bias`.
+        keepdim: with a dimension of 1 for the rows.
+
+    Returns:
+        [texts, ...], or [texts, 1, ...]; of the dtype of `x`, int64 for integers.
+    """
+    places = torch.arange(x.shape[1])
+    text = torch.searchsorted(starts, places, right=True) - 1
+    dtype = x.dtype if x.is_floating_point() else torch.int64
+    result = torch.zeros((starts.shape[0] - 1, *x.shape[2:]), dtype=dtype)
+    result.index_add_(0, text, x[0].to(dtype))
+    return result[:, None] if keepdim else result

@@ -382,9 +382,19 @@ quant_embedding = _operator(
 #: See `nc.numerics.segments`.
 segment_bias = _operator(
     "segment_bias(Tensor starts, Tensor rows, Tensor? table, int longest) -> Tensor",
-    lambda starts, rows, table, longest: segments.segment_bias(starts, rows, table),  # the names of the schema
+    lambda starts, rows, table, longest: segments.segment_bias(
+        starts, rows, table
+    ),  # the names of the schema
     lambda starts, rows, table, longest: rows.new_empty(
         (1, 1 if table is None else table.shape[0], rows.shape[0], rows.shape[0]), dtype=torch.float32
+    ),
+)
+segment_sum = _operator(
+    "segment_sum(Tensor x, Tensor starts, bool keepdim) -> Tensor",
+    segments.segment_sum,
+    lambda x, starts, keepdim: x.new_empty(
+        (starts.shape[0] - 1, *((1,) if keepdim else ()), *x.shape[2:]),
+        dtype=x.dtype if x.is_floating_point() else torch.int64,
     ),
 )
 

@@ -50,6 +50,7 @@ class Conversion:
     verify_sizes: bool = True
     isolate: str = "auto"
     compile: bool = False
+    padding: str = "skipped"
     measure: bool = True
     guard: str = "warn"
     judged: Sequence[Sequence[torch.Tensor]] = ()

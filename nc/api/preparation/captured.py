@@ -195,7 +195,7 @@ class PreparedModel(CapturedPreparation):
             graph = self.quantized_graph(
                 engine.capabilities(), asked.judged, asked.judged_by, looks=asked.measure
             )
-            given = {"verify_sizes": asked.verify_sizes, "isolate": asked.isolate, "compile": asked.compile}
+            given = {name: getattr(asked, name) for name in ("verify_sizes", "isolate", "compile", "padding")}
             return graph, lower(engine, graph, verify=asked.verify, **engine_options(engine, **given))
 
         engine_name = that_simulates(name, self.quant_config)

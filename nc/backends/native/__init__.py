@@ -69,6 +69,7 @@ class NativeBackend(Backend):
         "compile": Option((False, True)),
         "verify_sizes": Option((True, False), protects=True),
         "verify_kernels": Option((lower.ALWAYS, lower.IN_DOUBT), protects=True),
+        "padding": Option((lower.SKIPPED, lower.COMPUTED), protects=True),
     }
     exports: Mapping[str, Exporter] = {
         "pt2": Exporter(

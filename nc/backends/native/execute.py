@@ -19,6 +19,7 @@ from torch import fx
 from nc.backends.native.judge import Judge
 from nc.backends.native.packing import HELPERS, SPELLING, packed, refused, refused_sizes
 from nc.backends.native.planned import planned, why_not
+from nc.backends.native.plans.any_sizes import Samples
 from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
 from nc.backends.profiling.nodes import node_steps, profile_nodes
@@ -137,9 +138,19 @@ class PlanExecutor:
 
     def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
         """See `Executor.build`."""
+        return self.build_for_rows(lowered, example, judge, None)
+
+    def build_for_rows(
+        self,
+        lowered: Lowered,
+        example: Sequence[torch.Tensor],
+        judge: Judge | None,
+        samples: Samples | None,
+    ) -> Running:
+        """Return the same for a graph over rows of texts, with one plan for any number of them."""
         rest = [each for each in EXECUTORS if each is not self]
         model = planned(
-            lowered(self.products), lambda: executable(lowered, example, executors=rest)[0], judge
+            lowered(self.products), lambda: executable(lowered, example, executors=rest)[0], judge, samples
         )
         model.check(example)
 
@@ -262,6 +273,25 @@ def executable(
         passed_over.append(why)
     running, outputs = _judged(PYTHON.build(lowered, example), example, judge)
     return running, outputs, f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
+
+
+def executable_for_rows(
+    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None, samples: Samples
+) -> tuple[Running, Sequence[Any]]:
+    """Return what runs a graph over rows of texts for any number of them, and its outputs for the example.
+
+    Raises:
+        BackendError: there is no plan for any number of rows, or it computes something else.
+    """
+    executor = PlanExecutor()
+    why = executor.why_not(lowered(executor.products))
+    if why:
+        raise BackendError(why)
+    running, outputs = _judged(executor.build_for_rows(lowered, example, judge, samples), example, judge)
+    why = _why_wrong(running, outputs, judge)
+    if why:
+        raise BackendError(why)
+    return running, outputs
 
 
 def _judged(

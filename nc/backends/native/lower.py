@@ -14,18 +14,22 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import DYNAMIC_KERNEL, packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
-from nc.backends.native.execute import PYTHON, Lowered, Running, called, executable
+from nc.backends.native.execute import PYTHON, Lowered, Running, called, executable, executable_for_rows
 from nc.backends.native.fuse import is_kernel
 from nc.backends.native.judge import Judge
 from nc.backends.native.operators.finished_convolution import finished_convolution
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
+from nc.backends.native.over_rows import DETAIL, example_of, over_rows, samples_of
 from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
+from nc.backends.native.plans.any_sizes import Samples
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import PassesResult, run_passes
+from nc.backends.rewrites.ragged.rewrite import Ragged, ragged
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.backends.verify import verify_kernels as judge_kernels
+from nc.errors import BackendError, VerificationError
 from nc.formats.reasons import Cause
 from nc.graph.fx_utils import copy_module, note_values
 from nc.graph.plan import Decision
@@ -33,9 +37,12 @@ from nc.graph.qdq import QDQGraph
 from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor
 from nc.process.malloc import give_back_small_pieces
+from nc.process.unavailable import Unavailable
 
 #: When the kernels for the example are compared.
 ALWAYS, IN_DOUBT = "always", "in doubt"
+#: What becomes of the padding of texts.
+SKIPPED, COMPUTED = "skipped", "computed"
 
 
 def lower(
@@ -45,6 +52,7 @@ def lower(
     verify_sizes: bool = True,
     verify_kernels: str = ALWAYS,
     compile: bool = False,
+    padding: str = SKIPPED,
 ) -> EngineModel:
     """Return an engine model of `graph`.
 
@@ -55,6 +63,8 @@ def lower(
         verify_kernels: compare the kernels for the example "always", or "in doubt" only: where its outputs
             alone do not tell.
         compile: let `torch.compile` fuse what is fp32 between the kernels.
+        padding: of texts is "skipped" where the graph allows that, so that its outputs are zeros; or
+            "computed".
 
     Raises:
         VerificationError: the kernels compute something else than the graph; names the first operator that
@@ -62,6 +72,45 @@ def lower(
         BackendError, BackendUnavailableError: the graph can't be compiled here.
     """
     check_option("verify", verify, ("raise", "warn", "off"))
+    options: dict[str, Any] = {
+        "verify": verify,
+        "verify_sizes": verify_sizes,
+        "verify_kernels": verify_kernels,
+    }
+    whole = functools.partial(_lower, graph, **options, compile=compile)
+    form = None if compile or padding == COMPUTED else ragged(graph)
+    if form is None:
+        return whole()
+    if isinstance(form, Ragged):
+        try:
+            example = example_of(form, graph.example)
+            inner_graph = dataclasses.replace(form.graph, example=example)
+            inner = _lower(inner_graph, **options, compile=False, samples=samples_of(form, example))
+            return over_rows(graph, form, inner, whole, verify)
+        except (BackendError, VerificationError) as error:
+            form = Unavailable(str(error).splitlines()[0])
+    found = whole()
+
+    def report() -> EngineReport:
+        engine = found.report()
+        return dataclasses.replace(engine, details={**engine.details, DETAIL: f"computed: {form.reason}"})
+
+    return dataclasses.replace(found, report=report)
+
+
+def _lower(
+    graph: QDQGraph,
+    *,
+    verify: str,
+    verify_sizes: bool,
+    verify_kernels: str,
+    compile: bool,
+    samples: Samples | None = None,
+) -> EngineModel:
+    """Return an engine model of one graph as it is; see `lower`.
+
+    `samples`: of its inputs, for a graph over rows of texts, see `PlannedModel`.
+    """
 
     def again(products: bool) -> tuple[fx.GraphModule, PassesResult]:
         graph.intact()
@@ -69,7 +118,15 @@ def lower(
 
     lowered = functools.cache(again)
     judge = None if verify == "off" else Judge(graph, new_sizes=verify_sizes, always=verify_kernels == ALWAYS)
-    running, outputs, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
+
+    def module_of(products: bool) -> fx.GraphModule:
+        return lowered(products)[0]
+
+    if samples is None:
+        running, outputs, run_by = _running(module_of, graph.example, compile, judge)
+    else:
+        running, outputs = executable_for_rows(module_of, graph.example, judge, samples)
+        run_by = ""
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         if torch._C._is_tracing():  # whose graph would not see the kernels

@@ -18,6 +18,7 @@ from nc.backends.native.operators import dynamic_attention, int8_attention
 from nc.backends.native.operators.finished_convolution import finished_convolution
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
+from nc.backends.native.plans.any_sizes import AnySizes, Samples
 from nc.backends.native.plans.checks import Made, PlanChecks, PlanJudge
 from nc.backends.native.plans.execution_plan import (
     AtenCall,
@@ -40,7 +41,7 @@ from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import schema_arguments
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.providers import Provider, provider
-from nc.kernels.onednn.runner import Runner, runner
+from nc.kernels.onednn.runner import CompiledRunner, Runner, runner
 from nc.process.malloc import give_back_small_pieces
 from nc.process.unavailable import Unavailable
 
@@ -98,6 +99,8 @@ class PlannedModel:
         judge: compares each plan with the quantized graph when it is made, the first one and, where it says
             so, those for new sizes. A plan that computes something else is not used. None: nothing is
             compared.
+        samples: of inputs, for a graph over rows of texts, which one plan runs for any number of both; its
+            outputs are overwritten by the next call of a thread. None: each set of sizes has a plan.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class PlannedModel:
         known: Mapping[Any, PlannedOperator] | None = None,
         follow: bool = False,
         judge: PlanJudge | None = None,
+        samples: Samples | None = None,
     ) -> None:
         self._recorder = functools.partial(
             Recorder, operators=operators.table() if known is None else known, follow=follow
@@ -123,9 +127,16 @@ class PlannedModel:
         #: Held while a plan is recorded: one thread makes it, and others that want one wait.
         self._recording = threading.RLock()
         self._memory = _Memory()
+        self._any_sizes = None if samples is None else self._for_any_sizes(samples)
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[Any]:
         """Flat outputs."""
+        if self._any_sizes is not None:
+            return self._any_sizes.run(inputs)
+        return self._by_plan(inputs)
+
+    def _by_plan(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Return the outputs of a plan for these sizes."""
         inputs = tuple(map(_regular, inputs))
         plan, outputs = self._found(inputs)
         if isinstance(plan, Unavailable):
@@ -138,6 +149,8 @@ class PlannedModel:
             found, _ = self._found(tuple(map(_regular, inputs)))
         if isinstance(found, Unavailable):
             raise BackendError(found.reason)
+        if self._any_sizes is not None:
+            self._any_sizes.prepare()
 
     def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[EngineCall, ...]:
         """Every entry of the plan for these inputs, with the time that it took in one run."""
@@ -161,9 +174,9 @@ class PlannedModel:
                 return self._otherwise().profile(inputs)
             separate = self._separate(plan)
             for _ in range(WARM_UP):
-                self(*inputs)
+                self._by_plan(inputs)
             rows: list[tuple[float, list[float]]] = []
-            repeat(lambda: rows.append((timed(lambda: self(*inputs)), separate.clocked(inputs))))
+            repeat(lambda: rows.append((timed(lambda: self._by_plan(inputs)), separate.clocked(inputs))))
             with onednn_verbose.captured() as lines:
                 separate.clocked(inputs, onednn_verbose.mark)
         of_torch = onednn_verbose.by_mark(
@@ -306,6 +319,20 @@ class PlannedModel:
         self._used[key] = next(self._clock)  # not before: inputs may be wrong
         return plan, outputs
 
+    def _for_any_sizes(self, samples: Samples) -> AnySizes:
+        """Return what runs the graph for any number of rows and texts."""
+        if not isinstance(self._runner, CompiledRunner):
+            msg = f"calls are not made in C: {self._runner.name}"
+            raise BackendError(msg)
+        return AnySizes(
+            samples,
+            lambda inputs: self._recorder(self._module, self._source.maker, self._weights).record(inputs),
+            self._by_plan,
+            self._source.maker,
+            self._runner,
+            self._recording,
+        )
+
     def _separate(self, plan: ExecutionPlan) -> PlanInstance:
         """Return a context of its own, which runs entries one by one."""
         with torch.inference_mode(False):
@@ -417,11 +444,15 @@ def why_not(module: fx.GraphModule) -> str:
 
 
 def planned(
-    module: fx.GraphModule, otherwise: Callable[[], Otherwise], judge: PlanJudge | None = None
+    module: fx.GraphModule,
+    otherwise: Callable[[], Otherwise],
+    judge: PlanJudge | None = None,
+    samples: Samples | None = None,
 ) -> PlannedModel:
     """Return what runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()
-    return PlannedModel(module, source, runner(source.maker.library)[0], otherwise, judge=judge)
+    run_by = runner(source.maker.library)[0]
+    return PlannedModel(module, source, run_by, otherwise, judge=judge, samples=samples)
 
 
 def _regular(tensor: torch.Tensor) -> torch.Tensor:

@@ -410,6 +410,21 @@ _ROWS = (
     FunctionRow(
         "steps",
         Structure(
+            "text_sums",
+            "Sums of the rows of each text, in fp32.",
+            (
+                *(Field("texts"), Field("rows", "of all texts"), Field("width")),
+                Field("stride", "elements from row to row of x"),
+                Field("step", "elements from column to column of x, 0 or 1"),
+                Field("threads"),
+            ),
+        ),
+        least=3,
+        most=3,
+    ),
+    FunctionRow(
+        "steps",
+        Structure(
             "norm",
             "Layer norm of rows, or RMS norm, which takes no mean off.",
             (
@@ -524,7 +539,9 @@ _ROWS = (
             "int8_attention",
             "Attention of int8 codes. Strides are in elements.",
             (
-                Field("texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"),
+                Field(
+                    "texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"
+                ),
                 *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
                 *(Field("width", "of q and k"), Field("wide", "of v and y")),
                 Field("q_strides", "of batch, head and row", (3,)),
@@ -581,7 +598,9 @@ _ROWS = (
             "dynamic_attention",
             "Attention in int8 with ranges of each call, see dynamic_attention.c. Strides are in elements.",
             (
-                Field("texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"),
+                Field(
+                    "texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"
+                ),
                 *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
                 *(Field("width", "of q and k"), Field("wide", "of v and y")),
                 Field("mask", "MASK_..."),

@@ -367,6 +367,52 @@ int nc_norm(const struct nc_norm *how, void *unused, int count, char *const *ten
     return OK;
 }
 
+struct summing {
+    const struct nc_text_sums *how;
+    char *const *tensors;
+};
+
+INLINE void any_sum_rows(const struct summing *job, int64_t text)
+{
+    const struct nc_text_sums *how = job->how;
+    const int32_t *starts = (const int32_t *)job->tensors[2];
+    float *y = (float *)job->tensors[0] + text * how->width;
+    memset(y, 0, (size_t)how->width * 4);
+    for (int64_t row = starts[text]; row < starts[text + 1]; row++) {
+        const float *x = (const float *)job->tensors[1] + row * how->stride;
+        if (how->step)
+            for (int64_t i = 0; i < how->width; i++)
+                y[i] += x[i];
+        else
+            for (int64_t i = 0; i < how->width; i++)
+                y[i] += *x;
+    }
+}
+FOR_EACH_CPU(void, sum_rows, (const struct summing *job, int64_t text), (job, text))
+
+static void sum_texts(void *data, int64_t part, int64_t parts)
+{
+    const struct summing *job = data;
+    const int64_t texts = job->how->texts;
+    for (int64_t text = texts * part / parts; text < texts * (part + 1) / parts; text++)
+        sum_rows(job, text);
+}
+
+/* tensors: y, without gaps; x; where each text begins, int32 */
+int nc_text_sums(const struct nc_text_sums *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_text_sums);
+    const struct summing job = {how, tensors};
+    const int32_t *starts = (const int32_t *)tensors[2];
+    EXPECT(how->texts >= 0 && how->width >= 0 && (how->step == 0 || how->step == 1), OTHER_SIZE);
+    EXPECT(starts[0] == 0 && starts[how->texts] == how->rows, OTHER_SIZE);
+    for (int64_t text = 0; text < how->texts; text++)
+        EXPECT(starts[text] <= starts[text + 1], OTHER_SIZE);
+    const int64_t worth = 1 + how->rows * how->width / 16384;
+    in_parts(sum_texts, (void *)&job, worth < how->texts ? worth : how->texts, how->threads);
+    return OK;
+}
+
 struct placing {
     const struct nc_place *how;
     char *const *tensors;

@@ -74,12 +74,14 @@ class Primitive:
         kind: what it computes: "matmul", "convolution", "reorder", ...
         kernel: oneDNN's name of the implementation, with its instruction set.
         layouts: for each tensor argument, how it lies in memory.
+        made_by: the method of `Maker` that made it, with its arguments by position and by name.
     """
 
     handle: Handle
     kind: str
     kernel: str
     layouts: Mapping[int, Layout]
+    made_by: tuple[str, tuple[Any, ...], Mapping[str, Any]] = ("", (), {})
 
     @property
     def is_reference(self) -> bool:
@@ -94,12 +96,12 @@ def _shared(make: Callable[_P, Primitive]) -> Callable[_P, Primitive]:
     def made(*args: _P.args, **kwargs: _P.kwargs) -> Primitive:
         maker: Any = args[0]
         kept: dict[object, Primitive] | None = maker.kept
-        if kept is None:
-            return make(*args, **kwargs)
         key = make.__name__, args[1:], tuple(kwargs.items())
-        found = kept.get(key)
+        found = None if kept is None else kept.get(key)
         if found is None:
-            found = kept[key] = make(*args, **kwargs)
+            found = dataclasses.replace(make(*args, **kwargs), made_by=(make.__name__, args[1:], kwargs))
+            if kept is not None:
+                kept[key] = found
         return found
 
     return made

@@ -104,6 +104,51 @@ class _Place(ctypes.Structure):
     ]
 
 
+class CallTable:
+    """A table of calls in C, whose entries may change between runs.
+
+    Args:
+        runner: what runs it.
+        calls: see `CallList.calls`; what they point to must live as long as the table.
+        places: number of the tensors whose address is set before each run.
+        bases: number of the addresses that a run is given.
+        stream: of oneDNN.
+    """
+
+    def __init__(
+        self,
+        runner: CompiledRunner,
+        calls: Sequence[tuple[int | None, int, int, int]],
+        places: int,
+        bases: int,
+        stream: Handle,
+    ) -> None:
+        addresses = runner.library.addresses
+        execute, self._set = addresses["dnnl_primitive_execute"], addresses["dnnl_memory_set_data_handle"]
+        self._calls = (_Call * len(calls))(*(_Call(function or execute, *rest) for function, *rest in calls))
+        self._places = (_Place * places)()
+        self._bases = (ctypes.c_void_p * bases)()
+        self._function, self._stream = runner.function, stream
+        self._fixed = (
+            *(stream.pointer, ctypes.byref(self._places), places, self._bases),
+            *(ctypes.byref(self._calls), len(calls)),
+        )
+
+    def set(self, index: int, what: int, arguments: int, count: int) -> None:
+        """Let a call of a primitive be one of another, with other arguments."""
+        call = self._calls[index]
+        call.what, call.arguments, call.count = what, arguments, count
+
+    def place(self, index: int, function: int | None, memory: int, base: int, offset: int) -> None:
+        """Say which address is set before each run; see `CallList.places`."""
+        self._places[index] = _Place(function or self._set, memory, base, offset)
+
+    def run(self, given: Sequence[int]) -> int:
+        """Run all calls; see `Run`."""
+        self._bases[:] = list(given)
+        return self._function(*self._fixed)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledRunner:
     """One call from Python for the whole list; Python's lock is free while it runs."""
@@ -114,22 +159,13 @@ class CompiledRunner:
 
     def bind(self, calls: CallList, stream: Handle) -> Run:
         """See `Runner.bind`."""
-        execute, place = (
-            self.library.addresses[f"dnnl_{name}"] for name in ("primitive_execute", "memory_set_data_handle")
-        )
-        table = (_Call * len(calls.calls))(
-            *(_Call(function or execute, *rest) for function, *rest in calls.calls)
-        )
-        places = (_Place * len(calls.places))(
-            *(_Place(function or place, *rest) for function, *rest in calls.places)
-        )
-        bases = (ctypes.c_void_p * len(calls.bases))()
-        fixed = stream.pointer, ctypes.byref(places), len(places), bases, ctypes.byref(table), len(table)
-        function, keep = self.function, (calls, stream)
+        table = CallTable(self, calls.calls, len(calls.places), len(calls.bases), stream)
+        for index, place in enumerate(calls.places):
+            table.place(index, *place)
+        keep = calls
 
         def run(given: Sequence[int]) -> int:
-            bases[:] = list(given)
-            return function(*fixed) if keep else 0
+            return table.run(given) if keep else 0
 
         return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,33 @@ def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
         "its indices are not int64, or there is none",
     )
     places, width = table.tensor.shape
-    size = width * table.tensor.element_size()
-    result = new(recorder, (*indices.tensor.shape, width), table.tensor.dtype)
+    size, shape = width * table.tensor.element_size(), (*indices.tensor.shape, width)
+    return rows_of_table(recorder, node, table, indices, size, places, shape)
+
+
+def rows_of_table(
+    recorder: Recorder,
+    node: fx.Node,
+    table: PlanTensor,
+    indices: PlanTensor,
+    size: int,
+    places: int,
+    shape: Sequence[int],
+) -> PlanTensor:
+    """Append the copy of rows of a table; return them.
+
+    Args:
+        recorder: of the plan.
+        node: of the graph.
+        table: rows that lie consecutively.
+        indices: int64, without gaps.
+        size: bytes of a row.
+        places: number of rows.
+        shape: of the result.
+    """
+    available()
+    need(indices.tensor.is_contiguous() and indices.tensor.numel(), "its indices have gaps, or there is none")
+    result = new(recorder, shape, table.tensor.dtype)
     fields = {
         "bytes": size,
         "rows": indices.tensor.numel(),

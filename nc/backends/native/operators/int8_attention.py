@@ -243,7 +243,7 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
     need(0 < width <= _WIDEST and 0 < wide <= _WIDEST, f"a head is wider than {_WIDEST}")
     most = caches.second() // 2 // (width + wide)  # keys and values of a head should stay in the second cache
     longest = keys if texts is None else texts.longest
-    need(0 < keys and longest <= most, f"it has no key, or more than {most}")
+    need(keys and longest <= most, f"it has no key, or more than {most}")
     need(len(before) + len(behind) <= _MOST_FOLLOWERS, f"more than {_MOST_FOLLOWERS} tensors follow products")
     q, k, v = (
         _repeated(q, (batch, heads, rows, width)),

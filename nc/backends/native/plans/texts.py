@@ -47,7 +47,7 @@ def texts_of(recorder: Recorder, value: Any) -> Texts | None:
 def split(
     recorder: Recorder, how: Sequence[str], others: Sequence[Any]
 ) -> tuple[Texts | None, list[tuple[str, PlanTensor]]]:
-    """Return what keeps texts apart of what follows scores, and the rest; a table of places is of the rest."""
+    """Return what keeps texts apart of what follows scores, and the rest, of which a table of places is."""
     texts, rest = None, []
     for name, other in zip(how, others, strict=True):
         found = texts_of(recorder, other) if name == "add" else None

@@ -17,17 +17,17 @@ from torch import fx
 
 from nc.graph.tensor_meta import TENSORS
 
-#: What is added to a score that is not to count is less than this; fp16 has nothing below -65504.
-HIDDEN = -1e4
+#: What is added to a score that is not to count is less than this; old models add -10000.
+HIDDEN = -5e3
 #: Tokens for which all masks are tried, and lengths for which some are.
-_ALL, _SOME = 5, (1, 37, 130)
-#: Places for which a table of what is added is made.
-MOST_PLACES = 512
+_ALL, _SOME = 5, (1, 37)
+#: The most tokens of a text, and with a table of what is added by places.
+MOST_TOKENS, MOST_PLACES = 2048, 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Meaning:
-    """What a mask adds to the scores of real tokens.
+    """What masks add to the scores of real tokens.
 
     Attributes:
         table: fp32, [heads or 1, places, places], by the places of the query and the key in their text; None:
@@ -43,7 +43,11 @@ class Unlike(Exception):
     """A mask does something else than hiding keys; the text says what."""
 
 
-def computed(
+#: int64 mask of texts [texts, length] → what it makes of it.
+Computed = Callable[[torch.Tensor], torch.Tensor]
+
+
+def values_of(
     module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, torch.Tensor]
 ) -> list[Any]:
     """Return values of nodes, from as few other nodes as they need.
@@ -74,7 +78,7 @@ def computed(
     return [values[node] for node in nodes]
 
 
-def read_values(node: fx.Node) -> frozenset[fx.Node]:
+def inputs_read(node: fx.Node) -> frozenset[fx.Node]:
     """Return the placeholders whose values, and not only sizes, a node depends on."""
     found: set[fx.Node] = set()
     seen: set[fx.Node] = set()
@@ -90,36 +94,42 @@ def read_values(node: fx.Node) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-def meaning(
-    values: Callable[[torch.Tensor], torch.Tensor], places: int
-) -> Meaning:
-    """Return what a mask adds to scores.
+def meaning(added: Computed, places: int) -> Meaning:
+    """Return what masks add to scores.
 
     Args:
-        values: int64 mask [texts, length] of the user's → what is added, [texts or 1, heads or 1, length or
-            1, length].
+        added: mask → fp32 [texts, heads or 1, length, length]; less than `HIDDEN` for what is hidden.
         places: the most places of a text.
 
     Raises:
-        Unlike: it does not hide masked keys, or depends on other tokens than a query and a key.
+        Unlike: they do not hide the keys that are masked, or depend on other tokens than a query and a key.
     """
-    tables = [_checked(values, mask) for mask in _tried(places)]
-    if all(not table.any() for table in tables):
+    tables = [_checked(added, mask) for mask in tried(places)]
+    count = min(places, MOST_TOKENS)
+    table = _lowest(added(torch.ones(1, count, dtype=torch.int64)))[0]
+    if not any(each.any() for each in (table, *tables)):
         return Meaning(None)
     count = min(places, MOST_PLACES)
-    table = _seen(values(torch.ones(1, count, dtype=torch.int64)), 1, count)[0]
+    table = table[:, :count, :count]
     for small in tables:
         n = small.shape[-1]
         if n <= count and not torch.equal(small.expand_as(table[:, :n, :n]), table[:, :n, :n]):
-            msg = "what it adds to scores depends on the length of the texts"
+            msg = "what they add to scores depends on the length of the texts"
             raise Unlike(msg)
-    distance = all(
-        torch.equal(table[:, 1:, 1:], table[:, :-1, :-1]) for _ in range(1)
-    )
-    return Meaning(table, distance)
+    return Meaning(table.clone(), torch.equal(table[:, 1:, 1:], table[:, :-1, :-1]))
 
 
-def _tried(places: int) -> list[torch.Tensor]:
+def is_one(value: Computed, places: int) -> bool:
+    """Whether a value [texts or 1, 1, length, 1] is 1 for all real tokens, whatever is masked."""
+    for mask in tried(places):
+        found = value(mask)
+        real = mask.bool()[:, None, :, None].expand(mask.shape[0], *found.shape[1:])
+        if not bool((found.expand_as(real)[real] == 1).all()):
+            return False
+    return True
+
+
+def tried(places: int) -> list[torch.Tensor]:
     """Return masks: all of a few tokens, and some of many: padding on both sides, and holes."""
     every = torch.tensor(list(itertools.product((0, 1), repeat=min(_ALL, places))))
     masks = [every[every.any(1)]]
@@ -133,32 +143,21 @@ def _tried(places: int) -> list[torch.Tensor]:
     return masks
 
 
-def _checked(values: Callable[[torch.Tensor], torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """Return what is added for places that all are seen; raises `Unlike`."""
-    texts, n = mask.shape
-    whole = _seen(values(torch.ones(1, n, dtype=torch.int64)), 1, n)[0]
+def _checked(added: Computed, mask: torch.Tensor) -> torch.Tensor:
+    """Return what is added for places that all are seen, [heads or 1, length, length]; raises `Unlike`."""
+    whole = _lowest(added(torch.ones(1, mask.shape[1], dtype=torch.int64)))[0]
     if (torch.diagonal(whole, dim1=-2, dim2=-1) < HIDDEN).any():
         msg = "a token does not see itself"
         raise Unlike(msg)
-    found = _seen(values(mask), texts, n)
-    real = mask.bool()
-    keys = real[:, None, None, :]
+    found, real = _lowest(added(mask)), mask.bool()
+    expected = whole[None].where(real[:, None, None, :], torch.finfo(torch.float32).min)
     queries = real[:, None, :, None]
-    expected = whole[None].where(keys, torch.finfo(torch.float32).min)
     if not torch.equal(found.where(queries, 0), expected.expand_as(found).where(queries, 0)):
-        msg = "it does not just hide the keys that are masked"
+        msg = "they do not just hide the keys that are masked"
         raise Unlike(msg)
     return whole
 
 
-def _seen(added: torch.Tensor, texts: int, n: int) -> torch.Tensor:
-    """Return what is added, the lowest number for what is hidden; [texts, heads or 1, n, n]."""
-    if added.dtype is torch.bool:
-        added = torch.zeros(()).where(added, torch.finfo(torch.float32).min)
-    if added.dim() > 4 or added.shape[-1] not in (1, n):
-        msg = f"it has the sizes {tuple(added.shape)}"
-        raise Unlike(msg)
-    added = added[(None,) * (4 - added.dim())].float()
-    heads = added.shape[1]
-    lowest = torch.finfo(torch.float32).min
-    return added.masked_fill(added < HIDDEN, lowest).expand(texts, heads, n, n)
+def _lowest(added: torch.Tensor) -> torch.Tensor:
+    """Return what is added, with the lowest number for what is hidden."""
+    return added.masked_fill(added < HIDDEN, torch.finfo(torch.float32).min)

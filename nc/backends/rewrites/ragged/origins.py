@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.rewrites.ragged.names import is_tensor, names_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name, schema_arguments
-from nc.graph.tensor_meta import TENSORS
 from nc.graph.views import called_with
 from nc.proof.places import is_pointwise
 
@@ -25,8 +25,8 @@ _FILLED = frozenset(
     {"full", "zeros", "ones", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
     | {"scalar_tensor", "new_empty", "empty_like"}
 )
-#: Operators that mix a result along dimensions, which an argument names.
-_ALONG = {"softmax": "dim", "_softmax": "dim", "log_softmax": "dim", "glu": "dim", "cumsum": "dim"}
+#: Operators that mix values along one dimension, and keep its size.
+_ALONG = frozenset({"softmax", "_softmax", "log_softmax"})
 _NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm"})
 _REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "any", "all", "var"})
 #: Operators that move values, beside those of the catalogue.
@@ -128,8 +128,16 @@ class Origins:
     Args:
         module: the graph.
         sizes: for which they are computed.
-        given: origins of the inputs, and of nodes whose origins are known otherwise.
-        skipped: nodes that are not looked at: their values are read by skipped ones and `given` ones only.
+        given: origins of the inputs.
+        skipped: nodes that are not looked at: only skipped ones and `known` ones read them.
+
+    Attributes:
+        values: by node; `Text` for values of whole texts, and sizes as numbers.
+        firsts: nodes that take the first token of each text.
+        sums: nodes that sum a value over the tokens of a text, which is zero for padding.
+        positions: nodes that give places, or rows of a table by places; with the dimension of places.
+        beforehand: nodes with one integer for each token that depends on others: they are computed with
+            padding.
     """
 
     def __init__(
@@ -141,20 +149,24 @@ class Origins:
     ) -> None:
         self._module, self._sizes, self._skipped = module, sizes, skipped
         self.values: dict[fx.Node, Any] = dict(given)
-        #: Nodes that take the first token of each text.
         self.firsts: list[fx.Node] = []
-        #: Nodes that give numbers of places or rows of a table of places, and the dimension of places.
+        self.sums: list[fx.Node] = []
         self.positions: dict[fx.Node, int] = {}
+        self.beforehand: list[fx.Node] = []
+        #: Nodes that are zero for padding.
+        self._zero: set[fx.Node] = set()
 
-    def compute(self, known: Mapping[fx.Node, Callable[[], Any]]) -> None:
+    def compute(self, known: Mapping[fx.Node, Callable[[], Any]], mask: fx.Node | None) -> None:
         """Find the origins of all nodes.
 
         Args:
             known: nodes whose origins others compute, from those of nodes before them.
+            mask: the input that is zero for padding.
 
         Raises:
             Mixed: one has none.
         """
+        self._zero = set() if mask is None else {mask}
         for node in self._module.graph.nodes:
             if node in known:
                 self.values[node] = known[node]()
@@ -164,85 +176,124 @@ class Origins:
                 value = getattr(self._module, str(node.target))
                 self.values[node] = Origin.nothing(value.shape) if isinstance(value, torch.Tensor) else value
             elif node.op == "call_function":
-                self.values[node] = self._of(node)
+                self.values[node] = self._found(node)
+                self._note_zero(node)
+
+    def _note_zero(self, node: fx.Node) -> None:
+        """Note whether a node is zero for padding, as products with the mask are, and what moves these."""
+        read = [source for source in node.all_input_nodes if source in self._zero]
+        name = op_name(node)
+        keeps = name in _MOVES or name in ("mul", "to", "type_as", "contiguous", "clone")
+        if read and keeps and (name == "mul" or node.all_input_nodes[0] in self._zero):
+            self._zero.add(node)
+
+    def _found(self, node: fx.Node) -> Any:
+        try:
+            return self._of(node)
+        except Mixed:
+            if not self._is_integer_of_tokens(node):
+                raise
+            self.beforehand.append(node)
+            return Origin.tokens(self._sizes.texts, self._sizes.length)
+
+    def _is_integer_of_tokens(self, node: fx.Node) -> bool:
+        """Whether a node gives one integer for each token."""
+        names = names_of(node)
+        if len(names) != 2 or names[0] not in self._sizes.of_texts or names[1] != self._sizes.of_length:
+            return False
+        return not node.meta["val"].dtype.is_floating_point
 
     def _of(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg(called_with(node), self.values.__getitem__)
-        flat = [value for value in _flat((args, kwargs)) if isinstance(value, Origin)]
-        why = f"{node.name} ({op_name(node)}) reads several tokens"
-        if not isinstance(node.meta.get("val"), (*TENSORS, list, tuple)):
-            return _number(node, args, kwargs)
-        if any(isinstance(value, Text) for value in _flat((args, kwargs))):
+        given = _flat((args, kwargs))
+        flat = [value for value in given if isinstance(value, Origin)]
+        if not is_tensor(node) and not isinstance(node.meta.get("val"), (list, tuple)):
+            return _number(node, args, given)
+        if any(isinstance(value, Text) for value in given):
             if any(each.has_tokens for each in flat):
-                msg = f"{node.name} ({op_name(node)}) reads a value of a text for each of its tokens"
-                raise Mixed(msg)
+                raise _mixed(node, "reads a value of a text for each of its tokens")
             return Text()
         if all(each.is_constant for each in flat):
             return self._of_constants(node, args, kwargs)
         if not any(each.has_tokens for each in flat):
-            raise Mixed(f"{node.name} ({op_name(node)}) reads texts, but not their tokens")
-        return self._of_tokens(node, args, kwargs, flat, why)
+            raise _mixed(node, "reads texts, but not their tokens")
+        return self._of_tokens(node, args, kwargs, flat)
 
-    def _of_tokens(
-        self, node: fx.Node, args: Any, kwargs: Any, flat: Sequence[Origin], why: str
-    ) -> Any:
-        name, kind = op_name(node), kind_of_node(node)
-        named = schema_arguments(node)
+    def _of_tokens(self, node: fx.Node, args: Any, kwargs: Any, flat: Sequence[Origin]) -> Any:
+        """Return the origin of what is computed of tokens."""
+        name, named, why = op_name(node), schema_arguments(node), _WHY.format(node.name, op_name(node))
         first = args[0] if args else next(iter(kwargs.values()))
         if name in ("select", "slice") and isinstance(first, Origin):
-            return self._part(node, first, args, kwargs, why)
-        if name in _MOVES and not (name == "index_select" and first.is_constant):
+            return self._part(node, first, args, kwargs)
+        if name == "gather" and first.is_constant:
+            return flat[-1]
+        if name == "index_select" and first.is_constant:
+            dim = named["dim"] % first.text.dim()
+            sizes = [*first.shape[:dim], -1, *first.shape[dim + 1 :]]
+            rest = (1,) * (first.text.dim() - dim - 1)
+            return flat[-1].moved(lambda x: x.view(-1, *rest).expand(sizes))
+        if name in _MOVES:
             return _moved(node, args, kwargs)
         if is_pointwise(node):
-            # a tensor that only gives a dtype counts for nothing
-            given = flat if name != "type_as" else flat[:1]
-            return joined(given, torch.broadcast_shapes(*(each.shape for each in given)), why)
-        if kind == "linear" or name == "quant_linear":
-            rows = first.along([first.text.dim() - 1], why)
+            given = flat if name != "type_as" else flat[:1]  # the second only gives a dtype
+            shape: Any = torch.broadcast_shapes(*(each.shape for each in given))  # type: ignore[no-untyped-call]
+            return joined(given, shape, why)
+        if kind_of_node(node) == "linear" or name == "quant_linear":
             if not all(each.is_constant for each in flat[1:]):
-                raise Mixed(f"{node.name}: its weight is computed from tokens")
-            width = args[1].shape[0]
-            return rows.moved(lambda x: x.expand(*x.shape[:-1], width))
+                raise _mixed(node, "has a weight that is computed from tokens")
+            return _widened(first.along([-1], why), args[1].shape[0])
         if name in ("embedding", "quant_embedding"):
-            indices = args[1] if name == "embedding" else args[0]
-            if not flat[0].is_constant and name == "embedding":
-                raise Mixed(why)
-            width = args[0].shape[1] if name == "embedding" else int(named["features"])
+            table, indices = (args[0], args[1]) if name == "embedding" else (None, args[0])
+            if table is not None and not table.is_constant:
+                raise _mixed(node, "looks up rows of tokens")
+            width = named["features"] if table is None else table.shape[1]
             return indices.moved(lambda x: x[..., None].expand(*x.shape, width))
         if name in _NORMS:
-            dims = range(first.text.dim() - len(named["normalized_shape"]), first.text.dim())
+            dims = range(-len(named["normalized_shape"]), 0)
             return first.along(dims, why).moved(lambda x: x.expand(first.shape))
         if name == "quantize_dequantize_dynamic":
             if not named["per_token"] or named["right"] is not None:
-                raise Mixed(f"{node.name}: its range is of all tokens together")
-            dim = int(named["dim"])
-            return first.along([dim % first.text.dim()], why).moved(lambda x: x.expand(first.shape))
-        if name in ("softmax", "_softmax", "log_softmax"):
-            dim = int(named["dim"]) % first.text.dim()
-            return first.along([dim], why).moved(lambda x: x.expand(first.shape))
+                raise _mixed(node, "has one range for all tokens")
+            return first.along([named["dim"]], why).moved(lambda x: x.expand(first.shape))
+        if name in _ALONG:
+            return first.along([named["dim"]], why).moved(lambda x: x.expand(first.shape))
         if name in _REDUCTIONS and named.get("dim") is not None:
-            return _reduced(first, named, why)
-        if name in ("gather", "index_select") and first.is_constant:
-            return next(each for each in flat if not each.is_constant)
-        raise Mixed(f"{node.name}: nothing is known of {name} over tokens")
+            return self._reduced(node, first, named, why)
+        raise _mixed(node, "is an operator of which nothing is known over tokens")
 
-    def _part(self, node: fx.Node, x: Origin, args: Any, kwargs: Any, why: str) -> Any:
+    def _part(self, node: fx.Node, x: Origin, args: Any, kwargs: Any) -> Any:
         """Return what is left of a value; the first token of each text is a value of the text."""
         found = _moved(node, args, kwargs)
-        if set(zip(*_pairs(found), strict=True)) == set(zip(*_pairs(x), strict=True)):
+        if _set_of(found) == _set_of(x):
             return found
         named = schema_arguments(node)
-        dim = int(named.get("dim", 0)) % x.text.dim()
+        dim = named.get("dim", 0) % x.text.dim()
         is_first = op_name(node) == "select" and named["index"] == 0
         if is_first and x.shape[dim] == self._sizes.length and bool((found.place == 0).all()):
             self.firsts.append(node)
             return Text()
-        raise Mixed(f"{node.name} ({op_name(node)}) reads some of the tokens")
+        raise _mixed(node, "reads some of the tokens")
+
+    def _reduced(self, node: fx.Node, x: Origin, named: Mapping[str, Any], why: str) -> Any:
+        """Return what is left of a value whose elements are summed along dimensions, or the like."""
+        given = named["dim"]
+        dims = sorted({dim % x.text.dim() for dim in ([given] if isinstance(given, int) else given)})
+        try:
+            found = x.along(dims, why)
+        except Mixed:
+            names = names_of(node.all_input_nodes[0])
+            is_sum = op_name(node) == "sum" and dims == [1] and names[1] == self._sizes.of_length
+            if not is_sum or node.all_input_nodes[0] not in self._zero or named.get("dtype") is not None:
+                raise
+            self.sums.append(node)
+            return Text()
+        if named.get("keepdim"):
+            return found
+        return found.moved(lambda y: y.reshape([n for d, n in enumerate(y.shape) if d not in dims]))
 
     def _of_constants(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Return the origin of what is computed of constants and sizes."""
-        shape, name = node.meta["val"].shape, op_name(node)
-        names = [str(size) for size in shape]
+        name, names = op_name(node), names_of(node)
         if name == "arange" and names == [self._sizes.of_length]:
             self.positions[node] = 0
             place = torch.arange(self._sizes.length)
@@ -250,37 +301,50 @@ class Origins:
         if name == "slice" and self._sizes.of_length in names:
             dim = names.index(self._sizes.of_length)
             if args[2] not in (None, 0):
-                raise Mixed(f"{node.name} takes places from {args[2]} on")
+                raise _mixed(node, f"takes places from {args[2]} on")
             self.positions[node] = dim
             given = _moved(node, args, kwargs)
             place = torch.arange(self._sizes.length)
             return Origin(given.text, place.view(-1, *(1,) * (len(names) - dim - 1)).expand(given.shape))
-        free = [n for n in names if not n.isdigit()]
-        if not free:
-            return Origin.nothing([int(n) for n in names])
+        if all(each.isdigit() for each in names):
+            return Origin.nothing([int(each) for each in names])
         if name in _MOVES:
             return _moved(node, args, kwargs)
-        if name in _FILLED or is_pointwise(node):
-            return Origin.nothing([self._size(n) for n in names])
-        raise Mixed(f"{node.name} ({name}) is computed from the sizes of the inputs")
+        if name in _FILLED or name == "embedding" or is_pointwise(node):
+            return Origin.nothing([self._size(node, each) for each in names])
+        raise _mixed(node, "is computed from the sizes of the inputs")
 
-    def _size(self, name: str) -> int:
+    def _size(self, node: fx.Node, name: str) -> int:
         if name in self._sizes.of_texts:
             return self._sizes.texts
         if name == self._sizes.of_length:
             return self._sizes.length
         if name.isdigit():
             return int(name)
-        raise Mixed(f"a size is {name}")
+        raise _mixed(node, f"has the size {name}")
 
 
 class Text:
     """A value of a whole text, or of all texts: nothing about it changes."""
 
 
+_WHY = "{} ({}) reads several tokens"
+
+
+def _mixed(node: fx.Node, why: str) -> Mixed:
+    return Mixed(f"{node.name} ({op_name(node)}) {why}")
+
+
+def _widened(x: Origin, width: int) -> Origin:
+    """Return the origin of rows of another width."""
+    return x.moved(lambda y: y.expand(*y.shape[:-1], width))
+
+
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Return what an operator makes of origins, which it moves like values."""
     target: Any = node.target
+    if op_name(node) == "to":
+        return args[0]
 
     def part(value: Any, name: str) -> Any:
         if isinstance(value, Origin):
@@ -289,8 +353,6 @@ def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
             return [part(v, name) for v in value]
         return value
 
-    if op_name(node) == "to":
-        return args[0]
     results = []
     for name in ("text", "place"):
         given = {key: part(value, name) for key, value in kwargs.items() if key != "dtype"}
@@ -300,28 +362,19 @@ def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return Origin(*results)
 
 
-def _reduced(x: Origin, named: Mapping[str, Any], why: str) -> Origin:
-    given = named["dim"]
-    dims = sorted({dim % x.text.dim() for dim in ([given] if isinstance(given, int) else given)})
-    found = x.along(dims, why)
-    if named.get("keepdim"):
-        return found
-    return found.moved(lambda y: y.reshape([n for d, n in enumerate(y.shape) if d not in dims]))
+def _set_of(x: Origin) -> set[tuple[int, int]]:
+    """Return the tokens of a value."""
+    return set(zip(x.text.flatten().tolist(), x.place.flatten().tolist(), strict=True))
 
 
-def _pairs(x: Origin) -> tuple[list[int], list[int]]:
-    return x.text.flatten().tolist(), x.place.flatten().tolist()
-
-
-def _number(node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _number(node: fx.Node, args: Any, given: Sequence[Any]) -> Any:
     """Return a size, or what is computed of sizes."""
-    name = op_name(node)
-    if name.startswith("sym_size"):
+    if op_name(node).startswith("sym_size"):
         return Text() if isinstance(args[0], Text) else args[0].shape[args[1]]
-    if any(isinstance(value, (Origin, Text)) for value in _flat((args, kwargs))):
-        raise Mixed(f"{node.name} ({name}) reads a value of a tensor")
+    if any(isinstance(value, (Origin, Text)) for value in given):
+        raise _mixed(node, "reads a value of a tensor")
     target: Any = node.target
-    return target(*args, **kwargs)
+    return target(*args)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -11,39 +11,37 @@ import torch
 from torch import fx
 
 from nc.backends.rewrites.ragged import masks
-from nc.backends.rewrites.ragged.masks import Meaning, Unlike, computed, read_values
+from nc.backends.rewrites.ragged.attentions import Attention, Unknown, attentions, dead_terms
+from nc.backends.rewrites.ragged.masks import HIDDEN, Computed, Meaning, Unlike, inputs_read, values_of
+from nc.backends.rewrites.ragged.names import is_tensor, name_of, names_of, size_of
 from nc.backends.rewrites.ragged.origins import Mixed, Origin, Origins, Sizes, Text
-from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, call_function, call_operator, copy_module, drop_unused
 from nc.graph.placement import works_in_place
 from nc.graph.qdq import QDQGraph
-from nc.graph.tensor_meta import TENSORS, Size, Traced, dim_of, hint_of
-from nc.graph.views import Binary, Softmax, returned, set_argument
-from nc.ops import segment_bias
+from nc.graph.tensor_meta import Size, Traced
+from nc.graph.views import Binary, returned
+from nc.ops import segment_bias, segment_sum
 from nc.process.unavailable import Unavailable
 
 _aten = torch.ops.aten
-#: The longest text of which anything is asked.
-_LONGEST = 1 << 16
-#: The most tokens of a text in graphs over rows.
-MOST_ROWS = 2048
-#: Operators that put a factor or a mask before a softmax.
-_FACTORS = ("mul", "div")
+#: Sizes for which origins are computed: of several texts, and of rows.
+_PROVED = ((3, 5), (1, 7))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
     """A graph over rows of tokens.
 
-    Its inputs are those tensors of the user's that hold tokens, as one text [1, rows]; then `places`, int64
-    [rows], the place of each row in its text; `starts`, int32 [texts + 1], where each text begins, and the
-    number of rows; and `firsts`, int64 [texts], the same without the last.
+    Its inputs are the user's as one text, [1, rows], then the values that are computed `beforehand`,
+    likewise; `places`, int64 [rows], the place of each row in its text; `starts`, int32 [texts + 1], where
+    each text begins, and the number of rows; and `firsts`, int64 [texts], the same without the last.
 
     Attributes:
         graph: the graph; what it gives for tokens is [1, rows, ...].
-        tokens: numbers of the flat inputs that hold tokens, in order.
-        mask: number of the flat input that masks them; None: no token is masked.
-        of_tokens: for each output, whether it has a row for each token; else one for each text.
+        beforehand: flat inputs → integers of tokens that depend on other tokens, [texts, length].
+        mask: number of the flat input that masks tokens; None: no token is masked.
+        of_tokens: for each output, whether it has a row for each token; else it has one for each text.
         firsts: outputs read the first token of each text, which must be a real one.
         longest: the most tokens of a text.
         together: real tokens of a text must follow each other.
@@ -51,7 +49,7 @@ class Ragged:
     """
 
     graph: QDQGraph
-    tokens: tuple[int, ...]
+    beforehand: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     mask: int | None
     of_tokens: tuple[bool, ...]
     firsts: bool
@@ -64,508 +62,464 @@ class _No(Exception):
     """Why a graph is not ragged."""
 
 
-def ragged(graph: QDQGraph) -> Ragged | Unavailable:
-    """Return the graph over rows of tokens, or why there is none."""
+def ragged(graph: QDQGraph) -> Ragged | Unavailable | None:
+    """Return the graph over rows of tokens, or why there is none; None where its inputs are not texts."""
+    inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    if not inputs or not all(is_tensor(node) for node in inputs):
+        return None
+    if inputs[0].meta["val"].dtype.is_floating_point or len(names_of(inputs[0])) != 2:
+        return None
     try:
-        return _Rewriting(graph).done()
-    except (_No, Mixed, Unlike) as error:
+        return _rewritten(graph)
+    except (_No, Mixed, Unknown, Unlike) as error:
         return Unavailable(str(error))
+    except Exception as error:  # an operator that is followed in another way than it works
+        return Unavailable(f"it can't be followed: {type(error).__name__}: {str(error).splitlines()[0]}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Attention:
-    """An attention over tokens.
+class _Read:
+    """What was found out about a graph.
 
     Attributes:
-        scores: the product of queries and keys.
-        added: what is added to the scores, with the node that adds it and the name of its argument.
-        softmax: of the scores.
-        result: the product with the values.
-        between: all nodes from the scores to before the result.
+        module: a copy, to be changed.
+        inputs: its inputs.
+        mask: that one of them that masks tokens.
+        found: attentions.
+        meanings: of what is added to the scores of each of them.
+        ones: products of rows with what is 1 for real tokens, and the rows.
+        origins: of its values.
+        places: the most tokens of a text.
     """
 
-    scores: fx.Node
-    added: tuple[tuple[fx.Node, fx.Node], ...]
-    softmax: fx.Node
-    result: fx.Node
-    between: tuple[fx.Node, ...]
+    module: fx.GraphModule
+    inputs: Sequence[fx.Node]
+    mask: fx.Node | None
+    found: Sequence[Attention]
+    meanings: Mapping[Attention, Meaning]
+    ones: Mapping[fx.Node, fx.Node]
+    origins: Origins
+    places: int
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens of a text in the graph over rows."""
+        tables = [each.table.shape[-1] for each in self.meanings.values() if each.table is not None]
+        return min(self.places, masks.MOST_TOKENS, *tables)
 
 
-class _Rewriting:
-    """One rewriting; see `ragged`."""
+def _rewritten(graph: QDQGraph) -> Ragged:
+    """Return the graph over rows; raises why there is none."""
+    read = _read(graph)
+    outputs = [read.origins.values[leaf] for leaf in returned(read.module)]
+    of_tokens = tuple(isinstance(value, Origin) and value.has_tokens for value in outputs)
+    before = [node for node in read.origins.beforehand if node in _live(read.module, read.found, read.ones)]
+    beforehand = functools.partial(_beforehand, *_apart(read.module, read.inputs, before))
+    _change(read, before)
+    tables = [each for each in read.meanings.values() if each.table is not None]
+    return Ragged(
+        graph=dataclasses.replace(graph, module=read.module, expected=None),
+        beforehand=beforehand,
+        mask=None if read.mask is None else list(read.inputs).index(read.mask),
+        of_tokens=of_tokens,
+        firsts=bool(read.origins.firsts),
+        longest=read.longest,
+        together=bool(tables),
+        from_begin=not all(each.by_distance for each in tables),
+    )
 
-    def __init__(self, graph: QDQGraph) -> None:
-        self._source = graph
-        self._module, _ = copy_module(graph.module, lazy=True)
-        self._inputs = [node for node in self._module.graph.nodes if node.op == "placeholder"]
 
-    def done(self) -> Ragged:
-        """Return the graph; raises `_No`, `Mixed` or `Unlike`."""
-        if works_in_place(self._module) or self._source.signature.effects or self._source.signature.reads:
-            raise _No("operators of the graph work in place, or Python reads values of it")
-        names = [_names(node) for node in self._inputs]
-        if not names or any(len(each) != 2 or each[1] != names[0][1] for each in names):
-            raise _No("its inputs are not tokens of texts of free length")
-        length, batches = names[0][1], frozenset(each[0] for each in names)
-        if length.isdigit() or any(name.isdigit() for name in batches):
-            raise _No("its inputs have fixed sizes")
-        self._length, self._batches = length, batches
-        found = [self._attention(node) for node in self._module.graph.nodes if self._is_over_keys(node)]
-        if not found:
-            raise _No("it has no attention over tokens")
-        mask = self._mask(found)
-        places = self._longest()
-        meanings = self._meanings(found, mask, places)
-        ones = self._always_one(mask, places)
-        origins = self._origins(found, mask, ones)
-        return self._rewritten(found, mask, meanings, ones, origins, places)
+# ---- what is known of a graph ----
 
-    # ---- what there is ----
 
-    def _is_over_keys(self, node: fx.Node) -> bool:
-        if op_name(node) not in ("softmax", "_softmax"):
-            return False
-        names = _names(node)
-        return bool(names) and names.count(self._length) == 2
+def _read(graph: QDQGraph) -> _Read:
+    """Find out all that the rewriting needs; raises why there is none."""
+    signature = graph.signature
+    if works_in_place(graph.module) or signature.effects or signature.reads:
+        msg = "operators of the graph work in place, or Python reads values of its inputs"
+        raise _No(msg)
+    module, _ = copy_module(graph.module, lazy=True)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    found = attentions(module)
+    if not found:
+        msg = "it has no attention over tokens"
+        raise _No(msg)
+    mask = _mask_of(found)
+    names = [names_of(node) for node in inputs]
+    tokens = [each for node, each in zip(inputs, names, strict=True) if node is not mask] or names
+    if any(len(each) != 2 for each in names) or len({each[1] for each in tokens}) != 1:
+        msg = "its inputs are not tokens of texts of one length"
+        raise _No(msg)
+    if any(name.isdigit() for each in names for name in each):
+        msg = "its inputs have fixed sizes"
+        raise _No(msg)
+    length, texts = tokens[0][1], frozenset(each[0] for each in names)
+    places = _most_places(graph, module, length)
+    values = functools.partial(_values, module, inputs, mask)
+    meanings = _meanings(found, values, places)
+    ones = {} if mask is None else _always_one(module, mask, values, length, places)
+    live = _live(module, found, ones)
+    proofs = [_proved(module, inputs, mask, found, ones, live, Sizes(*n, texts, length)) for n in _PROVED]
+    origins = proofs[0]
+    return _Read(module, inputs, mask, found, meanings, ones, origins, places)
 
-    def _attention(self, softmax: fx.Node) -> _Attention:
-        view, names = Softmax.of(softmax), _names(softmax)
-        if view.dim not in (-1, len(names) - 1) or names[-1] != self._length or names[-2] != self._length:
-            raise _No(f"{softmax.name} is not over keys")
-        between, added, node = [softmax], [], view.input
-        while kind_of_node(node) != "matmul":
-            between.append(node)
-            name = op_name(node)
-            if name == "add" and Binary.of(node).alpha == 1:
-                node, other = self._sides(node)
-                if isinstance(other, fx.Node):
-                    added.append((between[-1], other))
-            elif name in _FACTORS and not isinstance(Binary.of(node).right, fx.Node):
-                node = Binary.of(node).left
-            else:
-                raise _No(f"{node.name} ({name}) is between the scores and the softmax of an attention")
-            if not isinstance(node, fx.Node):
-                raise _No(f"{softmax.name} is not of scores")
-        if any(_names(side)[-2:] == [self._length] * 2 for side in Binary.of(node).sides):
-            raise _No(f"{node.name} is not a product of queries and keys")
-        between.append(node)
-        result = self._weighed(softmax, between)
-        return _Attention(node, tuple(added), softmax, result, tuple(between))
 
-    def _sides(self, add: fx.Node) -> tuple[Any, Any]:
-        """Return the scores, and what is added to them."""
-        left, right = Binary.of(add).sides
-        if not isinstance(right, fx.Node) or _names(right).count(self._length) < 2:
-            return left, right
-        if not isinstance(left, fx.Node) or _names(left).count(self._length) < 2:
-            return right, left
-        return (left, right) if _is_computed_by_products(left) else (right, left)
+def _mask_of(found: Sequence[Attention]) -> fx.Node | None:
+    """Return the input that masks of attention are computed from."""
+    read = {source for each in found for term in each.terms for source in inputs_read(term.value)}
+    if len(read) > 1:
+        msg = f"masks of attention read {', '.join(sorted(node.name for node in read))}"
+        raise _No(msg)
+    return next(iter(read), None)
 
-    def _weighed(self, softmax: fx.Node, between: list[fx.Node]) -> fx.Node:
-        """Return the product of probabilities and values; what rounds the probabilities is `between`."""
-        node = softmax
-        while True:
-            users = list(node.users)
-            if len(users) != 1:
-                raise _No(f"something else reads the probabilities {node.name}")
-            node = users[0]
-            if kind_of_node(node) == "matmul":
-                if Binary.of(node).left not in between:
-                    raise _No(f"{node.name} is not a product of probabilities and values")
-                return node
-            if op_name(node) not in (
-                *("quantize_per_tensor", "dequantize_per_tensor", "quantize_dequantize_dynamic"),
-                *("to_bf16", "from_bf16", "dropout"),
-            ):
-                raise _No(f"{node.name} ({op_name(node)}) is between a softmax and its product with values")
-            between.append(node)
 
-    def _mask(self, found: Sequence[_Attention]) -> fx.Node | None:
-        read = {source for each in found for _, other in each.added for source in read_values(other)}
-        if len(read) > 1:
-            raise _No(f"masks of attention read {', '.join(sorted(node.name for node in read))}")
-        return next(iter(read), None)
+def _most_places(graph: QDQGraph, module: fx.GraphModule, length: str) -> int:
+    """Return the most tokens that a text may have."""
+    conditions = graph.signature.conditions
+    high = 1 << 16
+    for node in module.graph.nodes:
+        if op_name(node) == "slice" and length in names_of(node) and node.all_input_nodes[0].op == "get_attr":
+            constant = getattr(module, str(node.all_input_nodes[0].target))
+            high = min(high, int(constant.shape[names_of(node).index(length)]))
+    tensors = [i for i, leaf in enumerate(graph.signature.leaves) if len(leaf.dims) == 2]
 
-    def _longest(self) -> int:
-        """Return the most tokens that a text may have."""
-        conditions = self._source.signature.conditions
-        places = [
-            f"in{i}_1" for i, leaf in enumerate(self._source.signature.leaves) if len(leaf.dims) == 2
-        ]
-        low, high = 1, _LONGEST
-        tables = [
-            constant.shape[dim]
-            for node in self._module.graph.nodes
-            if op_name(node) == "slice" and self._length in _names(node)
-            for dim in [_names(node).index(self._length)]
-            if isinstance(constant := _constant(self._module, node.all_input_nodes[0]), torch.Tensor)
-        ]
-        high = min([high, *tables])
-        texts = {f"in{i}_0": 2 for i in range(len(self._source.signature.leaves))}
+    def fits(n: int) -> bool:
+        sizes = {f"in{i}_{dim}": size for i in tensors for dim, size in enumerate((2, n))}
+        return all(each.holds(sizes) for each in conditions if set(each.names()) <= sizes.keys())
 
-        def fits(n: int) -> bool:
-            sizes = texts | dict.fromkeys(places, n)
-            return all(c.holds(sizes) for c in conditions if set(c.names()) <= set(sizes))
+    low = 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
-        if fits(high):
-            return high
-        while low + 1 < high:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
 
-    def _values(self, node: fx.Node, mask: fx.Node | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what computes a value that depends on the mask and on places."""
+def _values(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], mask: fx.Node | None, node: fx.Node
+) -> Computed:
+    """Return what computes a value of a mask and places."""
 
-        def values(given: torch.Tensor) -> torch.Tensor:
-            inputs = {
-                each: given.to(each.meta["val"].dtype)
-                if each is mask
-                else torch.zeros(given.shape, dtype=each.meta["val"].dtype)
-                for each in self._inputs
-            }
-            (found,) = computed(self._module, [node], inputs)
-            return found
-
-        return values
-
-    def _meanings(
-        self, found: Sequence[_Attention], mask: fx.Node | None, places: int
-    ) -> dict[fx.Node, Meaning]:
-        """Return what each node adds to scores."""
-        nodes = dict.fromkeys(other for each in found for _, other in each.added)
-        if mask is None and nodes:
-            raise _No("attention reads a mask that no input of the model gives")
-        result = {}
-        for node in nodes:
-            try:
-                result[node] = masks.meaning(self._values(node, mask), places)
-            except Unlike as error:
-                raise _No(f"the mask {node.name}: {error}") from None
-        return result
-
-    def _always_one(self, mask: fx.Node | None, places: int) -> dict[fx.Node, fx.Node]:
-        """Return products of rows with what is 1 for real tokens, and what they multiply.
-
-        `nc/capture/decompose.py` multiplies attention by whether a query sees any key.
-        """
-        found = {}
-        for node in self._module.graph.nodes:
-            if op_name(node) != "mul" or mask is None:
-                continue
-            for rows, other in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
-                if (
-                    isinstance(rows, fx.Node)
-                    and isinstance(other, fx.Node)
-                    and read_values(other) == {mask}
-                    and read_values(rows) != {mask}
-                    and self._is_one(other, mask, places)
-                ):
-                    found[node] = rows
+    def values(given: torch.Tensor) -> torch.Tensor:
+        all_inputs = {
+            each: given.to(each.meta["val"].dtype)
+            if each is mask
+            else torch.zeros(given.shape, dtype=each.meta["val"].dtype)
+            for each in inputs
+        }
+        (found,) = values_of(module, [node], all_inputs)
+        assert isinstance(found, torch.Tensor)
         return found
 
-    def _is_one(self, node: fx.Node, mask: fx.Node, places: int) -> bool:
-        names = _names(node)
-        if len(names) != 4 or names[2:] != [self._length, "1"]:
-            return False
-        values = self._values(node, mask)
-        for tried in masks._tried(places):
-            found = values(tried).expand(tried.shape[0], -1, -1, -1)
-            real = tried.bool()[:, None, :, None].expand_as(found)
-            if not bool((found[real] == 1).all()):
-                return False
-        return True
-
-    # ---- proof ----
-
-    def _origins(
-        self, found: Sequence[_Attention], mask: fx.Node | None, ones: Mapping[fx.Node, fx.Node]
-    ) -> Origins:
-        """Prove that all values come from single tokens, for several texts and for one; see `origins`."""
-        live = self._live(found, ones)
-        result = None
-        for texts, length in ((1, 7), (3, 5)):
-            sizes = Sizes(texts, length, self._batches, self._length)
-            result = _of_graph(self._module, sizes, self._inputs, found, ones, live)
-            for leaf in returned(self._module):
-                if not isinstance(leaf, fx.Node):
-                    raise _No("an output is not a tensor")
-                value = result.values[leaf]
-                if isinstance(value, Origin) and value.has_tokens:
-                    expected = Origin.tokens(texts, length)
-                    shape = (texts, length, *(1,) * (value.text.dim() - 2))
-                    fits = value.text.dim() >= 2 and value.shape[:2] == (texts, length)
-                    if not fits or not all(
-                        torch.equal(a.reshape(shape).expand(b.shape), b)
-                        for a, b in ((expected.text, value.text), (expected.place, value.place))
-                    ):
-                        raise _No(f"the output {leaf.name} does not have texts and tokens as first dimensions")
-        assert result is not None
-        return result
-
-    def _live(self, found: Sequence[_Attention], ones: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        """Return the nodes that are needed once masks are left out."""
-        dropped = {add: {other} for each in found for add, other in each.added}
-        needed: set[fx.Node] = set()
-        waiting = [leaf for leaf in returned(self._module) if isinstance(leaf, fx.Node)]
-        while waiting:
-            node = waiting.pop()
-            if node in needed:
-                continue
-            needed.add(node)
-            if node in ones:
-                waiting.append(ones[node])
-                continue
-            waiting += [n for n in node.all_input_nodes if n not in dropped.get(node, ())]
-        return needed
-
-    # ---- the new graph ----
-
-    def _rewritten(
-        self,
-        found: Sequence[_Attention],
-        mask: fx.Node | None,
-        meanings: Mapping[fx.Node, Meaning],
-        ones: Mapping[fx.Node, fx.Node],
-        origins: Origins,
-        places: int,
-    ) -> Ragged:
-        module, graph = self._module, self._module.graph
-        of_tokens = tuple(
-            isinstance(origins.values[leaf], Origin) and origins.values[leaf].has_tokens
-            for leaf in returned(module)
-        )
-        last = self._inputs[-1]
-        given = {}
-        for name, dtype, shape in (
-            ("firsts", torch.int64, (Size("texts", 2),)),
-            ("starts", torch.int32, (Size("ends", 3),)),
-            ("places", torch.int64, (_size(self._inputs[0].meta["val"].shape[1]),)),
-        ):
-            with graph.inserting_after(last):
-                given[name] = graph.placeholder(name)
-            given[name].meta["val"] = Traced(dtype, shape)
-        for node, rows_of in ones.items():
-            node.replace_all_uses_with(rows_of)
-        tables = [m for m in meanings.values() if m.table is not None]
-        longest = min(places, MOST_ROWS, *(m.table.shape[-1] for m in tables if m.table is not None))
-        self._mark(found, meanings, given["starts"], given["places"], longest)
-        for node, dim in origins.positions.items():
-            if node.users:
-                self._place(node, dim, given["places"])
-        for node in origins.firsts:
-            self._take_first(node, given["firsts"])
-        self._count_texts(origins, given["firsts"])
-        tokens = tuple(i for i, node in enumerate(self._inputs))
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        drop_unused(module)
-        graph.lint()
-        result = Ragged(
-            self._source,
-            tokens,
-            None if mask is None else self._inputs.index(mask),
-            of_tokens,
-            bool(origins.firsts),
-            longest,
-            bool(tables),
-            any(not m.by_distance for m in tables),
-        )
-        return dataclasses.replace(result, graph=dataclasses.replace(self._source, module=module, expected=None))
-
-    def _mark(
-        self,
-        found: Sequence[_Attention],
-        meanings: Mapping[fx.Node, Meaning],
-        starts: fx.Node,
-        places: fx.Node,
-        longest: int,
-    ) -> None:
-        """Let each attention add what keeps texts apart."""
-        graph, made = self._module.graph, {}
-        for each in found:
-            tables = [meanings[other].table for _, other in each.added]
-            if sum(table is not None for table in tables) > 1:
-                raise _No(f"several tables are added to the scores {each.scores.name}")
-            (add, _), *more = each.added or ((None, None),)
-            for other, __ in more:
-                other.replace_all_uses_with(self._scores_of(other))
-            if add is None:
-                add = self._added_to(each)
-            key = next((other for _, other in each.added if meanings[other].table is not None), None)
-            if key not in made:
-                made[key] = self._bias(None if key is None else meanings[key].table, starts, places, longest)
-            scores = self._scores_of(add) if each.added else add.args[0]
-            add.args, add.kwargs = (scores, made[key]), {}
-
-    def _scores_of(self, add: fx.Node) -> fx.Node:
-        return self._sides(add)[0]
-
-    def _added_to(self, each: _Attention) -> fx.Node:
-        """Return a new node that adds to the input of a softmax."""
-        before = Softmax.of(each.softmax).input
-        with self._module.graph.inserting_before(each.softmax):
-            add = call_function(self._module.graph, _aten.add.Tensor, (before, 0))
-        add.meta["val"] = before.meta["val"]
-        set_argument(each.softmax, "input", add)
-        return add
-
-    def _bias(
-        self, table: torch.Tensor | None, starts: fx.Node, places: fx.Node, longest: int
-    ) -> fx.Node:
-        graph = self._module.graph
-        after = starts
-        while after.next.op == "placeholder":
-            after = after.next
-        constant = None
-        if table is not None:
-            constant = add_constant(self._module, after.next, "places_bias", table, "places_bias")
-            after = constant
-        with graph.inserting_after(after):
-            node = call_operator(graph, segment_bias, starts, places, constant, longest)
-        heads = 1 if table is None else table.shape[0]
-        length = places.meta["val"].shape[0]
-        node.meta["val"] = Traced(torch.float32, (1, heads, length, length))
-        return node
-
-    def _place(self, node: fx.Node, dim: int, places: fx.Node) -> None:
-        """Read places of tokens in their texts instead of all places in order."""
-        graph = self._module.graph
-        with graph.inserting_before(node):
-            if op_name(node) == "arange":
-                dtype = node.meta["val"].dtype
-                new = places
-                if dtype is not torch.int64:
-                    new = call_function(graph, _aten.to.dtype, (places, dtype))
-                    new.meta["val"] = node.meta["val"]
-            else:
-                new = call_function(graph, _aten.index_select.default, (node.args[0], dim, places))
-                new.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(new)
-
-    def _take_first(self, node: fx.Node, firsts: fx.Node) -> None:
-        """Read the first row of each text."""
-        named, graph = schema_arguments(node), self._module.graph
-        source = named["self"]
-        names = _names(source)
-        dim, text = names.index(self._length), next(
-            (i for i, name in enumerate(names) if name in self._batches), None
-        )
-        if text is None or text > dim:
-            raise _No(f"{node.name} takes the first token of values whose first dimension is not the text")
-        val = node.meta["val"]
-        with graph.inserting_before(node):
-            rows = call_function(graph, _aten.index_select.default, (source, dim, firsts))
-            shape = [_size(n) for n in source.meta["val"].shape]
-            shape[dim] = firsts.meta["val"].shape[0]
-            rows.meta["val"] = Traced(val.dtype, tuple(shape))
-            if text != 0 or dim != 1:
-                raise _No(f"{node.name} takes the first token of values that are not [texts, tokens, ...]")
-            one = call_function(graph, _aten.select.int, (rows, 0, 0))
-            one.meta["val"] = Traced(val.dtype, tuple(shape[1:]))
-        node.replace_all_uses_with(one)
-
-    def _count_texts(self, origins: Origins, firsts: fx.Node) -> None:
-        """Let values of texts have as many as there are, where the graph reads the number from inputs."""
-        graph, count = self._module.graph, None
-        for node in list(graph.nodes):
-            if not isinstance(origins.values.get(node), Text) or not isinstance(node.meta.get("val"), TENSORS):
-                continue
-            for source in node.all_input_nodes:
-                if isinstance(source.meta.get("val"), TENSORS):
-                    continue
-                if source.op != "call_function" or not op_name(source).startswith("sym_size"):
-                    raise _No(f"{node.name} reads a size that is computed")
-                if dim_of(source.meta["val"]) not in self._batches:
-                    raise _No(f"{node.name} reads the length of the texts")
-                if count is None:
-                    with graph.inserting_after(self._last_input()):
-                        count = call_function(graph, _aten.sym_size.int, (firsts, 0))
-                    count.meta["val"] = source.meta["val"]
-                node.replace_input_with(source, count)
-
-    def _last_input(self) -> fx.Node:
-        return [node for node in self._module.graph.nodes if node.op == "placeholder"][-1]
+    return values
 
 
-def _of_graph(
+def _meanings(
+    found: Sequence[Attention], values: Callable[[fx.Node], Computed], places: int
+) -> dict[Attention, Meaning]:
+    """Return what is added to the scores of each attention; layers have the same masks."""
+    known: dict[object, Meaning] = {}
+    for each in found:
+        key = each.causal, *((term.value, term.hides) for term in each.terms)
+        if key not in known:
+            known[key] = _meaning(each, values, places)
+        known[each] = known[key]
+    return {each: known[each] for each in found}
+
+
+def _meaning(attention: Attention, values: Callable[[fx.Node], Computed], places: int) -> Meaning:
+    """Return what is added to the scores of an attention for real tokens."""
+    terms = [(values(term.value), term.hides) for term in attention.terms]
+
+    def added(mask: torch.Tensor) -> torch.Tensor:
+        texts, n = mask.shape
+        lowest = torch.finfo(torch.float32).min
+        total = torch.zeros(1, 1, 1, 1)
+        for value, hides in terms:
+            each = value(mask)
+            if each.dim() > 4:
+                msg = f"a mask has the sizes {tuple(each.shape)}"
+                raise Unlike(msg)
+            each = each[(None,) * (4 - each.dim())]
+            if each.dtype is torch.bool:
+                each = torch.zeros(()).where(each != hides, lowest)
+            total = (total + each.float()).clamp(min=lowest)
+        if attention.causal:
+            total = total.expand(-1, -1, n, n).where(torch.ones(n, n).tril().bool(), lowest)
+        return total.expand(texts, -1, n, n)
+
+    try:
+        return masks.meaning(added, places)
+    except Unlike as error:
+        msg = f"masks of {attention.result.name}: {error}"
+        raise _No(msg) from None
+
+
+def _always_one(
     module: fx.GraphModule,
-    sizes: Sizes,
-    inputs: Sequence[fx.Node],
-    found: Sequence[_Attention],
-    ones: Mapping[fx.Node, fx.Node],
-    live: set[fx.Node],
-) -> Origins:
-    """Return the origins of a graph; each attention gives rows of its queries."""
-    given = {node: Origin.tokens(sizes.texts, sizes.length) for node in inputs}
-    inner = {node for each in found for node in each.between}
-    results = {each.result: each for each in found}
-    dead = {node for node in module.graph.nodes if node not in live and node.op == "call_function"}
-    origins = Origins(module, sizes, given, inner | dead)
-    known: dict[fx.Node, Callable[[], Any]] = {}
-    for node in live:
-        if node in results:
-            known[node] = functools.partial(_attended, origins, results[node], sizes)
-        elif node in ones:
-            known[node] = functools.partial(origins.values.__getitem__, ones[node])
-    origins.compute(known)
-    return origins
+    mask: fx.Node,
+    values: Callable[[fx.Node], Computed],
+    length: str,
+    places: int,
+) -> dict[fx.Node, fx.Node]:
+    """Return products of rows with what is 1 for real tokens, and the rows.
 
-
-def _attended(origins: Origins, each: _Attention, sizes: Sizes) -> Origin:
-    """Return the origin of an attention: of its queries; keys and values must be all tokens of the text."""
-    query, key = (_rounded(side, origins) for side in Binary.of(each.scores).sides)
-    value = _rounded(Binary.of(each.result).right, origins)
-    why = f"{each.result.name} is not an attention of tokens to all tokens of their text"
-    q, v = query.along([query.text.dim() - 1], why), value.along([value.text.dim() - 1], why)
-    k = key.along([key.text.dim() - 2], why)
-    expected = Origin.tokens(sizes.texts, sizes.length)
-    for rows, turned in ((q, False), (v, False), (k, True)):
-        moved = rows.moved(lambda x: x.mT if turned else x)  # noqa: B023 # called at once
-        for have, want in ((moved.text, expected.text), (moved.place, expected.place)):
-            if have.dim() == 4:
-                wanted = want[:, None, :, None]
-            elif have.dim() == 3:  # texts and heads in one dimension, the text first
-                wanted = want.repeat_interleave(have.shape[0] // sizes.texts, 0)[:, :, None]
-            else:
-                raise Mixed(why)
-            if have.shape[-2] != sizes.length or not torch.equal(wanted.expand_as(have), have):
-                raise Mixed(why)
-    return q.moved(lambda x: x.expand(*x.shape[:-1], value.shape[-1]))
-
-
-def _rounded(side: object, origins: Origins) -> Origin:
-    found = origins.values[side] if isinstance(side, fx.Node) else None
-    if not isinstance(found, Origin):
-        raise Mixed(f"a side of an attention is {side}")
+    `nc/capture/decompose.py` multiplies attention by whether a query sees any key.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    known: dict[fx.Node, bool] = {}
+    for node in module.graph.nodes:
+        if op_name(node) != "mul":
+            continue
+        for rows, other in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
+            if not is_tensor(rows) or not is_tensor(other) or names_of(other)[2:] != [length, "1"]:
+                continue
+            if inputs_read(other) != {mask} or inputs_read(rows) == {mask}:
+                continue
+            if other not in known:
+                known[other] = masks.is_one(values(other), places)
+            if known[other]:
+                found[node] = rows
     return found
 
 
-def _is_computed_by_products(node: fx.Node) -> bool:
-    """Whether a value depends on a product of activations or weights, which no mask does."""
-    seen: set[fx.Node] = set()
-    waiting = [node]
+def _live(
+    module: fx.GraphModule, found: Sequence[Attention], ones: Mapping[fx.Node, fx.Node]
+) -> set[fx.Node]:
+    """Return the nodes that are needed once masks are left out."""
+    dropped = dead_terms(found)
+    needed: set[fx.Node] = set()
+    waiting = [leaf for leaf in returned(module) if isinstance(leaf, fx.Node)]
     while waiting:
-        each = waiting.pop()
-        if kind_of_node(each) is not None and kind_of_node(each) != "add":
-            return True
-        if each not in seen:
-            seen.add(each)
-            waiting += each.all_input_nodes
-    return False
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            read = [ones[node]] if node in ones else node.all_input_nodes
+            waiting += [source for source in read if source not in dropped.get(node, ())]
+    return needed
 
 
-def _names(node: object) -> list[str]:
-    """Return the sizes of a tensor, by their names where they are free; [] for what is not a tensor."""
-    val = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(val, TENSORS):
+def _proved(
+    module: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    mask: fx.Node | None,
+    found: Sequence[Attention],
+    ones: Mapping[fx.Node, fx.Node],
+    live: set[fx.Node],
+    sizes: Sizes,
+) -> Origins:
+    """Return the origins of all values; raises `Mixed` where one comes from several tokens."""
+    given = {node: Origin.tokens(sizes.texts, sizes.length) for node in inputs}
+    inner = {node for each in found for node in each.between}
+    dead = {node for node in module.graph.nodes if node not in live and node.op == "call_function"}
+    origins = Origins(module, sizes, given, inner | dead)
+    known: dict[fx.Node, Callable[[], Any]] = {
+        each.result: functools.partial(_attended, origins, each, sizes) for each in found
+    }
+    known |= {node: functools.partial(origins.values.__getitem__, rows) for node, rows in ones.items()}
+    origins.compute({node: call for node, call in known.items() if node in live}, mask)
+    for leaf in returned(module):
+        _check_output(leaf, origins, sizes)
+    return origins
+
+
+def _attended(origins: Origins, each: Attention, sizes: Sizes) -> Origin:
+    """Return the origin of an attention, that of its queries.
+
+    Keys and values must be all tokens of a text; raises `Mixed`.
+    """
+    why = f"{each.result.name} is not an attention of tokens to all tokens of their text"
+    sides = [origins.values.get(side) for side in (each.query, each.key, each.value)]
+    query, key, value = sides
+    if not isinstance(query, Origin) or not isinstance(key, Origin) or not isinstance(value, Origin):
+        raise Mixed(why)
+    key = key.moved(lambda x: x.mT) if each.turned else key
+    rows = [side.along([-1], why) for side in (query, key, value)]
+    tokens = Origin.tokens(sizes.texts, sizes.length)
+    for row in rows:
+        for have, want in ((row.text, tokens.text), (row.place, tokens.place)):
+            # heads may be in the dimension of the texts, which is the first
+            heads = have.shape[0] // sizes.texts if have.dim() == 3 else 1
+            wanted = want.repeat_interleave(heads, 0)[:, :, None]
+            wanted = wanted[:, None] if have.dim() == 4 else wanted
+            if have.shape[-2] != sizes.length or not torch.equal(wanted.expand_as(have), have):
+                raise Mixed(why)
+    width = value.shape[-1]
+    return rows[0].moved(lambda x: x.expand(*x.shape[:-1], width))
+
+
+def _check_output(leaf: Any, origins: Origins, sizes: Sizes) -> None:
+    """Check that an output has a row for each token, or one for each text; raises `Mixed`."""
+    value = origins.values[leaf] if isinstance(leaf, fx.Node) else None
+    if isinstance(value, Text):
+        return
+    tokens = Origin.tokens(sizes.texts, sizes.length)
+    if isinstance(value, Origin) and value.shape[:2] == tokens.shape:
+        shape = (*tokens.shape, *(1,) * (value.text.dim() - 2))
+        pairs = ((tokens.text, value.text), (tokens.place, value.place))
+        if all(torch.equal(want.reshape(shape).expand(have.shape), have) for want, have in pairs):
+            return
+    msg = f"an output, {leaf}, has neither a row for each token nor one for each text"
+    raise Mixed(msg)
+
+
+# ---- what is computed with padding ----
+
+
+def _apart(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node]
+) -> tuple[fx.GraphModule | None, int]:
+    """Return a graph of some nodes alone, and their number."""
+    if not nodes:
+        return None, 0
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in nodes))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return fx.GraphModule(module, graph), len(nodes)
+
+
+def _beforehand(
+    module: fx.GraphModule | None, count: int, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    if module is None:
         return []
-    return [str(size) if isinstance(size, (Size, int)) else str(dim_of(size)) for size in val.shape]
+    found: list[torch.Tensor] = list(module(*inputs))
+    assert len(found) == count
+    return found
 
 
-def _size(size: Any) -> int | Size:
-    """Return a size as loaded graphs have it."""
-    return size if isinstance(size, (int, Size)) else Size(str(dim_of(size)), hint_of(size))
+# ---- the new graph ----
 
 
-def _constant(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
-    return getattr(module, str(node.target)) if node.op == "get_attr" else None
+def _change(read: _Read, before: Sequence[fx.Node]) -> None:
+    """Change the graph to one over rows."""
+    module, graph = read.module, read.module.graph
+    last = read.inputs[-1]
+    rows = size_of(read.inputs[0].meta["val"].shape[1])
+    shapes: list[tuple[str, torch.dtype, tuple[int | Size, ...]]] = [
+        ("firsts", torch.int64, (Size("texts", 2),)),
+        ("starts", torch.int32, (Size("ends", 3),)),
+        ("places", torch.int64, (rows,)),
+    ]
+    added = {}
+    for name, dtype, shape in shapes:
+        with graph.inserting_after(last):
+            added[name] = graph.placeholder(name)
+        added[name].meta["val"] = Traced(dtype, shape)
+    for node in reversed(before):
+        with graph.inserting_after(last):
+            given = graph.placeholder(f"{node.name}_of_tokens")
+        given.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(given)
+    for node, same in read.ones.items():
+        node.replace_all_uses_with(same)
+    _keep_texts_apart(read, added["starts"], added["places"])
+    for node, dim in read.origins.positions.items():
+        if node.users:
+            _place(graph, node, dim, added["places"])
+    for node in read.origins.firsts:
+        _take_first(graph, node, added["firsts"])
+    for node in read.origins.sums:
+        _sum_by_text(graph, node, added["starts"])
+    texts = frozenset(names_of(node)[0] for node in read.inputs)
+    _count_texts(graph, read.origins, added["firsts"], texts)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    drop_unused(module)
+    graph.lint()
+
+
+def _keep_texts_apart(read: _Read, starts: fx.Node, places: fx.Node) -> None:
+    """Let each attention add what keeps texts apart."""
+    graph = read.module.graph
+    made: list[tuple[torch.Tensor | None, fx.Node]] = []
+    for each in read.found:
+        table = read.meanings[each].table
+        same = (node for known, node in made if _is_same(known, table))
+        bias = next(same, None)
+        if bias is None:
+            bias = _bias(read, table, starts, places)
+            made.append((table, bias))
+        each.set_term(graph, bias)
+
+
+def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _bias(read: _Read, table: torch.Tensor | None, starts: fx.Node, places: fx.Node) -> fx.Node:
+    graph, after = read.module.graph, starts
+    while after.next.op == "placeholder":
+        after = after.next
+    constant = None
+    if table is not None:
+        lowest = torch.finfo(torch.float32).min
+        table = table.masked_fill(table < HIDDEN, lowest)
+        constant = after = add_constant(read.module, after.next, "by_places", table, "by_places")
+    with graph.inserting_after(after):
+        node = call_operator(graph, segment_bias, starts, places, constant, read.longest)
+    heads, length = 1 if table is None else table.shape[0], size_of(places.meta["val"].shape[0])
+    node.meta["val"] = Traced(torch.float32, (1, heads, length, length))
+    return node
+
+
+def _place(graph: fx.Graph, node: fx.Node, dim: int, places: fx.Node) -> None:
+    """Let a node give places of tokens in their texts instead of all places in order."""
+    with graph.inserting_before(node):
+        if op_name(node) != "arange":
+            new = call_function(graph, _aten.index_select.default, (node.all_input_nodes[0], dim, places))
+        elif node.meta["val"].dtype is torch.int64:
+            new = places
+        else:
+            new = call_function(graph, _aten.to.dtype, (places, node.meta["val"].dtype))
+    if new is not places:
+        new.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(new)
+
+
+def _take_first(graph: fx.Graph, node: fx.Node, firsts: fx.Node) -> None:
+    """Let a node give the first row of each text."""
+    source = schema_arguments(node)["self"]
+    if schema_arguments(node)["dim"] not in (1, 1 - len(names_of(source))):
+        msg = f"{node.name} takes the first token of values that are not [texts, tokens, ...]"
+        raise _No(msg)
+    dtype = source.meta["val"].dtype
+    rest = [size_of(n) for n in source.meta["val"].shape[2:]]
+    count = firsts.meta["val"].shape[0]
+    with graph.inserting_before(node):
+        rows = call_function(graph, _aten.index_select.default, (source, 1, firsts))
+        rows.meta["val"] = Traced(dtype, (1, count, *rest))
+        one = call_function(graph, _aten.select.int, (rows, 0, 0))
+        one.meta["val"] = Traced(dtype, (count, *rest))
+    node.replace_all_uses_with(one)
+
+
+def _sum_by_text(graph: fx.Graph, node: fx.Node, starts: fx.Node) -> None:
+    """Let a node sum the rows of each text."""
+    source, val = schema_arguments(node)["self"], node.meta["val"]
+    with graph.inserting_before(node):
+        new = call_operator(graph, segment_sum, source, starts, bool(schema_arguments(node)["keepdim"]))
+    new.meta["val"] = val
+    node.replace_all_uses_with(new)
+
+
+def _count_texts(graph: fx.Graph, origins: Origins, firsts: fx.Node, texts: frozenset[str]) -> None:
+    """Let values of texts have as many as there are, where the graph reads the number from inputs."""
+    count = None
+    for node in list(graph.nodes):
+        if not isinstance(origins.values.get(node), Text) or not is_tensor(node):
+            continue
+        for source in node.all_input_nodes:
+            if is_tensor(source) or isinstance(source.meta.get("val"), (list, tuple)):
+                continue
+            if not op_name(source).startswith("sym_size") or name_of(source.meta["val"]) not in texts:
+                msg = f"{node.name} ({op_name(node)}) of whole texts reads a size that is not their number"
+                raise _No(msg)
+            if count is None:
+                last = [each for each in graph.nodes if each.op == "placeholder"][-1]
+                with graph.inserting_after(last):
+                    count = call_function(graph, _aten.sym_size.int, (firsts, 0))
+                count.meta["val"] = source.meta["val"]
+            node.replace_input_with(source, count)

@@ -36,15 +36,15 @@ class Rows:
         """Return [1, rows, ...] as [texts, length, ...], with zeros for padding."""
         rest = value.shape[2:]
         if self.flat is None:
-            return value.reshape(self.texts, self.length, *rest)
+            return value.reshape(self.texts, self.length, *rest).clone()
         result = value.new_zeros((self.texts * self.length, *rest))
         result.index_copy_(0, self.flat, value[0])
         return result.view(self.texts, self.length, *rest)
 
     def outputs(self, form: Ragged, values: Sequence[Any]) -> list[Any]:
-        """Return what the graph over padded texts gives, of what the one over rows gives."""
+        """Return what the graph over padded texts gives, of what the one over rows gives; in new memory."""
         return [
-            self.padded(value) if of_tokens else value
+            self.padded(value) if of_tokens else value.clone()
             for value, of_tokens in zip(values, form.of_tokens, strict=True)
         ]
 
@@ -63,7 +63,7 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], path: str = "the mask"
     Raises:
         InputError: the mask has another shape, or other values than 0 and 1.
     """
-    tokens = inputs[form.tokens[0]]
+    tokens = next(tensor for i, tensor in enumerate(inputs) if i != form.mask or len(inputs) == 1)
     texts, length = tokens.shape
     if not texts or not length or length > form.longest:
         return None
@@ -93,13 +93,13 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], path: str = "the mask"
         first, last = places[firsts], places[starts[1:].long() - 1]
         if not torch.equal(last - first + 1, counts) or (form.from_begin and bool(first.any())):
             return None
-    given = [inputs[i].flatten()[flat][None] for i in form.tokens]
+    given = [tensor.flatten()[flat][None] for tensor in (*inputs, *form.beforehand(inputs))]
     return Rows((*given, places, starts, firsts), flat, texts, length)
 
 
 def _whole(form: Ragged, inputs: Sequence[torch.Tensor], texts: int, length: int) -> Rows:
     """Return the rows of texts without padding."""
-    given = [inputs[i].reshape(1, -1) for i in form.tokens]
+    given = [tensor.reshape(1, -1) for tensor in (*inputs, *form.beforehand(inputs))]
     starts = torch.arange(0, texts * length + 1, length, dtype=torch.int32)
     places = torch.arange(length).repeat(texts)
     return Rows((*given, places, starts, starts[:-1].long()), None, texts, length)

@@ -1,0 +1,149 @@
+"""Models of padded texts that compute the rows of real tokens only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nc.backends.base import EngineModel, EngineReport
+from nc.backends.native.plans.any_sizes import Samples
+from nc.backends.profiling.profile import EngineCall, Profile
+from nc.backends.rewrites.ragged.rewrite import Ragged
+from nc.backends.rewrites.ragged.rows import Rows, rows_of
+from nc.backends.verify import reference_outputs, verify_outputs
+from nc.errors import BackendError
+from nc.graph.qdq import QDQGraph
+
+#: What the report says of padding, by this name.
+DETAIL = "padding"
+#: The most rows of the example of a graph over rows: its reference adds a mask with their square.
+_MOST_ROWS = 512
+
+
+def example_of(form: Ragged, example: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return an example of the graph over rows: some texts of the example.
+
+    Raises:
+        BackendError: none of them can be taken.
+    """
+    texts = range(int(example[0].shape[0]))
+    taken: list[int] = []
+    count = 0
+    for text in texts:
+        rows = rows_of(form, [tensor[text : text + 1] for tensor in example])
+        if rows is not None and (not taken or count + rows.count <= _MOST_ROWS):
+            taken.append(text)
+            count += rows.count
+    rows = rows_of(form, [tensor[taken] for tensor in example]) if taken else None
+    if rows is None:
+        msg = "none of the texts of example_inputs has the real tokens that the graph needs"
+        raise BackendError(msg)
+    return rows.inputs
+
+
+def samples_of(form: Ragged, example: Sequence[torch.Tensor]) -> Samples:
+    """Return inputs of other sizes, with the tokens of an example; the texts are as long as each other."""
+
+    def make(rows: int, texts: int) -> tuple[torch.Tensor, ...]:
+        counts = torch.full((texts,), rows // texts)
+        counts[: rows % texts] += 1
+        starts = torch.zeros(texts + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
+        firsts = starts[:-1].long()
+        places = torch.arange(rows) - firsts.repeat_interleave(counts)
+        tokens = [tensor[:, torch.arange(rows) % tensor.shape[1]] for tensor in example[:-3]]
+        return *tokens, places, starts, firsts
+
+    return Samples(lambda inputs: (int(inputs[-3].shape[0]), int(inputs[-1].shape[0])), make)
+
+
+def over_rows(
+    graph: QDQGraph,
+    form: Ragged,
+    inner: EngineModel,
+    padded: Callable[[], EngineModel],
+    verify: str,
+) -> EngineModel:
+    """Return a model of padded texts.
+
+    Args:
+        graph: the one over padded texts.
+        form: the one over rows of it.
+        inner: runs that one; its outputs are overwritten by the next call.
+        padded: makes what runs texts that the graph over rows does not take.
+        verify: see `nc.backends.verify`.
+
+    Raises:
+        VerificationError: its outputs for the example are not those of the graph over padded texts.
+        BackendError: the example has no text that it takes.
+    """
+    padded = functools.cache(padded)
+    paths = [leaf.path for leaf in graph.signature.leaves if leaf.used]
+    name = "" if form.mask is None else paths[form.mask]
+
+    def rows(inputs: Sequence[torch.Tensor]) -> Rows | None:
+        return rows_of(form, inputs, name)
+
+    def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        found = rows(inputs)
+        return padded().run(inputs) if found is None else found.outputs(form, inner.run(found.inputs))
+
+    sqnr = _verified(graph, form, run, verify)
+
+    def report() -> EngineReport:
+        found = inner.report()
+        details = {**found.details, DETAIL: "not computed: rows of real tokens, one plan for all sizes"}
+        return dataclasses.replace(found, sqnr_db=sqnr, details=details)
+
+    def profile(inputs: Sequence[torch.Tensor]) -> Profile:
+        found = rows(inputs)
+        model, given = (padded(), inputs) if found is None else (inner, found.inputs)
+        assert model.profile is not None
+        return model.profile(given)
+
+    def steps(inputs: Sequence[torch.Tensor]) -> Sequence[EngineCall]:
+        found = rows(inputs)
+        model, given = (padded(), inputs) if found is None else (inner, found.inputs)
+        assert model.steps is not None
+        return model.steps(given)
+
+    return dataclasses.replace(
+        inner,
+        run=run,
+        report=report,
+        profile=profile,
+        steps=steps,
+        real=functools.partial(_real, form),
+    )
+
+
+def _real(form: Ragged, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> list[Any]:
+    """Return outputs for padded texts with zeros where these models give zeros."""
+    rows = rows_of(form, inputs)
+    if rows is None or rows.flat is None:
+        return list(outputs)
+    flat = rows.flat
+    return [
+        rows.padded(value.flatten(0, 1)[flat][None]) if of_tokens else value
+        for value, of_tokens in zip(outputs, form.of_tokens, strict=True)
+    ]
+
+
+def _verified(
+    graph: QDQGraph, form: Ragged, run: Callable[[Sequence[torch.Tensor]], Sequence[Any]], verify: str
+) -> float | None:
+    """Compare the outputs for the example with those of the graph over padded texts; see `verify_outputs`."""
+    if verify == "off":
+        return None
+    with torch.no_grad():
+        outputs = run(graph.example)
+    real = functools.partial(_real, form, graph.example)
+    known = None if graph.expected is None else tuple(real(graph.expected))
+    compared = dataclasses.replace(graph, expected=known)
+    return verify_outputs(
+        compared, outputs, verify, "The native backend", None, lambda: real(reference_outputs(graph))
+    )

@@ -1,0 +1,137 @@
+"""Run a graph over rows of texts for any number of both, by a family of plans for each number of threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from nc.backends.native.plans.affine import Sizes, Unfit
+from nc.backends.native.plans.execution_plan import ExecutionPlan
+from nc.backends.native.plans.family import FamilyInstance, PlanFamily, family_of, on_line
+from nc.errors import BackendError
+from nc.kernels.c_code import openmp
+from nc.kernels.onednn.primitives import Maker
+from nc.kernels.onednn.runner import CompiledRunner
+
+#: Sizes for which plans are recorded: enough to choose the kernels of many rows, and few enough for what has
+#: to be computed meanwhile.
+_RECORDED: tuple[Sizes, ...] = ((256, 16), (320, 16), (256, 32), (384, 48))
+#: Sizes at which the family is compared with a plan of their own.
+_COMPARED: Sizes = (301, 7)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Samples:
+    """Inputs of a graph over rows of texts.
+
+    Attributes:
+        sizes: inputs → rows and texts.
+        make: rows and texts → inputs.
+    """
+
+    sizes: Callable[[Sequence[torch.Tensor]], Sizes]
+    make: Callable[[int, int], Sequence[torch.Tensor]]
+
+
+class _Memory(threading.local):
+    """The instances of a thread, by the key of their family."""
+
+    def __init__(self) -> None:
+        self.instances: dict[Hashable, FamilyInstance] = {}
+
+
+class AnySizes:
+    """Families of plans of one graph; safe to call from several threads.
+
+    Args:
+        samples: of its inputs.
+        record: inputs → a new plan.
+        by_plan: inputs → the outputs of a plan for their sizes, compared with the quantized graph.
+        maker: of the oneDNN library.
+        runner: calls primitives.
+        lock: held while plans are recorded.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        record: Callable[[Sequence[torch.Tensor]], ExecutionPlan],
+        by_plan: Callable[[Sequence[torch.Tensor]], Sequence[Any]],
+        maker: Maker,
+        runner: CompiledRunner,
+        lock: threading.RLock,
+    ) -> None:
+        self._samples, self._record, self._by_plan = samples, record, by_plan
+        self._maker, self._runner, self._lock = maker, runner, lock
+        self._families: dict[Hashable, PlanFamily] = {}
+        self._memory = _Memory()
+
+    def prepare(self) -> None:
+        """Make the family for this number of threads.
+
+        Raises:
+            BackendError: there is none.
+        """
+        self._family(_key())
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the outputs, which the next call of this thread overwrites.
+
+        Raises:
+            BackendError: a kernel failed, or there is no family for this number of threads.
+            IndexError: an index among the inputs is out of range.
+        """
+        rows, texts = self._samples.sizes(inputs)
+        return self._instance(rows, texts).run(inputs, rows, texts)
+
+    def _instance(self, rows: int, texts: int) -> FamilyInstance:
+        key = _key()
+        found = self._memory.instances.get(key)
+        if found is None or rows > found.rows or texts > found.texts:
+            most = (rows, texts) if found is None else (max(rows, found.rows), max(texts, found.texts))
+            self._memory.instances.pop(key, None)
+            found = None  # before there is more
+            with torch.inference_mode(False):  # operators of torch write into this memory in any mode
+                sizes = tuple(map(on_line, most))
+                found = FamilyInstance(self._family(key), self._maker, self._runner, *sizes)
+            self._memory.instances[key] = found
+        return found
+
+    def _family(self, key: Hashable) -> PlanFamily:
+        found = self._families.get(key)
+        if found is None:
+            with self._lock:
+                found = self._families.get(key)  # of a thread that was here first
+                if found is None:
+                    found = self._families[key] = self._made()
+        return found
+
+    def _made(self) -> PlanFamily:
+        """Return a new family that computes what a plan for other sizes computes, bit by bit."""
+        with torch.no_grad():
+            try:
+                plans = [self._record(self._samples.make(*sizes)) for sizes in _RECORDED]
+                family = family_of(plans, _RECORDED)
+            except Unfit as error:
+                msg = f"its plans depend on sizes in a way that is not known: {error}"
+                raise BackendError(msg) from None
+            rows, texts = _COMPARED
+            inputs = self._samples.make(rows, texts)
+            with torch.inference_mode(False):
+                instance = FamilyInstance(family, self._maker, self._runner, on_line(rows), on_line(texts))
+                got = instance.run(inputs, rows, texts)
+            expected = self._by_plan(inputs)
+        for a, b in zip(expected, got, strict=True):
+            if not torch.equal(a, b):
+                msg = "a plan for any number of rows computes something else than one for its own"
+                raise BackendError(msg)
+        return family
+
+
+def _key() -> Hashable:
+    """Return what a family is made for: kernels divide their work when they are made."""
+    return openmp.threads()
