@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
+from nc.api.flattened import is_flattened, padded
 from nc.api.report import Report, build
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
@@ -126,19 +127,38 @@ class QuantizedModel(FixedModule):
         leave_threads_of_parent()
         return self._call(args, kwargs)
 
+    def _call_flattened(self, kwargs: dict[str, Any]) -> Any:
+        """Return the outputs for texts in one row: rows of tokens in one row, and one row for each text."""
+        signature = self._graph.signature
+        names = tuple(p.name for p in signature.parameters if p.captured)
+        given = padded(kwargs, names)
+        tensors = signature.bind((), dict(given.inputs))
+        outputs = list(self._run(tensors))
+        of_tokens = () if self.engine.texts is None else self.engine.texts.of_tokens
+        for index, value in enumerate(outputs):
+            has_rows = of_tokens[index] if of_tokens else value.shape[:2] == given.real.shape
+            if has_rows:
+                outputs[index] = given.row(value)
+        return signature.result(outputs, (), dict(given.inputs))
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        graph = self._graph
-        tensors = graph.signature.bind(args, kwargs)
+        if kwargs and is_flattened(kwargs) and not args:
+            return self._call_flattened(kwargs)
+        signature = self._graph.signature
+        outputs = self._run(signature.bind(args, kwargs))
+        return signature.result(outputs, args, kwargs)
+
+    def _run(self, tensors: list[torch.Tensor]) -> Sequence[Any]:
         try:
             with without_autocast():
-                outputs = self.engine.run(tensors)
+                return self.engine.run(tensors)
         except NCError:
             raise
         except Exception as error:
+            example = self._graph.example
             raise call_error(
-                error, f"Backend {self.backend!r}", tensors, graph.example, engine=True, instead=_INSTEAD
+                error, f"Backend {self.backend!r}", tensors, example, engine=True, instead=_INSTEAD
             ) from error
-        return graph.signature.result(outputs, args, kwargs)
 
     def __copy__(self) -> QuantizedModel:
         """Return a new model with the same engine, which never changes."""

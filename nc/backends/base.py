@@ -74,6 +74,21 @@ class EngineReport:
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Texts:
+    """What an engine does that computes rows of real tokens instead of padded texts, of any sizes.
+
+    Attributes:
+        mask: number of the flat input that masks tokens; None: there is none.
+        of_tokens: for each flat output, whether it has a row for each token; else it has one for each text.
+        without_padding: flat inputs, and outputs for them → the same outputs with zeros for padding.
+    """
+
+    mask: int | None
+    of_tokens: tuple[bool, ...]
+    without_padding: Callable[[Sequence[torch.Tensor], Sequence[Any]], Sequence[Any]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineModel:
     """A lowered model.
@@ -89,8 +104,7 @@ class EngineModel:
             once. It runs in this process, and its steps have no kernels; None: the engine can't be taken
             apart here.
         verified: it has computed its example, and the outputs have the shapes that the graph's have.
-        real: flat inputs and outputs for them of another engine, or of the fp32 model → the same outputs with
-            zeros where this engine gives zeros, because they are of padding.
+        texts: what it does with padded texts; None: it computes padding like all else.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
@@ -99,7 +113,11 @@ class EngineModel:
     profile: Callable[[Sequence[torch.Tensor]], Profile] | None = None
     steps: Callable[[Sequence[torch.Tensor]], Sequence[EngineCall]] | None = None
     verified: bool = False
-    real: Callable[[Sequence[torch.Tensor], Sequence[Any]], Sequence[Any]] = lambda inputs, outputs: outputs
+    texts: Texts | None = None
+
+    def comparable(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> Sequence[Any]:
+        """Return outputs of another engine, or of the fp32 model, with zeros where this one gives zeros."""
+        return outputs if self.texts is None else self.texts.without_padding(inputs, outputs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from nc.graph.catalogue import (
     schema_arguments,
     works_in_place,
 )
+from nc.graph.tensor_meta import TENSORS, names_of
 from nc.graph.views import called_with, set_argument
 from nc.ops import REFERENCE
 
@@ -71,6 +72,16 @@ def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: 
         "call_function", operator, arguments, {}, operator._schema.name.partition("::")[2]
     )
     return name_operator(node)
+
+
+def gives_tensor(node: object) -> bool:
+    """Whether a value is a node that gives one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), TENSORS)
+
+
+def sizes_of(node: object) -> list[str]:
+    """Return the sizes of the tensor that a node gives as words, free ones by their names; [] for others."""
+    return names_of(node.meta.get("val")) if isinstance(node, fx.Node) else []
 
 
 def take_over(new: fx.Node, old: fx.Node) -> None:

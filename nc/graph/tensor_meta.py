@@ -69,6 +69,21 @@ def _name_of(size: int | torch.SymInt | Size) -> int | str:
     return str(size) if isinstance(size, Size) else dim_of(size)
 
 
+def name_of(size: int | torch.SymInt | Size) -> str:
+    """Return a size as a word: of a free one its name."""
+    return str(_name_of(size))
+
+
+def names_of(val: object) -> list[str]:
+    """Return the sizes of a tensor as words; [] for what is not a tensor."""
+    return [name_of(size) for size in val.shape] if isinstance(val, TENSORS) else []
+
+
+def without_env(size: int | torch.SymInt | Size) -> int | Size:
+    """Return a size as loaded graphs have it."""
+    return size if isinstance(size, (int, Size)) else Size(name_of(size), hint_of(size))
+
+
 def hint_of(size: int | torch.SymInt | Size) -> int | None:
     """Return the size when the model was traced; None where it depends on data."""
     if isinstance(size, int):

@@ -79,8 +79,9 @@ class QuantizedEncoder(QuantizedTransformer):
         }
         if first is not None:
             inputs[self.main_input_name] = first
+        arguments: Any = inputs
         return super().forward(
-            **inputs,
+            **arguments,
             attention_mask=attention_mask,
             return_dict=return_dict,
             output_attentions=output_attentions,

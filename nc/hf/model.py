@@ -88,12 +88,20 @@ class QuantizedTransformer(torch.nn.Module):
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> Any:
         """Return what the model returned for the example inputs: outputs by attribute, key and index.
 
-        Texts are filled up with tokens that the attention mask leaves out, see `lengths`. The first text is
-        computed alone, too: where that gives something else, as for models with convolutions over tokens, or
-        has other outputs than are known here, no text is filled up.
+        Where the engine computes the rows of real tokens only, padding costs nothing, and its rows are zeros
+        in outputs. With others, texts are filled up with tokens that the attention mask leaves out, see
+        `lengths`. The first text is computed alone, too: where that gives something else, as for models with
+        convolutions over tokens, or has other outputs than are known here, no text is filled up.
+
+        Texts may follow each other in one row, as transformers' `DataCollatorWithFlattening` gives them:
+        `cu_seq_lens_q` says where they begin, int32 [texts + 1]. Outputs of tokens are one row then.
 
         Labels add the loss that transformers computes for outputs of that kind.
 
@@ -102,6 +110,8 @@ class QuantizedTransformer(torch.nn.Module):
                 where no loss is known.
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        if cu_seq_lens_q is not None:
+            return self.quantized(**{name: value for name, value in given.items() if value is not None})
         inputs = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         labels_given = {name: inputs.pop(name) for name in LABELS if name in inputs}
         for name, allowed in _IDLE.items():
@@ -124,7 +134,8 @@ class QuantizedTransformer(torch.nn.Module):
 
     def _computed(self, inputs: dict[str, torch.Tensor]) -> Any:
         """Return the outputs for inputs of the right names, filled up where that changes nothing."""
-        more = 0 if self._fills is False else self._missing(inputs)
+        any_size = self._fills is False or self.quantized.engine.texts is not None
+        more = 0 if any_size else self._missing(inputs)
         if more and self._fills:
             return _cut(self.quantized(**self._filled(inputs, more)), more)
         outputs = self.quantized(**inputs)

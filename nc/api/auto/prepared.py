@@ -472,7 +472,8 @@ class PreparedAuto(CapturedPreparation):
         signal: dict[int, float] = {}
         noise: dict[int, float] = {}
         for batch, outputs in self._judged():
-            for index, (expected, got) in enumerate(zip(outputs, model.engine.run(batch), strict=True)):
+            known = model.engine.comparable(batch, outputs)
+            for index, (expected, got) in enumerate(zip(known, model.engine.run(batch), strict=True)):
                 if _is_float(expected):
                     more = powers(expected, got)
                     signal[index] = signal.get(index, 0.0) + more[0]

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from nc.algorithms.base import Bound
+from nc.backends.rewrites.ragged.rewrite import Ragged, ragged
 from nc.calibration.accuracy import Spread
-from nc.calibration.observe import Watch, observed_module
+from nc.calibration.observe import Padding, Watch, observed_module
 from nc.calibration.statistics import Samples, Statistics
 from nc.capture.capture import Graph
 from nc.errors import CalibrationError, NCError
-from nc.graph.fx_utils import call_graph
+from nc.graph.fx_utils import call_graph, sizes_of
 from nc.graph.signature import call_error
 
 
@@ -30,7 +31,7 @@ class Observed(torch.nn.Module):
     def __init__(self, graph: Graph, watches: Iterable[Watch], room: Bound | None) -> None:
         super().__init__()
         self.graph = graph
-        self._module, self.observers = observed_module(graph.module, list(watches))
+        self._module, self.observers = observed_module(graph.module, list(watches), _padding_of(graph))
         self.samples = Samples(0, 0) if room is None else Samples(room.rows, room.size)
         self.spread = Spread(graph.signature)
         self._calls = 0
@@ -73,3 +74,12 @@ class Observed(torch.nn.Module):
             if isinstance(error, NCError) or not isinstance(error, Exception):
                 raise
             raise call_error(error, "The captured model", inputs, self.graph.example) from error
+
+
+def _padding_of(graph: Graph) -> Padding | None:
+    """Return which tokens are padding, where that is known: what the model gives for others is not read."""
+    form = ragged(graph.module, graph.signature)
+    if not isinstance(form, Ragged) or form.mask is None:
+        return None
+    inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    return Padding(inputs[form.mask].name, frozenset(sizes_of(node)[0] for node in inputs), form.length)

@@ -78,13 +78,13 @@ def lower(
         "verify_kernels": verify_kernels,
     }
     whole = functools.partial(_lower, graph, **options, compile=compile)
-    form = None if compile or padding == COMPUTED else ragged(graph)
+    form = None if compile or padding == COMPUTED else ragged(graph.module, graph.signature)
     if form is None:
         return whole()
     if isinstance(form, Ragged):
         try:
             example = example_of(form, graph.example)
-            inner_graph = dataclasses.replace(form.graph, example=example)
+            inner_graph = dataclasses.replace(graph, module=form.module, example=example, expected=None)
             inner = _lower(inner_graph, **options, compile=False, samples=samples_of(form, example))
             return over_rows(graph, form, inner, whole, verify)
         except (BackendError, VerificationError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nc.backends.base import EngineModel, EngineReport
+from nc.backends.base import EngineModel, EngineReport, Texts
 from nc.backends.native.plans.any_sizes import Samples
 from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.rewrites.ragged.rewrite import Ragged
@@ -83,10 +83,9 @@ def over_rows(
     """
     padded = functools.cache(padded)
     paths = [leaf.path for leaf in graph.signature.leaves if leaf.used]
-    name = "" if form.mask is None else paths[form.mask]
 
     def rows(inputs: Sequence[torch.Tensor]) -> Rows | None:
-        return rows_of(form, inputs, name)
+        return rows_of(form, inputs, paths)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         found = rows(inputs)
@@ -117,11 +116,11 @@ def over_rows(
         report=report,
         profile=profile,
         steps=steps,
-        real=functools.partial(_real, form),
+        texts=Texts(form.mask, form.of_tokens, functools.partial(_without_padding, form)),
     )
 
 
-def _real(form: Ragged, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> list[Any]:
+def _without_padding(form: Ragged, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> list[Any]:
     """Return outputs for padded texts with zeros where these models give zeros."""
     rows = rows_of(form, inputs)
     if rows is None or rows.flat is None:
@@ -141,7 +140,7 @@ def _verified(
         return None
     with torch.no_grad():
         outputs = run(graph.example)
-    real = functools.partial(_real, form, graph.example)
+    real = functools.partial(_without_padding, form, graph.example)
     known = None if graph.expected is None else tuple(real(graph.expected))
     compared = dataclasses.replace(graph, expected=known)
     return verify_outputs(

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.rewrites.ragged.names import names_of
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import call_function
+from nc.graph.fx_utils import call_function, sizes_of
 from nc.graph.views import Binary, Softmax, set_argument
 
 _aten = torch.ops.aten
@@ -109,7 +108,7 @@ def attentions(module: fx.GraphModule) -> list[Attention]:
 
 def _is_square(node: object) -> bool:
     """Whether the last two dimensions of a tensor have the same free size: it has a number for two tokens."""
-    names = names_of(node)
+    names = sizes_of(node)
     return len(names) > 1 and names[-1] == names[-2] and not names[-1].isdigit()
 
 
@@ -128,7 +127,7 @@ def _whole(node: fx.Node) -> Attention:
 
 def _in_parts(softmax: fx.Node) -> Attention:
     """Return the attention whose softmax a node is."""
-    view, names = Softmax.of(softmax), names_of(softmax)
+    view, names = Softmax.of(softmax), sizes_of(softmax)
     if view.dim not in (-1, len(names) - 1):
         msg = f"{softmax.name} is not over keys"
         raise Unknown(msg)
@@ -196,7 +195,7 @@ def _comes_from_products(node: fx.Node) -> bool:
 
 def _varies(value: object) -> bool:
     """Whether a value is a tensor of several elements."""
-    return isinstance(value, fx.Node) and any(name != "1" for name in names_of(value))
+    return isinstance(value, fx.Node) and any(name != "1" for name in sizes_of(value))
 
 
 def _is_low(value: object) -> bool:

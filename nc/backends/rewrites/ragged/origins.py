@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.rewrites.ragged.names import is_tensor, names_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name, schema_arguments
+from nc.graph.fx_utils import gives_tensor, sizes_of
 from nc.graph.views import called_with
 from nc.proof.places import is_pointwise
 
@@ -198,7 +198,7 @@ class Origins:
 
     def _is_integer_of_tokens(self, node: fx.Node) -> bool:
         """Whether a node gives one integer for each token."""
-        names = names_of(node)
+        names = sizes_of(node)
         if len(names) != 2 or names[0] not in self._sizes.of_texts or names[1] != self._sizes.of_length:
             return False
         return not node.meta["val"].dtype.is_floating_point
@@ -207,7 +207,7 @@ class Origins:
         args, kwargs = fx.map_arg(called_with(node), self.values.__getitem__)
         given = _flat((args, kwargs))
         flat = [value for value in given if isinstance(value, Origin)]
-        if not is_tensor(node) and not isinstance(node.meta.get("val"), (list, tuple)):
+        if not gives_tensor(node) and not isinstance(node.meta.get("val"), (list, tuple)):
             return _number(node, args, given)
         if any(isinstance(value, Text) for value in given):
             if any(each.has_tokens for each in flat):
@@ -281,7 +281,7 @@ class Origins:
         try:
             found = x.along(dims, why)
         except Mixed:
-            names = names_of(node.all_input_nodes[0])
+            names = sizes_of(node.all_input_nodes[0])
             is_sum = op_name(node) == "sum" and dims == [1] and names[1] == self._sizes.of_length
             if not is_sum or node.all_input_nodes[0] not in self._zero or named.get("dtype") is not None:
                 raise
@@ -293,7 +293,7 @@ class Origins:
 
     def _of_constants(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Return the origin of what is computed of constants and sizes."""
-        name, names = op_name(node), names_of(node)
+        name, names = op_name(node), sizes_of(node)
         if name == "arange" and names == [self._sizes.of_length]:
             self.positions[node] = 0
             place = torch.arange(self._sizes.length)

@@ -13,13 +13,20 @@ from torch import fx
 from nc.backends.rewrites.ragged import masks
 from nc.backends.rewrites.ragged.attentions import Attention, Unknown, attentions, dead_terms
 from nc.backends.rewrites.ragged.masks import HIDDEN, Computed, Meaning, Unlike, inputs_read, values_of
-from nc.backends.rewrites.ragged.names import is_tensor, name_of, names_of, size_of
 from nc.backends.rewrites.ragged.origins import Mixed, Origin, Origins, Sizes, Text
 from nc.graph.catalogue import op_name, schema_arguments
-from nc.graph.fx_utils import add_constant, call_function, call_operator, copy_module, drop_unused
+from nc.graph.fx_utils import (
+    add_constant,
+    call_function,
+    call_operator,
+    copy_module,
+    drop_unused,
+    gives_tensor,
+    sizes_of,
+)
 from nc.graph.placement import works_in_place
-from nc.graph.qdq import QDQGraph
-from nc.graph.tensor_meta import Size, Traced
+from nc.graph.signature import Signature
+from nc.graph.tensor_meta import Size, Traced, name_of, without_env
 from nc.graph.views import Binary, returned
 from nc.ops import segment_bias, segment_sum
 from nc.process.unavailable import Unavailable
@@ -27,6 +34,8 @@ from nc.process.unavailable import Unavailable
 _aten = torch.ops.aten
 #: Sizes for which origins are computed: of several texts, and of rows.
 _PROVED = ((3, 5), (1, 7))
+#: More tokens than any text has.
+_ANY = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -38,22 +47,26 @@ class Ragged:
     each text begins, and the number of rows; and `firsts`, int64 [texts], the same without the last.
 
     Attributes:
-        graph: the graph; what it gives for tokens is [1, rows, ...].
+        module: the graph; what it gives for tokens is [1, rows, ...].
         beforehand: flat inputs → integers of tokens that depend on other tokens, [texts, length].
         mask: number of the flat input that masks tokens; None: no token is masked.
         of_tokens: for each output, whether it has a row for each token; else it has one for each text.
         firsts: outputs read the first token of each text, which must be a real one.
-        longest: the most tokens of a text.
+        length: name of the size that is the length of padded texts.
+        longest: the most tokens of a text in this graph.
+        positions: the most tokens of a text in the other one; None: any number.
         together: real tokens of a text must follow each other.
         from_begin: and the first one must be real.
     """
 
-    graph: QDQGraph
+    module: fx.GraphModule
     beforehand: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     mask: int | None
     of_tokens: tuple[bool, ...]
     firsts: bool
+    length: str
     longest: int
+    positions: int | None
     together: bool
     from_begin: bool
 
@@ -62,15 +75,15 @@ class _No(Exception):
     """Why a graph is not ragged."""
 
 
-def ragged(graph: QDQGraph) -> Ragged | Unavailable | None:
+def ragged(module: fx.GraphModule, signature: Signature) -> Ragged | Unavailable | None:
     """Return the graph over rows of tokens, or why there is none; None where its inputs are not texts."""
-    inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
-    if not inputs or not all(is_tensor(node) for node in inputs):
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if not inputs or not all(gives_tensor(node) for node in inputs):
         return None
-    if inputs[0].meta["val"].dtype.is_floating_point or len(names_of(inputs[0])) != 2:
+    if inputs[0].meta["val"].dtype.is_floating_point or len(sizes_of(inputs[0])) != 2:
         return None
     try:
-        return _rewritten(graph)
+        return _rewritten(module, signature)
     except (_No, Mixed, Unknown, Unlike) as error:
         return Unavailable(str(error))
     except Exception as error:  # an operator that is followed in another way than it works
@@ -89,6 +102,7 @@ class _Read:
         meanings: of what is added to the scores of each of them.
         ones: products of rows with what is 1 for real tokens, and the rows.
         origins: of its values.
+        length: name of the size that is the length of texts.
         places: the most tokens of a text.
     """
 
@@ -99,6 +113,7 @@ class _Read:
     meanings: Mapping[Attention, Meaning]
     ones: Mapping[fx.Node, fx.Node]
     origins: Origins
+    length: str
     places: int
 
     @property
@@ -108,9 +123,9 @@ class _Read:
         return min(self.places, masks.MOST_TOKENS, *tables)
 
 
-def _rewritten(graph: QDQGraph) -> Ragged:
+def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
     """Return the graph over rows; raises why there is none."""
-    read = _read(graph)
+    read = _read(module, signature)
     outputs = [read.origins.values[leaf] for leaf in returned(read.module)]
     of_tokens = tuple(isinstance(value, Origin) and value.has_tokens for value in outputs)
     before = [node for node in read.origins.beforehand if node in _live(read.module, read.found, read.ones)]
@@ -118,12 +133,14 @@ def _rewritten(graph: QDQGraph) -> Ragged:
     _change(read, before)
     tables = [each for each in read.meanings.values() if each.table is not None]
     return Ragged(
-        graph=dataclasses.replace(graph, module=read.module, expected=None),
+        module=read.module,
         beforehand=beforehand,
         mask=None if read.mask is None else list(read.inputs).index(read.mask),
         of_tokens=of_tokens,
         firsts=bool(read.origins.firsts),
+        length=read.length,
         longest=read.longest,
+        positions=None if read.places == _ANY else read.places,
         together=bool(tables),
         from_begin=not all(each.by_distance for each in tables),
     )
@@ -132,20 +149,19 @@ def _rewritten(graph: QDQGraph) -> Ragged:
 # ---- what is known of a graph ----
 
 
-def _read(graph: QDQGraph) -> _Read:
+def _read(given: fx.GraphModule, signature: Signature) -> _Read:
     """Find out all that the rewriting needs; raises why there is none."""
-    signature = graph.signature
-    if works_in_place(graph.module) or signature.effects or signature.reads:
+    if works_in_place(given) or signature.effects or signature.reads:
         msg = "operators of the graph work in place, or Python reads values of its inputs"
         raise _No(msg)
-    module, _ = copy_module(graph.module, lazy=True)
+    module, _ = copy_module(given, lazy=True)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     found = attentions(module)
     if not found:
         msg = "it has no attention over tokens"
         raise _No(msg)
     mask = _mask_of(found)
-    names = [names_of(node) for node in inputs]
+    names = [sizes_of(node) for node in inputs]
     tokens = [each for node, each in zip(inputs, names, strict=True) if node is not mask] or names
     if any(len(each) != 2 for each in names) or len({each[1] for each in tokens}) != 1:
         msg = "its inputs are not tokens of texts of one length"
@@ -154,14 +170,14 @@ def _read(graph: QDQGraph) -> _Read:
         msg = "its inputs have fixed sizes"
         raise _No(msg)
     length, texts = tokens[0][1], frozenset(each[0] for each in names)
-    places = _most_places(graph, module, length)
+    places = _most_places(signature, module, length)
     values = functools.partial(_values, module, inputs, mask)
     meanings = _meanings(found, values, places)
     ones = {} if mask is None else _always_one(module, mask, values, length, places)
     live = _live(module, found, ones)
     proofs = [_proved(module, inputs, mask, found, ones, live, Sizes(*n, texts, length)) for n in _PROVED]
     origins = proofs[0]
-    return _Read(module, inputs, mask, found, meanings, ones, origins, places)
+    return _Read(module, inputs, mask, found, meanings, ones, origins, length, places)
 
 
 def _mask_of(found: Sequence[Attention]) -> fx.Node | None:
@@ -173,15 +189,15 @@ def _mask_of(found: Sequence[Attention]) -> fx.Node | None:
     return next(iter(read), None)
 
 
-def _most_places(graph: QDQGraph, module: fx.GraphModule, length: str) -> int:
+def _most_places(signature: Signature, module: fx.GraphModule, length: str) -> int:
     """Return the most tokens that a text may have."""
-    conditions = graph.signature.conditions
-    high = 1 << 16
+    conditions = signature.conditions
+    high = _ANY
     for node in module.graph.nodes:
-        if op_name(node) == "slice" and length in names_of(node) and node.all_input_nodes[0].op == "get_attr":
+        if op_name(node) == "slice" and length in sizes_of(node) and node.all_input_nodes[0].op == "get_attr":
             constant = getattr(module, str(node.all_input_nodes[0].target))
-            high = min(high, int(constant.shape[names_of(node).index(length)]))
-    tensors = [i for i, leaf in enumerate(graph.signature.leaves) if len(leaf.dims) == 2]
+            high = min(high, int(constant.shape[sizes_of(node).index(length)]))
+    tensors = [i for i, leaf in enumerate(signature.leaves) if len(leaf.dims) == 2]
 
     def fits(n: int) -> bool:
         sizes = {f"in{i}_{dim}": size for i in tensors for dim, size in enumerate((2, n))}
@@ -271,7 +287,7 @@ def _always_one(
         if op_name(node) != "mul":
             continue
         for rows, other in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
-            if not is_tensor(rows) or not is_tensor(other) or names_of(other)[2:] != [length, "1"]:
+            if not gives_tensor(rows) or not gives_tensor(other) or sizes_of(other)[2:] != [length, "1"]:
                 continue
             if inputs_read(other) != {mask} or inputs_read(rows) == {mask}:
                 continue
@@ -398,7 +414,7 @@ def _change(read: _Read, before: Sequence[fx.Node]) -> None:
     """Change the graph to one over rows."""
     module, graph = read.module, read.module.graph
     last = read.inputs[-1]
-    rows = size_of(read.inputs[0].meta["val"].shape[1])
+    rows = without_env(read.inputs[0].meta["val"].shape[1])
     shapes: list[tuple[str, torch.dtype, tuple[int | Size, ...]]] = [
         ("firsts", torch.int64, (Size("texts", 2),)),
         ("starts", torch.int32, (Size("ends", 3),)),
@@ -424,7 +440,7 @@ def _change(read: _Read, before: Sequence[fx.Node]) -> None:
         _take_first(graph, node, added["firsts"])
     for node in read.origins.sums:
         _sum_by_text(graph, node, added["starts"])
-    texts = frozenset(names_of(node)[0] for node in read.inputs)
+    texts = frozenset(sizes_of(node)[0] for node in read.inputs)
     _count_texts(graph, read.origins, added["firsts"], texts)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     drop_unused(module)
@@ -460,7 +476,7 @@ def _bias(read: _Read, table: torch.Tensor | None, starts: fx.Node, places: fx.N
         constant = after = add_constant(read.module, after.next, "by_places", table, "by_places")
     with graph.inserting_after(after):
         node = call_operator(graph, segment_bias, starts, places, constant, read.longest)
-    heads, length = 1 if table is None else table.shape[0], size_of(places.meta["val"].shape[0])
+    heads, length = 1 if table is None else table.shape[0], without_env(places.meta["val"].shape[0])
     node.meta["val"] = Traced(torch.float32, (1, heads, length, length))
     return node
 
@@ -482,11 +498,11 @@ def _place(graph: fx.Graph, node: fx.Node, dim: int, places: fx.Node) -> None:
 def _take_first(graph: fx.Graph, node: fx.Node, firsts: fx.Node) -> None:
     """Let a node give the first row of each text."""
     source = schema_arguments(node)["self"]
-    if schema_arguments(node)["dim"] not in (1, 1 - len(names_of(source))):
+    if schema_arguments(node)["dim"] not in (1, 1 - len(sizes_of(source))):
         msg = f"{node.name} takes the first token of values that are not [texts, tokens, ...]"
         raise _No(msg)
     dtype = source.meta["val"].dtype
-    rest = [size_of(n) for n in source.meta["val"].shape[2:]]
+    rest = [without_env(n) for n in source.meta["val"].shape[2:]]
     count = firsts.meta["val"].shape[0]
     with graph.inserting_before(node):
         rows = call_function(graph, _aten.index_select.default, (source, 1, firsts))
@@ -509,10 +525,10 @@ def _count_texts(graph: fx.Graph, origins: Origins, firsts: fx.Node, texts: froz
     """Let values of texts have as many as there are, where the graph reads the number from inputs."""
     count = None
     for node in list(graph.nodes):
-        if not isinstance(origins.values.get(node), Text) or not is_tensor(node):
+        if not isinstance(origins.values.get(node), Text) or not gives_tensor(node):
             continue
         for source in node.all_input_nodes:
-            if is_tensor(source) or isinstance(source.meta.get("val"), (list, tuple)):
+            if gives_tensor(source) or isinstance(source.meta.get("val"), (list, tuple)):
                 continue
             if not op_name(source).startswith("sym_size") or name_of(source.meta["val"]) not in texts:
                 msg = f"{node.name} ({op_name(node)}) of whole texts reads a size that is not their number"

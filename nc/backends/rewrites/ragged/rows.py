@@ -49,7 +49,7 @@ class Rows:
         ]
 
 
-def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], path: str = "the mask") -> Rows | None:
+def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str] = ()) -> Rows | None:
     """Return the rows of padded texts; None for those that the graph over rows does not take.
 
     Those are texts without real tokens, longer ones than it knows places of, and with models that add to
@@ -58,18 +58,23 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], path: str = "the mask"
     Args:
         form: the graph over rows.
         inputs: flat inputs of the graph over padded texts.
-        path: how messages call the mask.
+        paths: how messages call them.
 
     Raises:
-        InputError: the mask has another shape, or other values than 0 and 1.
+        InputError: the mask has another shape, or other values than 0 and 1, or a text has more tokens than
+            the model has positions for.
     """
-    tokens = next(tensor for i, tensor in enumerate(inputs) if i != form.mask or len(inputs) == 1)
+    number = next(i for i in range(len(inputs)) if i != form.mask or len(inputs) == 1)
+    tokens, name = inputs[number], paths[number] if paths else "the tokens"
     texts, length = tokens.shape
+    if form.positions is not None and length > form.positions:
+        msg = f"{name}: texts of {length} tokens; the model has positions for {form.positions}."
+        raise InputError(msg)
     if not texts or not length or length > form.longest:
         return None
     if form.mask is None:
         return _whole(form, inputs, texts, length)
-    mask = inputs[form.mask]
+    mask, path = inputs[form.mask], paths[form.mask] if paths else "the mask"
     if mask.shape != tokens.shape:
         msg = f"{path} has the sizes {tuple(mask.shape)}, and the tokens {tuple(tokens.shape)}."
         raise InputError(msg)

@@ -1,0 +1,291 @@
+"""Graphs over rows of tokens: which models have one, and that it gives what the one over padded texts gives."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from suites.padded_texts import encoder, masked, texts
+from torch import nn
+from torch.nn import functional as F
+
+import nc
+from nc.backends.rewrites.ragged.rewrite import Ragged, ragged
+from nc.backends.rewrites.ragged.rows import rows_of
+from nc.errors import InputError
+from nc.process.unavailable import Unavailable
+
+_SAME = 2e-6  # sums of values over tokens are in another order
+
+
+def quantized_graph(model, example=None, config=None):
+    """Return the quantized graph of a model over texts."""
+    example = texts(24, 10, 17, 3) if example is None else example
+    prepared = nc.prepare(model.eval(), config or nc.StaticQuantConfig(), example_inputs=example, backend="reference")
+    prepared(**example)
+    return nc.convert(prepared, measure=False).graph
+
+
+def form_of(model, example=None, config=None):
+    """Return the quantized graph, and the one over rows or why there is none."""
+    graph = quantized_graph(model, example, config)
+    return graph, ragged(graph.module, graph.signature)
+
+
+def assert_same(graph, form, inputs):
+    """Assert that both graphs give the same for real tokens, and zeros for others."""
+    flat = list(inputs.values())
+    rows = rows_of(form, flat)
+    assert rows is not None
+    with torch.no_grad():
+        got = rows.outputs(form, form.module(*rows.inputs))
+        expected = graph.module(*flat)
+    real = inputs["attention_mask"].bool()
+    for a, b, of_tokens in zip(got, expected, form.of_tokens, strict=True):
+        assert a.shape == b.shape
+        if of_tokens:
+            assert not a[~real].any()
+            a, b = a[real], b[real]
+        assert (a - b).abs().max() <= _SAME * b.abs().max()
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bert", "roberta", "distilbert", "mpnet", "modernbert", "t5"),
+        *("bert-classes", "bert-tags", "bert-answers", "xlm-roberta", "electra", "albert", "bart", "m2m100"),
+    ],
+)
+def test_encoders_have_a_graph_over_rows(name):
+    graph, form = form_of(encoder(name))
+    assert isinstance(form, Ragged), form
+    assert_same(graph, form, texts(33, 1, 20, 7, 33))
+    assert_same(graph, form, texts(50, 31))
+    assert_same(graph, form, texts(12, 12))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("convbert", "conv1d"),
+        ("fnet", "no attention over tokens"),
+        ("mobilebert", "reads some of the tokens"),
+    ],
+)
+def test_why_a_model_has_none(name, why):
+    _, form = form_of(encoder(name))
+    assert isinstance(form, Unavailable)
+    assert why in form.reason
+
+
+class Small(nn.Module):
+    """One layer of attention over embedded tokens; subclasses change a part."""
+
+    heads, width = 2, 16
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(100, self.width), nn.Embedding(64, self.width)
+        self.q, self.k, self.v, self.out = (nn.Linear(self.width, self.width) for _ in range(4))
+
+    def bias(self, attention_mask):
+        return (1 - attention_mask[:, None, None, :].float()) * -1e9
+
+    def split(self, x):
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+    def embed(self, input_ids):
+        return self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+
+    def attend(self, x, attention_mask):
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) * 0.3 + self.bias(attention_mask)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)) + x
+
+    def result(self, x, attention_mask):
+        return x
+
+    def forward(self, input_ids, attention_mask):
+        return self.result(self.attend(self.embed(input_ids), attention_mask), attention_mask)
+
+
+class Causal(Small):
+    def bias(self, attention_mask):
+        n = attention_mask.shape[1]
+        seen = torch.ones(n, n).tril().bool() & attention_mask[:, None, None, :].bool()
+        return torch.zeros(()).where(seen, -1e9)
+
+
+class Filled(Small):
+    def attend(self, x, attention_mask):
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(-2, -1) / 4).masked_fill(attention_mask[:, None, None, :] == 0, -1e9)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)) + x
+
+
+class Mean(Small):
+    def result(self, x, attention_mask):
+        weights = attention_mask[..., None].float()
+        return F.normalize((x * weights).sum(1) / weights.sum(1).clamp(min=1e-9), dim=-1)
+
+
+class First(Small):
+    def result(self, x, attention_mask):
+        return self.out(x[:, 0]).tanh(), x
+
+
+@pytest.mark.parametrize("kind", [Small, Causal, Filled, Mean, First])
+def test_ways_to_write_attention_and_what_follows_it(kind):
+    graph, form = form_of(kind())
+    assert isinstance(form, Ragged), form
+    assert_same(graph, form, texts(30, 1, 9, 30))
+    assert_same(graph, form, texts(5, 4))
+    assert form.firsts == (kind is First)
+    assert form.together == (kind is Causal)
+
+
+class MeanOfAll(Small):
+    def result(self, x, attention_mask):
+        return x.mean(1)
+
+
+class Last(Small):
+    def result(self, x, attention_mask):
+        return x[:, -1]
+
+
+class Neighbours(Small):
+    def result(self, x, attention_mask):
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Soft(Small):
+    """Masked keys count a little."""
+
+    def bias(self, attention_mask):
+        return (1 - attention_mask[:, None, None, :].float()) * -3
+
+
+class ByCount(Small):
+    """What is added depends on how many tokens are masked."""
+
+    def bias(self, attention_mask):
+        return super().bias(attention_mask) + attention_mask.sum(1)[:, None, None, None] * 0.1
+
+
+class Blind(Small):
+    """A token does not see itself."""
+
+    def bias(self, attention_mask):
+        return super().bias(attention_mask) - torch.eye(attention_mask.shape[1]) * 1e9
+
+
+class AcrossTexts(Small):
+    def result(self, x, attention_mask):
+        return x - x.mean(0, keepdim=True)
+
+
+class Spread(Small):
+    """The mean of a text goes to each of its tokens."""
+
+    def result(self, x, attention_mask):
+        return x + (x * attention_mask[..., None]).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (MeanOfAll, "reads several tokens"),
+        (Last, "reads some of the tokens"),
+        (Neighbours, "over tokens"),
+        (Soft, "do not just hide"),
+        (ByCount, "masks of"),
+        (Blind, "does not see itself"),
+        (AcrossTexts, "reads several tokens"),
+        (Spread, "reads a value of a text for each of its tokens"),
+    ],
+)
+def test_what_mixes_tokens_has_none(kind, why):
+    _, form = form_of(kind())
+    assert isinstance(form, Unavailable)
+    assert why in form.reason
+
+
+def test_a_range_of_all_tokens_depends_on_the_other_texts():
+    _, form = form_of(Small(), config=nc.DynamicQuantConfig(act_granularity="per_tensor"))
+    assert isinstance(form, Unavailable)
+    assert "one range for all tokens" in form.reason
+
+
+def test_models_of_other_things_than_texts_are_not_asked():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=torch.randn(4, 8), backend="reference")
+    prepared(torch.randn(4, 8))
+    graph = nc.convert(prepared, measure=False).graph
+    assert ragged(graph.module, graph.signature) is None
+
+
+@pytest.fixture(scope="module")
+def small():
+    return form_of(Small())
+
+
+@pytest.fixture(scope="module")
+def causal():
+    return form_of(Causal())
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=5), st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_any_mask(small, real, seed):
+    graph, form = small
+    mask = torch.tensor(real)
+    ids = torch.randint(5, 90, mask.shape, generator=torch.Generator().manual_seed(seed))
+    inputs = masked(ids, mask)
+    if mask.any(1).all():
+        assert_same(graph, form, inputs)
+    else:  # a text without tokens
+        assert rows_of(form, list(inputs.values())) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "taken"),
+    [([0, 0, 1, 1, 1], True), ([1, 1, 1, 0, 0], True), ([0, 1, 1, 1, 0], True), ([1, 1, 0, 1, 1], False)],
+)
+def test_places_that_count_follow_each_other(causal, row, taken):
+    graph, form = causal
+    mask = torch.tensor([row, [1] * 5]).bool()
+    inputs = masked(torch.randint(5, 90, mask.shape), mask)
+    if taken:
+        assert_same(graph, form, inputs)
+    else:
+        assert rows_of(form, list(inputs.values())) is None
+
+
+def test_a_first_token_that_is_padding_is_not_left_out():
+    _, form = form_of(First())
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]]).bool()
+    assert rows_of(form, list(masked(torch.randint(5, 90, mask.shape), mask).values())) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda mask: mask * 2, r"mask has values other than 0 and 1, as 2\."),
+        (lambda mask: mask - 1, r"mask has values other than 0 and 1, as -1\."),
+        (lambda mask: mask[:1], r"mask has the sizes \(1, 9\), and the tokens \(2, 9\)"),
+    ],
+)
+def test_other_masks(small, change, says):
+    inputs = texts(9, 4)
+    with pytest.raises(InputError, match=says):
+        rows_of(small[1], [inputs["input_ids"], change(inputs["attention_mask"])])
+
+
+def test_more_tokens_than_positions():
+    _, form = form_of(encoder("bert"))
+    inputs = texts(513)
+    with pytest.raises(InputError, match=r"input_ids: texts of 513 tokens; the model has positions for 512\."):
+        rows_of(form, list(inputs.values()), ["input_ids", "attention_mask"])
