@@ -11,7 +11,9 @@ from torch import nn
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 _BART = {
     "d_model": 64,
-    **{f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 96))},
+    **{
+        f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 96))
+    },
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
 }
@@ -37,7 +39,11 @@ ENCODERS = {
         "ModernBertModel",
         {"pad_token_id": 0, "local_attention": 16, "max_position_embeddings": 256, **_SMALL},
     ),
-    "t5": ("T5Config", "T5EncoderModel", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}),
+    "t5": (
+        "T5Config",
+        "T5EncoderModel",
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+    ),
     "bart": ("BartConfig", "BartModel", _BART),
     "m2m100": ("M2M100Config", "M2M100Model", _BART),
     # what is not computed by rows

@@ -20,7 +20,9 @@ _SAME = 2e-6  # sums of values over tokens are in another order
 def quantized_graph(model, example=None, config=None):
     """Return the quantized graph of a model over texts."""
     example = texts(24, 10, 17, 3) if example is None else example
-    prepared = nc.prepare(model.eval(), config or nc.StaticQuantConfig(), example_inputs=example, backend="reference")
+    prepared = nc.prepare(
+        model.eval(), config or nc.StaticQuantConfig(), example_inputs=example, backend="reference"
+    )
     prepared(**example)
     return nc.convert(prepared, measure=False).graph
 
@@ -221,7 +223,9 @@ def test_a_range_of_all_tokens_depends_on_the_other_texts():
 
 def test_models_of_other_things_than_texts_are_not_asked():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=torch.randn(4, 8), backend="reference")
+    prepared = nc.prepare(
+        model, nc.StaticQuantConfig(), example_inputs=torch.randn(4, 8), backend="reference"
+    )
     prepared(torch.randn(4, 8))
     graph = nc.convert(prepared, measure=False).graph
     assert ragged(graph.module, graph.signature) is None
@@ -287,5 +291,7 @@ def test_other_masks(small, change, says):
 def test_more_tokens_than_positions():
     _, form = form_of(encoder("bert"))
     inputs = texts(513)
-    with pytest.raises(InputError, match=r"input_ids: texts of 513 tokens; the model has positions for 512\."):
+    with pytest.raises(
+        InputError, match=r"input_ids: texts of 513 tokens; the model has positions for 512\."
+    ):
         rows_of(form, list(inputs.values()), ["input_ids", "attention_mask"])

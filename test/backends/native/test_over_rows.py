@@ -1,0 +1,320 @@
+"""Encoders on native: real tokens only, one plan for any mix of lengths, and the same bits in any batch."""
+
+import concurrent.futures
+import contextlib
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from suites.padded_texts import encoder, masked, texts
+from torch import nn
+
+import nc
+from nc.backends.native.plans import any_sizes, family
+from nc.backends.native.plans.affine import Affine, Unfit, fitted, placed
+from nc.backends.native.plans.family import on_line
+from nc.errors import InputError
+
+pytestmark = [pytest.mark.needs_plans, pytest.mark.isas]
+
+
+@contextlib.contextmanager
+def on_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+CONFIGS = {"static": nc.StaticQuantConfig, "dynamic": nc.DynamicQuantConfig}
+
+
+def converted(name, config, **options):
+    example = texts(24, 10, 17, 3)
+    prepared = nc.prepare(encoder(name), CONFIGS[config](), example_inputs=example, backend="native")
+    for seed in range(3):
+        prepared(**texts(30, 12, seed=seed))
+    return nc.convert(prepared, measure=False, **options)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def both(request):
+    """A model that leaves padding out, and the same one that computes it."""
+    rows = converted("bert", request.param)
+    if rows.engine.texts is None:
+        pytest.skip(rows.engine.report().details["padding"])
+    return rows, converted("bert", request.param, padding="computed")
+
+
+def tensors(outputs):
+    return [value for value in outputs.values() if isinstance(value, torch.Tensor)]
+
+
+def assert_same(both, inputs):
+    """Assert that real tokens and texts have the same bits, and padding zeros."""
+    rows, padded = both
+    got, expected = tensors(rows(**inputs)), tensors(padded(**inputs))
+    real = inputs["attention_mask"].bool()
+    for a, b in zip(got, expected, strict=True):
+        if a.dim() == 3:
+            assert not a[~real].any()
+            a, b = a[real], b[real]
+        assert_alike(a, b)
+
+
+def assert_alike(a, b):
+    """Assert equality, but for sums of attention in fp32, which are in another order than with padding."""
+    torch.testing.assert_close(a, b, rtol=0, atol=5e-2 if a.dim() < 2 else 0.2)
+    assert (a - b).pow(2).mean() <= 1e-4 * b.pow(2).mean()
+
+
+def test_the_report_says_so(both):
+    rows, padded = both
+    assert rows.engine.report().details["padding"].startswith("not computed")
+    assert "padding" not in padded.engine.report().details
+    assert {op.ran for op in rows.engine.report().ops if op.operator.endswith("dense")} == {"int8"}
+
+
+def test_lengths(both):
+    for lengths in ((24, 10, 17, 3), (1,), (1, 1, 40), (100, 3), (7, 7, 7)):
+        assert_same(both, texts(*lengths))
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=6), st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_any_mask(both, real, seed):
+    mask = torch.tensor(real)
+    ids = torch.randint(5, 90, mask.shape, generator=torch.Generator().manual_seed(seed))
+    rows, padded = both
+    inputs = masked(ids, mask)
+    if mask[:, 0].all():
+        assert_same(both, inputs)
+    else:  # padded as a whole: a first token that is padding has a value there
+        for a, b in zip(tensors(rows(**inputs)), tensors(padded(**inputs)), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_text_has_the_same_bits_in_any_batch(both, threads):
+    rows, _ = both
+    inputs = texts(40, 13, 1, 29, 40, 2)
+    with on_threads(threads):
+        together = rows(**inputs)
+        for text, length in enumerate((40, 13, 1, 29, 40, 2)):
+            alone = rows(**{name: value[text : text + 1, :length] for name, value in inputs.items()})
+            assert torch.equal(alone.last_hidden_state[0], together.last_hidden_state[text, :length])
+            assert torch.equal(alone.pooler_output[0], together.pooler_output[text])
+
+
+def test_threads_do_not_change_bits(both):
+    rows, _ = both
+    inputs = texts(60, 13, 1, 29)
+    with on_threads(1):
+        one = tensors(rows(**inputs))
+    with on_threads(2):
+        two = tensors(rows(**inputs))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_no_size_makes_a_plan(both, monkeypatch):
+    rows, _ = both
+    rows(**texts(500, 500, 3))
+    monkeypatch.setattr(any_sizes, "family_of", lambda *_: pytest.fail("a plan is made"))
+    from nc.backends.native.plans import recorder
+
+    monkeypatch.setattr(recorder.Recorder, "record", lambda *_: pytest.fail("a plan is recorded"))
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(
+            1, 60, (int(torch.randint(1, 9, (1,), generator=generator)),), generator=generator
+        )
+        rows(**texts(*lengths.tolist(), seed=seed))
+
+
+def test_results_are_the_callers_own(both):
+    rows, _ = both
+    first = tensors(rows(**texts(9, 9)))
+    kept = [value.clone() for value in first]
+    rows(**texts(9, 4, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_from_several_threads(both):
+    rows, _ = both
+    mixes = [
+        texts(*lengths, seed=seed) for seed, lengths in enumerate([(5, 30), (17,), (2, 2, 2, 50), (33, 1)])
+    ]
+    expected = [tensors(rows(**inputs)) for inputs in mixes]
+    start = threading.Barrier(4)
+
+    def run(index):
+        start.wait()
+        return [tensors(rows(**mixes[(index + i) % 4])) for i in range(8)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for index, found in enumerate(pool.map(run, range(4))):
+            for i, outputs in enumerate(found):
+                wanted = expected[(index + i) % 4]
+                assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+
+
+def test_a_saved_model(both, tmp_path):
+    rows, _ = both
+    nc.save(rows, tmp_path / "model")
+    inputs = texts(9, 30, 2)
+    again = nc.load(tmp_path / "model", backend="native")
+    assert again.engine.report().details["padding"].startswith("not computed")
+    pairs = zip(tensors(rows(**inputs)), tensors(again(**inputs)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    whole = nc.load(tmp_path / "model", backend="native", padding="computed")
+    assert whole(**inputs).last_hidden_state[0, 9:].any()
+
+
+def test_texts_in_one_row(both):
+    rows, padded = both
+    inputs = texts(9, 30, 2)
+    real = inputs["attention_mask"].bool()
+    starts = torch.tensor([0, 9, 39, 41], dtype=torch.int32)
+    row = {"input_ids": inputs["input_ids"][real][None], "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    row |= {"max_length_q": 30, "max_length_k": 30}
+    places = torch.cat([torch.arange(n) for n in (9, 30, 2)])[None]
+    expected = rows(**inputs)
+    got = rows(**row, position_ids=places)
+    assert torch.equal(got.last_hidden_state[0], expected.last_hidden_state[real])
+    assert torch.equal(got.pooler_output, expected.pooler_output)
+    assert padded(**row).last_hidden_state.shape == got.last_hidden_state.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 5, 3, 11])},
+            r"cu_seq_lens_q is \[0, 5, 3, 11\]: .* rise from 0 to 11",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 10])}, "cu_seq_lens_q .* rise from 0 to 11"),
+        ({"cu_seq_lens_q": torch.tensor([1, 11])}, "cu_seq_lens_q .* rise from 0 to 11"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 11.0])}, "cu_seq_lens_q: expected integers"),
+        ({"cu_seq_lens_k": torch.tensor([0, 4, 11])}, "cu_seq_lens_k differs from cu_seq_lens_q"),
+        ({"position_ids": torch.arange(11)[None]}, "position_ids: the model counts them from 0"),
+        ({"input_ids": torch.ones(11, dtype=torch.long)}, r"input_ids: .* one row, \[1, tokens\]"),
+    ],
+)
+def test_other_rows(both, change, says):
+    row = {"input_ids": torch.ones(1, 11, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 5, 11])}
+    with pytest.raises(InputError, match=says):
+        both[0](**row | change)
+
+
+def test_other_masks(both):
+    inputs = texts(9, 4)
+    with pytest.raises(InputError, match="attention_mask has values other than 0 and 1"):
+        both[0](inputs["input_ids"], inputs["attention_mask"] * 3)
+    with pytest.raises(InputError, match="input_ids: texts of 513 tokens"):
+        both[0](**texts(513))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "name", ["roberta", "mpnet", "modernbert", "distilbert", "t5", "albert", "bert-answers", "bert-tags"]
+)
+def test_architectures(name, config):
+    rows, padded = converted(name, config), converted(name, config, padding="computed")
+    said = rows.engine.report().details["padding"]
+    if rows.engine.texts is None:
+        assert "no kernel here computes" in said
+        return
+    for lengths in ((24, 10, 17, 3), (1,), (90, 3)):
+        inputs = texts(*lengths)
+        real = inputs["attention_mask"].bool()
+        for a, b in zip(tensors(rows(**inputs)), tensors(padded(**inputs)), strict=True):
+            if a.shape[:2] == real.shape:
+                a, b = a[real], b[real]
+            assert_alike(a, b)
+
+
+def test_padding_is_in_no_statistics():
+    class Loud(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.bert = encoder("bert")
+
+        def forward(self, input_ids, attention_mask):
+            return self.bert(input_ids, attention_mask).last_hidden_state
+
+    model = Loud()
+    table = model.bert.embeddings.word_embeddings.weight
+    before = table[1].clone()
+    try:
+        with torch.no_grad():
+            table[1] = 50 * torch.randn(table.shape[1])  # what padding is embedded as
+        found = []
+        for width in (0, 40):
+            prepared = nc.prepare(
+                model, nc.StaticQuantConfig(), example_inputs=texts(24, 24), backend="reference"
+            )
+            prepared(**texts(12, 12, width=width))
+            found.append({key: observer.state for key, observer in prepared.observers.items()})
+    finally:
+        with torch.no_grad():
+            table[1] = before
+    alone, beside = found
+    assert alone.keys() == beside.keys()
+    assert any("layer_norm" in key[0] for key in alone)
+    for key, state in alone.items():
+        if "softmax" not in key[0]:
+            assert repr(state)[:300] == repr(beside[key])[:300], key
+
+
+# ---- numbers that sizes give ----
+
+
+@pytest.mark.parametrize(
+    ("count", "line"), [(1, 16), (16, 16), (17, 20), (24, 24), (25, 28), (32, 32), (33, 40)]
+)
+def test_lines(count, line):
+    assert on_line(count) == line
+
+
+@given(st.integers(1, 1 << 14))
+@settings(deadline=None)
+def test_a_line_is_not_far(count):
+    assert count <= on_line(count) <= max(16, 1.25 * count + 1)
+    assert on_line(on_line(count)) == on_line(count)
+
+
+SIZES = ((64, 16), (128, 16), (64, 32), (192, 48))
+
+
+@given(*[st.integers(-9, 99)] * 3)
+@settings(deadline=None)
+def test_numbers_are_found(base, of_row, of_text):
+    values = [[base + rows * of_row + texts * of_text, "a"] for rows, texts in SIZES]
+    found = fitted(values, SIZES)
+    assert placed(found, 7, 3) == [base + 7 * of_row + 3 * of_text, "a"]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([rows * texts for rows, texts in SIZES], "of x is 1024, 2048, 2048, 9216 for"),
+        ([rows // 48 for rows, _ in SIZES], "of x is"),
+        (["a", "a", "b", "a"], "of x is a or b"),
+        ([1, 1, "1", 1], "of x is int or str"),
+        ([[1], [1], [1, 1], [1]], "of x has other numbers of parts"),
+        ([torch.ones(rows) for rows, _ in SIZES], "a constant is another one"),
+    ],
+)
+def test_other_numbers(values, says):
+    with pytest.raises(Unfit, match=says):
+        fitted(values, SIZES, "of x")
+
+
+def test_affine():
+    assert Affine(1, 2, 3).at(10, 100) == 321
