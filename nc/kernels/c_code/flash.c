@@ -20,6 +20,10 @@
 enum {
     TILE_ROWS = 6, /* whose sums are in registers */
     COLUMNS = 16, /* keys side by side, and what widths of values are filled up to */
+    LANES_512 = 16,
+    LANES_256 = 8,
+    AT_ONCE_512 = 4, /* vectors of a row whose sums are in registers */
+    AT_ONCE_256 = 2,
     LINE = FLASH_KEYS + 16, /* from row to row of scores: no power of 2, whose rows would share cache lines */
     QUERY = FLASH_WIDEST + 16 /* likewise of queries */
 };
@@ -187,7 +191,6 @@ INLINE FOR_AVX2 void transpose_256(__m256 x[8])
 #define WIDENED(from)                                                                                    \
     _mm512_castsi512_ps(                                                                                 \
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from))), 16))
-enum { LANES_512 = 16, AT_ONCE_512 = 4 };
 #include "flash_block.h"
 
 #define NAMED(name) name##_256
@@ -199,7 +202,6 @@ enum { LANES_512 = 16, AT_ONCE_512 = 4 };
 #define WIDENED(from)                                                                                    \
     _mm256_castsi256_ps(                                                                                 \
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from))), 16))
-enum { LANES_256 = 8, AT_ONCE_256 = 2 };
 #include "flash_block.h"
 
 static struct text text_of(const struct job *job, int64_t number)
@@ -325,3 +327,13 @@ int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *t
 }
 
 int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512; }
+
+/* The best instruction set that the CPU has and the library may use; -1: none. */
+int64_t nc_flash_isa(void)
+{
+    const int avx2 = CPU_SUPPORTS("avx2") && CPU_SUPPORTS("fma");
+    if (nc_may_use() >> ISA_AVX512 & 1 && avx2 && CPU_SUPPORTS("avx512f") && CPU_SUPPORTS("avx512bw")
+        && CPU_SUPPORTS("avx512vl"))
+        return ISA_AVX512;
+    return nc_may_use() >> ISA_AVX2 & 1 && avx2 ? ISA_AVX2 : -1;
+}

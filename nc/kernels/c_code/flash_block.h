@@ -2,7 +2,7 @@
  * and WIDENED are defined where this is included. It takes the definitions away. */
 
 #define LANES NAMED(LANES)
-#define AT_ONCE NAMED(AT_ONCE) /* vectors of a row whose sums are in registers */
+#define AT_ONCE NAMED(AT_ONCE)
 
 /* Some numbers of a row as fp32, from one on; 0 where none is left. */
 INLINE FOR_THIS VECTOR NAMED(numbers)(const char *row, int64_t bytes, int64_t at, int64_t left)
