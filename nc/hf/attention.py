@@ -1,0 +1,156 @@
+"""Attention of texts of different lengths for models of transformers on CPUs: `attn_implementation="nc_flash"`.
+
+transformers loads attentions whose names have "flash" in them by functions that are not public. This module
+is the only one that uses them, and says which of them another version of transformers lacks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from transformers import masking_utils, modeling_flash_attention_utils, modeling_utils
+
+from nc.errors import BackendUnavailableError, UnsupportedError
+from nc.kernels import flash
+
+#: What models call it. transformers asks whether a name has "flash" in it: then masks have two dimensions, or
+#: are left out, and continuous batching makes none.
+NAME = "nc_flash"
+#: Names of transformers that are used here, by module.
+_USED = {
+    masking_utils: ("AttentionMaskInterface", "flash_attention_mask"),
+    modeling_utils: ("AttentionInterface",),
+    modeling_flash_attention_utils: (
+        *("_lazy_imports", "_flash_attention_forward", "lazy_import_flash_attention"),
+        *("_pad_input", "_unpad_input", "_flash_fn", "_flash_varlen_fn"),
+    ),
+}
+#: In versions whose attentions may read a cache in pages.
+_OF_CACHES = "_flash_with_kvcache_fn"
+_MARK = "_nc_flash"
+_LOCK = threading.Lock()
+
+
+def register_attention() -> str:
+    """Let models of transformers use attention of variable lengths, by the name that is returned.
+
+    It computes nothing for padding and holds no matrix of scores. Texts that are padded, packed with position
+    ids or `cu_seq_lens_q`, and continuous batching use it. It is for inference, in fp32 and bf16. Several
+    calls, also on several threads, do the same as one.
+
+    Returns:
+        "nc_flash", for `attn_implementation=` or `model.set_attn_implementation`.
+
+    Raises:
+        BackendUnavailableError: there is no C code here, or the CPU has no AVX2.
+        UnsupportedError: this version of transformers lacks what is needed; says what.
+    """
+    if why := flash.why_unavailable():
+        msg = f'attn_implementation="{NAME}" is a function in C: {why}.'
+        raise BackendUnavailableError(msg)
+    _check_version(_USED)
+    with _LOCK:
+        _lend_functions(modeling_flash_attention_utils)
+        modeling_utils.AttentionInterface.register(NAME, _attend)
+        masking_utils.AttentionMaskInterface.register(NAME, masking_utils.flash_attention_mask)
+    return NAME
+
+
+def _check_version(used: dict[ModuleType, tuple[str, ...]]) -> None:
+    """Raise UnsupportedError where transformers lacks names."""
+    missing = [
+        f"{module.__name__}.{name}" for module, names in used.items() for name in names if not hasattr(module, name)
+    ]
+    if missing:
+        msg = (
+            f"transformers {transformers.__version__} has no {', '.join(missing)}, which "
+            f'attn_implementation="{NAME}" needs: install transformers 5.23, or use "sdpa".'
+        )
+        raise UnsupportedError(msg)
+
+
+def _lend_functions(utils: Any) -> None:
+    """Let transformers find the functions where it would import a package for the name."""
+    real = utils._lazy_imports
+    if hasattr(real, _MARK):
+        return
+    attentions = [flash.flash_attn_func, flash.flash_attn_varlen_func]
+    if hasattr(utils, _OF_CACHES):
+        attentions.append(flash.flash_attn_with_kvcache)
+
+    def imports(implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        if implementation == NAME:
+            return (*attentions, utils._pad_input, utils._unpad_input)
+        return real(implementation, *args, **kwargs)
+
+    setattr(imports, _MARK, True)
+    utils._lazy_imports = imports
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention as transformers' models expect it: [texts, rows, heads, width], and no weights.
+
+    transformers' own function for flash-attn reads the dtype of a module's first `torch.nn.Linear`, which
+    quantized models may not have.
+
+    Args:
+        module: of the model.
+        query, key, value: [texts, heads, rows, width].
+        attention_mask: [texts, keys], true for what is no padding; None: there is no padding.
+        dropout, scaling, sliding_window, softcap, is_causal: of the attention.
+        s_aux: attention sinks.
+        cache: of continuous batching.
+        kwargs: where texts begin, and others.
+
+    Raises:
+        UnsupportedError: attention sinks, weights as a result, or a gradient.
+        InputError: another dtype, or dropout.
+    """
+    if s_aux is not None:
+        msg = f'attn_implementation="{NAME}" has no attention sinks, which {type(module).__name__} uses: use "eager".'
+        raise UnsupportedError(msg)
+    if kwargs.get("output_attentions"):
+        msg = f'attn_implementation="{NAME}" holds no weights for output_attentions=True: use "eager".'
+        raise UnsupportedError(msg)
+    if cache is not None:
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=kwargs
+        )
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if isinstance(kwargs.get(name), torch.Tensor):
+            kwargs[name] = kwargs[name].to(torch.int32)
+    forward: Any = modeling_flash_attention_utils._flash_attention_forward
+    parameters = inspect.signature(forward).parameters
+    named = "attn_implementation" if "attn_implementation" in parameters else "implementation"
+    result = forward(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        attention_mask,
+        query_length=query.shape[2],
+        is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        dropout=dropout,
+        softmax_scale=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        **{named: NAME},
+        **kwargs,
+    )
+    return result, None
