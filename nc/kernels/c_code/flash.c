@@ -19,6 +19,7 @@
 #define UNROLL _Pragma("GCC unroll 6")
 enum {
     TILE_ROWS = 6, /* whose sums are in registers */
+    FEW = 3, /* queries of a text whose keys are not copied */
     COLUMNS = 16, /* keys side by side, and what widths of values are filled up to */
     LANES_512 = 16,
     LANES_256 = 8,

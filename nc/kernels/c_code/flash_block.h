@@ -17,12 +17,12 @@ INLINE FOR_THIS VECTOR NAMED(numbers)(const char *row, int64_t bytes, int64_t at
     return bytes == 4 ? OF_VECTOR(loadu)((const float *)from) : WIDENED(from);
 }
 
-/* Copies keys, `COLUMNS` side by side, and values, of a block. Keys up to a whole panel are 0. */
-static FOR_THIS void NAMED(pack)(const struct job *job, const struct room *room, const struct text *text,
+/* Copies keys of a block, `COLUMNS` side by side. Those up to a whole panel are 0. */
+static FOR_THIS void NAMED(pack_keys)(const struct job *job, const struct room *room, const struct text *text,
     int64_t key, int64_t count)
 {
     const struct nc_flash *how = job->how;
-    const int64_t bytes = bytes_of(how), width = how->width, wide = up(how->wide, COLUMNS);
+    const int64_t bytes = bytes_of(how), width = how->width;
     for (int64_t n = 0; n < up(count, COLUMNS); n += LANES) {
         const char *rows[LANES];
         float *to = room->keys + n / COLUMNS * COLUMNS * width + n % COLUMNS;
@@ -37,10 +37,43 @@ static FOR_THIS void NAMED(pack)(const struct job *job, const struct room *room,
                 OF_VECTOR(storeu)(to + (t + i) * COLUMNS, x[i]);
         }
     }
+}
+
+/* Copies values of a block. */
+static FOR_THIS void NAMED(pack_values)(const struct job *job, const struct room *room,
+    const struct text *text, int64_t key, int64_t count)
+{
+    const struct nc_flash *how = job->how;
+    const int64_t bytes = bytes_of(how), wide = up(how->wide, COLUMNS);
     for (int64_t n = 0; n < count; n++) {
         const char *row = key_at(job, 3, text, key + n);
         for (int64_t i = 0; i < how->wide; i += LANES)
             OF_VECTOR(storeu)(room->values + n * wide + i, NAMED(numbers)(row, bytes, i, how->wide - i));
+    }
+}
+
+/* Scores of one query, with keys where they are: a copy would be read too few times. */
+static FOR_THIS void NAMED(scores_in_place)(const struct job *job, const struct text *text,
+    const float *query, int64_t key, int64_t count, float *scores)
+{
+    const int64_t bytes = bytes_of(job->how), width = job->how->width;
+    for (int64_t n = 0; n < count; n += LANES) {
+        const char *rows[LANES];
+        VECTOR sums[LANES];
+        for (int i = 0; i < LANES; i++) {
+            rows[i] = key_at(job, 2, text, key + least_of(n + i, count - 1));
+            sums[i] = OF_VECTOR(setzero)();
+        }
+        for (int64_t t = 0; t < width; t += LANES) {
+            const VECTOR q = OF_VECTOR(loadu)(query + t);
+            UNROLL_16 for (int i = 0; i < LANES; i++)
+                sums[i] = OF_VECTOR(fmadd)(q, NAMED(numbers)(rows[i], bytes, t, width - t), sums[i]);
+        }
+        TRANSPOSE(sums);
+        UNROLL_16 for (int step = LANES / 2; step; step /= 2)
+            UNROLL_16 for (int i = 0; i < step; i++)
+                sums[i] = OF_VECTOR(add)(sums[i], sums[i + step]);
+        OF_VECTOR(storeu)(scores + n, sums[0]);
     }
 }
 
@@ -120,10 +153,10 @@ static FOR_THIS void NAMED(scores)(int64_t rows, const float *queries, const flo
 }
 
 static FOR_THIS void NAMED(add_values)(int64_t rows, const float *weights, int64_t n, const float *values,
-    int64_t wide, float *results, const float *factors)
+    int64_t line, int64_t wide, float *results, const float *factors)
 {
 #define ADD_VALUES(m) \
-    NAMED(multiply_all)(m, wide / LANES, weights, LINE, n, values, LANES, wide, results, wide, factors)
+    NAMED(multiply_all)(m, wide / LANES, weights, LINE, n, values, LANES, line, results, wide, factors)
     DO_ROWS(rows, ADD_VALUES)
 #undef ADD_VALUES
 }
@@ -191,8 +224,16 @@ static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *r
     enum { SOME = 64 }; /* keys that stay in the first cache for all rows */
     const struct nc_flash *how = job->how;
     const int64_t wide = up(how->wide, COLUMNS), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    NAMED(pack)(job, room, text, key, count);
-    for (int64_t n = 0; n < count; n += SOME)
+    const int in_place = tiles == 1 && bytes_of(how) == 4 && how->wide == wide;
+    if (!in_place)
+        NAMED(pack_values)(job, room, text, key, count);
+    if (text->queries <= FEW)
+        for (int64_t r = 0; r < rows; r++)
+            NAMED(scores_in_place)
+            (job, text, room->queries + r * QUERY, key, count, room->scores + r * LINE);
+    else
+        NAMED(pack_keys)(job, room, text, key, count);
+    for (int64_t n = 0; text->queries > FEW && n < count; n += SOME)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = rows * tile / tiles, of_tile = rows * (tile + 1) / tiles - row;
             const struct span seen = NAMED(seen_here)(how, text, query + row, of_tile, key, count);
@@ -214,9 +255,22 @@ static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *r
             factors[r - row] = NAMED(weigh)(how, room->scores + r * LINE, of_row, first, last,
                 room->sums + r * 16, room->most + r);
         }
-        NAMED(add_values)
-        (of_tile, room->scores + row * LINE + first, seen.last - first, room->values + first * wide, wide,
-            room->results + row * wide, factors);
+        if (!in_place) {
+            NAMED(add_values)
+            (of_tile, room->scores + row * LINE + first, seen.last - first, room->values + first * wide, wide,
+                wide, room->results + row * wide, factors);
+            continue;
+        }
+        for (int64_t n = first; n < seen.last;) { /* up to the end of each page */
+            const int64_t left = seen.last - n, size = how->block_size;
+            const int64_t some = job->table ? least_of(left, size - (key + n) % size) : left;
+            NAMED(add_values)
+            (of_tile, room->scores + row * LINE + n, some, (const float *)key_at(job, 3, text, key + n),
+                how->v_strides[0], wide, room->results + row * wide, factors);
+            for (int i = 0; i < TILE_ROWS; i++)
+                factors[i] = 1;
+            n += some;
+        }
     }
 }
 
