@@ -1,4 +1,4 @@
-"""Attention of texts of different lengths for models of transformers on CPUs: `attn_implementation="nc_flash"`.
+"""`attn_implementation="nc_flash"`: models of transformers without padding and matrices of scores.
 
 transformers loads attentions whose names have "flash" in them by functions that are not public. This module
 is the only one that uses them, and says which of them another version of transformers lacks.
@@ -64,7 +64,10 @@ def register_attention() -> str:
 def _check_version(used: dict[ModuleType, tuple[str, ...]]) -> None:
     """Raise UnsupportedError where transformers lacks names."""
     missing = [
-        f"{module.__name__}.{name}" for module, names in used.items() for name in names if not hasattr(module, name)
+        f"{module.__name__}.{name}"
+        for module, names in used.items()
+        for name in names
+        if not hasattr(module, name)
     ]
     if missing:
         msg = (
@@ -114,9 +117,15 @@ def _attend(
 
     Args:
         module: of the model.
-        query, key, value: [texts, heads, rows, width].
+        query: [texts, heads, rows, width].
+        key: likewise, with heads of keys.
+        value: likewise.
         attention_mask: [texts, keys], true for what is no padding; None: there is no padding.
-        dropout, scaling, sliding_window, softcap, is_causal: of the attention.
+        dropout: 0.
+        scaling: factor of the scores; 1 / sqrt(width) by default.
+        sliding_window: keys that a row sees, its own among them.
+        softcap: c of c * tanh(score / c).
+        is_causal: whether a row sees no later one; as the module says by default.
         s_aux: attention sinks.
         cache: of continuous batching.
         kwargs: where texts begin, and others.
@@ -126,7 +135,8 @@ def _attend(
         InputError: another dtype, or dropout.
     """
     if s_aux is not None:
-        msg = f'attn_implementation="{NAME}" has no attention sinks, which {type(module).__name__} uses: use "eager".'
+        who = type(module).__name__
+        msg = f'attn_implementation="{NAME}" has no attention sinks, which {who} uses: use "eager".'
         raise UnsupportedError(msg)
     if kwargs.get("output_attentions"):
         msg = f'attn_implementation="{NAME}" holds no weights for output_attentions=True: use "eager".'

@@ -43,7 +43,7 @@ class Scores:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Code:
+class FlashCode:
     """The function in C.
 
     Attributes:
@@ -56,7 +56,7 @@ class Code:
 
 
 @functools.cache
-def code() -> Code | Unavailable:
+def code() -> FlashCode | Unavailable:
     """Return the function in C, or why there is none here."""
     library = load_on_threads("flash")
     if isinstance(library, Unavailable):
@@ -64,7 +64,7 @@ def code() -> Code | Unavailable:
     isa = int(library.nc_flash_isa())
     if isa < 0:
         return Unavailable("the CPU has no AVX2 and FMA, or NC_MAX_ISA forbids them")
-    return Code(function_of(library, "flash"), isa)
+    return FlashCode(function_of(library, "flash"), isa)
 
 
 def why_unavailable() -> str:
@@ -161,7 +161,11 @@ def flash_attn_func(
         q: queries [texts, rows, heads, width].
         k: keys [texts, keys, heads of keys, width].
         v: values [texts, keys, heads of keys, width of values].
-        dropout_p, softmax_scale, causal, window_size, softcap: see `flash_attn_varlen_func`.
+        dropout_p: 0.
+        softmax_scale: factor of the scores; 1 / sqrt(width) by default.
+        causal: whether a query sees no key behind its own; the last query of a text is beside its last key.
+        window_size: how many keys before and behind its own a query sees; -1: all.
+        softcap: c of c * tanh(score / c); 0: none.
 
     Returns:
         [texts, rows, heads, width of values].
@@ -200,7 +204,10 @@ def flash_attn_with_kvcache(
         cache_seqlens: how many keys of each text are in the cache: int32 [texts], or one number for all. All
             by default.
         block_table: numbers of each text's pages: int32 [texts, most pages].
-        softmax_scale, causal, window_size, softcap: see `flash_attn_varlen_func`.
+        softmax_scale: factor of the scores; 1 / sqrt(width) by default.
+        causal: whether a query sees no key behind its own; the last query of a text is beside its last key.
+        window_size: how many keys before and behind its own a query sees; -1: all.
+        softcap: c of c * tanh(score / c); 0: none.
 
     Returns:
         [texts, rows, heads, width of values].
@@ -211,6 +218,7 @@ def flash_attn_with_kvcache(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     given |= {name: x for name, x in (("k", k), ("v", v)) if x is not None}
     _check_tensors(given, 4)
+    _check_no_gradient(*given.values())
     texts, rows = q.shape[:2]
     if block_table is None:
         if len(k_cache) != texts:
@@ -235,7 +243,7 @@ def flash_attn_with_kvcache(
     starts = torch.arange(0, texts * rows + 1, rows, dtype=torch.int32) if rows else _zeros(texts + 1)
     scores = Scores(softmax_scale, causal, window_size, softcap)
     y = _attention(q.flatten(0, 1), k_cache, v_cache, starts, cache_seqlens, block_table, scores)
-    return y.unflatten(0, (texts, rows))
+    return y.view(texts, rows, *y.shape[1:])
 
 
 def _append(
@@ -247,13 +255,17 @@ def _append(
     table: torch.Tensor,
 ) -> None:
     """Write new keys and values behind those of the cache."""
-    size, (texts, new) = k_cache.shape[1], k.shape[:2]
-    if v.shape[:2] != k.shape[:2] or texts != len(lengths):
-        msg = f"k is {_form(k)}, and v {_form(v)}: give [{len(lengths)}, new keys, heads, width]."
-        raise InputError(msg)
+    size, new = k_cache.shape[1], k.shape[1]
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x.shape != (expected := (len(lengths), new, *cache.shape[2:])):
+            msg = f"{name} has the shape {list(x.shape)}: give {list(expected)}, as the cache is."
+            raise InputError(msg)
     most = table.shape[1] * size
     if bool((lengths < 0).any()) or bool((lengths.long() + new > most).any()):
-        msg = f"cache_seqlens: keys from {int(lengths.min())} to {int(lengths.max()) + new}, where the cache has room for {most} of a text."
+        msg = (
+            f"cache_seqlens: keys from {int(lengths.min())} to {int(lengths.max()) + new}, where the cache has room "
+            f"for {most} of a text."
+        )
         raise InputError(msg)
     at = lengths.long()[:, None] + torch.arange(new)
     pages = table.long().gather(1, at // size) if at.numel() else at
@@ -290,7 +302,7 @@ def _attention(
     if table is not None:
         _check_table(table, len(starts) - 1)
         table = table.contiguous()
-        if not table.numel():  # no text has a page
+        if not table.shape[1] or not k.shape[1]:  # there is room for no key
             return y.zero_()
     fields: Mapping[str, abi.Value] = {
         "texts": len(starts) - 1,
@@ -317,14 +329,17 @@ def _attention(
     memory = torch.empty(threads * room(width, wide), dtype=torch.uint8)
     others = [] if table is None else [table]
     try:
-        call_once(found.function, fields, [y, q, k, v, starts.contiguous(), keys.contiguous(), memory, *others])
+        call_once(
+            found.function, fields, [y, q, k, v, starts.contiguous(), keys.contiguous(), memory, *others]
+        )
     except IndexError:
         _check_ends("cu_seqlens_q", starts, rows)
         if table is None:
             _check_ends("cu_seqlens_k", keys, len(k))
+        most = fields["most_blocks"]
         msg = (
-            f"block_table or the lengths of keys: a text has up to {table.shape[1]} pages of {k.shape[1]} keys, and "  # type: ignore[union-attr]
-            f"pages have numbers from 0 to {len(k) - 1}; lengths are {int(keys.min())} to {int(keys.max())}."
+            f"block_table has up to {most} pages of {k.shape[1]} keys for a text, with numbers from 0 to {len(k) - 1}: "
+            f"one of them has another number, or is missing. Lengths are {int(keys.min())} to {int(keys.max())}."
         )
         raise InputError(msg) from None
     return y
@@ -353,7 +368,9 @@ def _check_tensors(given: Mapping[str, torch.Tensor], dims: int) -> None:
             msg = f"{name} is {x.dtype} on {x.device}: give all in float32, or all in bfloat16, on the CPU."
             raise InputError(msg)
         if x.dim() != dims:
-            msg = f"{name} has the shape {list(x.shape)}: give {dims} dimensions, the last two heads and width."
+            msg = (
+                f"{name} has the shape {list(x.shape)}: give {dims} dimensions, the last two heads and width."
+            )
             raise InputError(msg)
 
 
@@ -362,7 +379,9 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     heads, width = q.shape[-2:]
     of_keys = k.shape[-2]
     if k.shape[:-1] != v.shape[:-1]:
-        msg = f"v has the shape {list(v.shape)}, and k {list(k.shape)}: they differ in the width of heads only."
+        msg = (
+            f"v has the shape {list(v.shape)}, and k {list(k.shape)}: they differ in the width of heads only."
+        )
         raise InputError(msg)
     if not of_keys or not heads or heads % of_keys:
         msg = f"q has {heads} heads, and k {of_keys}: those of q must be a multiple of those of k."
