@@ -6,7 +6,6 @@ is the only one that uses them, and says which of them another version of transf
 
 from __future__ import annotations
 
-import inspect
 import threading
 from types import ModuleType
 from typing import Any
@@ -33,15 +32,17 @@ _USED = {
 #: In versions whose attentions may read a cache in pages.
 _OF_CACHES = "_flash_with_kvcache_fn"
 _MARK = "_nc_flash"
+#: The oldest major version of transformers.
+_OLDEST = 5
 _LOCK = threading.Lock()
 
 
 def register_attention() -> str:
     """Let models of transformers use attention of variable lengths, by the name that is returned.
 
-    It computes nothing for padding and holds no matrix of scores. Texts that are padded, packed with position
-    ids or `cu_seq_lens_q`, and continuous batching use it. It is for inference, in fp32 and bf16. Several
-    calls, also on several threads, do the same as one.
+    It computes nothing for padding and holds no matrix of scores. Texts that are padded, or packed with
+    position ids or `cu_seq_lens_q`, use it, and from transformers 5.20 on continuous batching. It is for
+    inference, in fp32 and bf16. Several calls, also on several threads, do the same as one.
 
     Returns:
         "nc_flash", for `attn_implementation=` or `model.set_attn_implementation`.
@@ -53,7 +54,7 @@ def register_attention() -> str:
     if why := flash.why_unavailable():
         msg = f'attn_implementation="{NAME}" is a function in C: {why}.'
         raise BackendUnavailableError(msg)
-    _check_version(_USED)
+    _check_version(transformers.__version__, _USED)
     with _LOCK:
         _lend_functions(modeling_flash_attention_utils)
         modeling_utils.AttentionInterface.register(NAME, _attend)
@@ -61,18 +62,17 @@ def register_attention() -> str:
     return NAME
 
 
-def _check_version(used: dict[ModuleType, tuple[str, ...]]) -> None:
-    """Raise UnsupportedError where transformers lacks names."""
-    missing = [
-        f"{module.__name__}.{name}"
-        for module, names in used.items()
-        for name in names
-        if not hasattr(module, name)
-    ]
-    if missing:
+def _check_version(version: str, used: dict[ModuleType, tuple[str, ...]]) -> None:
+    """Raise UnsupportedError for a version of transformers that lacks names, or is too old."""
+    names = [(module, name) for module, found in used.items() for name in found]
+    missing = [f"{module.__name__}.{name}" for module, name in names if not hasattr(module, name)]
+    why = f"it has no {', '.join(missing)}" if missing else ""
+    if int(version.partition(".")[0]) < _OLDEST:
+        why = "its encoders take no registered attention, and windows are one key too wide"
+    if why:
         msg = (
-            f"transformers {transformers.__version__} has no {', '.join(missing)}, which "
-            f'attn_implementation="{NAME}" needs: install transformers 5.23, or use "sdpa".'
+            f'attn_implementation="{NAME}" does not work with transformers {version}: {why}. Install '
+            f'transformers {_OLDEST} or newer, tested with 5.23, or use "sdpa".'
         )
         raise UnsupportedError(msg)
 
@@ -145,22 +145,75 @@ def _attend(
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=kwargs
         )
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if attention_mask is not None:
+        scores: dict[str, Any] = {"softmax_scale": scaling, "causal": is_causal, "softcap": softcap or 0.0}
+        scores |= {"window_size": (sliding_window - 1,) * 2} if sliding_window else {}
+        return _attend_padded(module, query, key, value, attention_mask, dropout_p=dropout, **scores), None
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if isinstance(kwargs.get(name), torch.Tensor):
             kwargs[name] = kwargs[name].to(torch.int32)
-    forward: Any = modeling_flash_attention_utils._flash_attention_forward
-    parameters = inspect.signature(forward).parameters
-    named = "attn_implementation" if "attn_implementation" in parameters else "implementation"
-    result = forward(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        attention_mask,
+    result = modeling_flash_attention_utils._flash_attention_forward(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        None,
         query_length=query.shape[2],
-        is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        is_causal=is_causal,
         dropout=dropout,
         softmax_scale=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
-        **{named: NAME},
+        attn_implementation=NAME,
         **kwargs,
     )
     return result, None
+
+
+def _attend_padded(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Return the attention to keys that are no padding; queries of padding get 0, if they are known.
+
+    transformers' own function takes queries for padded as the last keys are. That is wrong for attention to
+    the texts of an encoder.
+
+    Args:
+        module: of the model.
+        query: [texts, heads, rows, width].
+        key: likewise.
+        value: likewise.
+        mask: [texts, keys].
+        options: of `flash_attn_varlen_func`.
+
+    Raises:
+        UnsupportedError: a mask of other dimensions.
+    """
+    if mask.dim() != 2:
+        msg = (
+            f'attn_implementation="{NAME}" takes attention_mask as [texts, keys], not {list(mask.shape)}: '
+            'leave it to the model, or use "sdpa".'
+        )
+        raise UnsupportedError(msg)
+    shown, (texts, _, rows, _) = mask.bool(), query.shape
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    keys = shown.shape[1]  # a static cache is longer
+    starts = torch.nn.functional.pad(shown.sum(1).cumsum(0), (1, 0)).int()
+    packed = k[:, :keys][shown], v[:, :keys][shown]
+    is_other = not options["causal"] and (
+        getattr(module, "is_decoder", False) or "Cross" in type(module).__name__
+    )
+    if rows == keys and not is_other:
+        y = q.new_zeros(texts, rows, q.shape[2], v.shape[3])
+        y[shown] = flash.flash_attn_varlen_func(q[shown], *packed, starts, starts, **options)
+        return y
+    # the last query is beside the last key: those of padding before it see no key
+    each = torch.arange(texts + 1, dtype=torch.int32) * rows
+    y = flash.flash_attn_varlen_func(q.flatten(0, 1), *packed, each, starts, **options)
+    return y.view(texts, rows, *y.shape[1:])

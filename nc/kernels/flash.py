@@ -263,8 +263,8 @@ def _append(
     most = table.shape[1] * size
     if bool((lengths < 0).any()) or bool((lengths.long() + new > most).any()):
         msg = (
-            f"cache_seqlens: keys from {int(lengths.min())} to {int(lengths.max()) + new}, where the cache has room "
-            f"for {most} of a text."
+            f"cache_seqlens: keys from {int(lengths.min())} to {int(lengths.max()) + new}, where the cache "
+            f"has room for {most} of a text."
         )
         raise InputError(msg)
     at = lengths.long()[:, None] + torch.arange(new)
@@ -338,8 +338,9 @@ def _attention(
             _check_ends("cu_seqlens_k", keys, len(k))
         most = fields["most_blocks"]
         msg = (
-            f"block_table has up to {most} pages of {k.shape[1]} keys for a text, with numbers from 0 to {len(k) - 1}: "
-            f"one of them has another number, or is missing. Lengths are {int(keys.min())} to {int(keys.max())}."
+            f"block_table has up to {most} pages of {k.shape[1]} keys for a text, with numbers from 0 to "
+            f"{len(k) - 1}: one of them has another number, or is missing. Lengths are {int(keys.min())} "
+            f"to {int(keys.max())}."
         )
         raise InputError(msg) from None
     return y
