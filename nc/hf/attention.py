@@ -131,9 +131,12 @@ def _attend(
         kwargs: where texts begin, and others.
 
     Raises:
-        UnsupportedError: attention sinks, weights as a result, or a gradient.
+        UnsupportedError: attention sinks, weights as a result, a gradient, or a model that is captured.
         InputError: another dtype, or dropout.
     """
+    if torch.compiler.is_exporting():
+        msg = f'attn_implementation="{NAME}" is no operator of graphs: capture the model with "sdpa".'
+        raise UnsupportedError(msg)
     if s_aux is not None:
         who = type(module).__name__
         msg = f'attn_implementation="{NAME}" has no attention sinks, which {who} uses: use "eager".'

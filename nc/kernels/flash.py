@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -276,7 +276,7 @@ def _append(
     v_cache[pages, at % size] = v.to(v_cache.dtype)
 
 
-def _attention(
+def _compute(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -344,6 +344,10 @@ def _attention(
         )
         raise InputError(msg) from None
     return y
+
+
+#: torch.compile leaves it as a call, without a look at what calls C.
+_attention: Callable[..., torch.Tensor] = torch.compiler.disable(_compute)  # type: ignore[no-untyped-call]
 
 
 def _zeros(count: int) -> torch.Tensor:

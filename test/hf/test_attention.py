@@ -10,7 +10,7 @@ import transformers
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import nc
-from nc.errors import BackendUnavailableError, InputError, UnsupportedError
+from nc.errors import BackendUnavailableError, CaptureError, InputError, UnsupportedError
 from nc.hf import attention, register_attention
 from nc.kernels import flash
 
@@ -242,6 +242,13 @@ def test_what_it_does_not_compute_is_an_error():
             attend(layer, q, q, q, None, dropout=0.1)
         with pytest.raises(InputError, match="q is torch.float16"):
             ours.half()(tokens)
+
+
+@needs_5
+def test_a_model_that_is_captured():
+    _, ours = pair(BertModel, BERT)
+    with pytest.raises(CaptureError, match='is no operator of graphs: capture the model with "sdpa"'):
+        nc.quantize(ours, nc.DynamicQuantConfig(), example_inputs={"input_ids": padded()[0]})
 
 
 def test_a_version_without_the_names_is_named():

@@ -169,6 +169,17 @@ def test_nothing_to_compute(shape):
     assert not flash_attn_func(torch.randn(shape[0], 3, 2, 8), keys, keys).any()
 
 
+@pytest.mark.filterwarnings("error:Dynamo does not know how to trace")
+def test_torch_compile_leaves_it_as_a_call():
+    queries = [3, 40]
+    q, k, v = random_tensors(sum(queries), sum(queries))
+
+    def attend(q):
+        return flash_attn_varlen_func(q * 2, k, v, starts_of(queries), starts_of(queries)) + 1
+
+    assert torch.equal(torch.compile(attend, backend="eager")(q), attend(q))
+
+
 # --- the same bits
 
 
