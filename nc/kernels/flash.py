@@ -6,6 +6,7 @@ that code written for it runs on CPUs. `nc/kernels/c_code/flash.c` computes them
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -48,11 +49,11 @@ class FlashCode:
 
     Attributes:
         function: itself.
-        isa: number of the instruction set that it uses.
+        isas: numbers of the instruction sets that it uses, by dtype.
     """
 
     function: Function
-    isa: int
+    isas: Mapping[torch.dtype, int]
 
 
 @functools.cache
@@ -61,10 +62,11 @@ def code() -> FlashCode | Unavailable:
     library = load_on_threads("flash")
     if isinstance(library, Unavailable):
         return library
-    isa = int(library.nc_flash_isa())
-    if isa < 0:
+    library.nc_flash_isa.argtypes, library.nc_flash_isa.restype = (ctypes.c_int64,), ctypes.c_int64
+    isas = {dtype: library.nc_flash_isa(number) for dtype, number in DTYPES.items()}
+    if min(isas.values()) < 0:
         return Unavailable("the CPU has no AVX2 and FMA, or NC_MAX_ISA forbids them")
-    return FlashCode(function_of(library, "flash"), isa)
+    return FlashCode(function_of(library, "flash"), isas)
 
 
 def why_unavailable() -> str:
@@ -324,7 +326,7 @@ def _compute(
         "block_strides": (0, 0) if table is None else (k.stride(0), v.stride(0)),
         "bytes": room(width, wide),
         "threads": threads,
-        "isa": found.isa,
+        "isa": found.isas[q.dtype],
     }
     memory = torch.empty(threads * room(width, wide), dtype=torch.uint8)
     others = [] if table is None else [table]

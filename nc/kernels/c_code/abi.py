@@ -601,7 +601,7 @@ _ROWS = (
                 Field("most_blocks", "pages of a text in the table; 0: there are no pages"),
                 Field("block_strides", "from page to page of k and v", (2,)),
                 *(Field("bytes", "of memory for each thread"), Field("threads")),
-                Field("isa", "ISA_AVX2 or ISA_AVX512; the CPU has it"),
+                Field("isa", "ISA_AVX2, ISA_AVX512, or for bf16 ISA_AVX512_BF16; the CPU has it"),
             ),
         ),
         least=7,

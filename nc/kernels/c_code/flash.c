@@ -4,7 +4,8 @@
  *
  * The rows of a text lie one after the other, and texts lie one after the other: starts say where. Blocks of
  * queries and of keys begin at the first row of a text, so its result has the same bits in any batch and on
- * any number of threads. bf16 is read as fp32, and the result is rounded.
+ * any number of threads. bf16 is read as fp32, and the result is rounded; with AVX512-BF16
+ * weights are rounded, too.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -22,9 +23,14 @@ enum {
     FEW = 3, /* queries of a text whose keys are not copied */
     COLUMNS = 16, /* keys side by side, and what widths of values are filled up to */
     LANES_512 = 16,
+    LANES_bf16 = 16,
     LANES_256 = 8,
     AT_ONCE_512 = 4, /* vectors of a row whose sums are in registers */
+    AT_ONCE_bf16 = 4,
     AT_ONCE_256 = 2,
+    IN_SLOT_512 = 1, /* numbers in a slot, see flash_block.h */
+    IN_SLOT_bf16 = 2,
+    IN_SLOT_256 = 1,
     LINE = FLASH_KEYS + 16, /* from row to row of scores: no power of 2, whose rows would share cache lines */
     QUERY = FLASH_WIDEST + 16 /* likewise of queries */
 };
@@ -139,6 +145,7 @@ INLINE uint16_t to_bf16(float value)
 
 #define FOR_AVX512 FOR_CPU("avx512f,avx512bw,avx512vl,avx2,fma")
 #define FOR_AVX2 FOR_CPU("avx2,fma")
+#include "bf16.h"
 #include "exponential.h"
 #include "exponential_256.h"
 #include "transpose.h"
@@ -192,6 +199,9 @@ INLINE FOR_AVX2 void transpose_256(__m256 x[8])
 #define WIDENED(from)                                                                                    \
     _mm512_castsi512_ps(                                                                                 \
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from))), 16))
+#define ADD_PRODUCTS(sum, a, b) ((sum) = OF_VECTOR(fmadd)(a, b, sum))
+#define PAIRED(a, b) ((void)(b), (a))
+#define STORE_BF16(to, v) ((void)(to))
 #include "flash_block.h"
 
 #define NAMED(name) name##_256
@@ -203,7 +213,37 @@ INLINE FOR_AVX2 void transpose_256(__m256 x[8])
 #define WIDENED(from)                                                                                    \
     _mm256_castsi256_ps(                                                                                 \
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from))), 16))
+#define ADD_PRODUCTS(sum, a, b) ((sum) = OF_VECTOR(fmadd)(a, b, sum))
+#define PAIRED(a, b) ((void)(b), (a))
+#define STORE_BF16(to, v) ((void)(to))
 #include "flash_block.h"
+
+#if HAS_BF16
+#define NAMED(name) name##_bf16
+#define FOR_THIS FOR_AVX512
+#define VECTOR __m512
+#define OF_VECTOR(name) _mm512_##name##_ps
+#define LARGEST(x) _mm512_reduce_max_ps(x)
+#define TRANSPOSE(x) transpose(x)
+#define WIDENED(from)                                                                                    \
+    _mm512_castsi512_ps(                                                                                 \
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from))), 16))
+#define ADD_PRODUCTS(sum, a, b)                                                                           \
+    do {                                                                                                  \
+        __m512i of_bf16 = _mm512_castps_si512(sum);                                                       \
+        VDPBF16PS_512(of_bf16, _mm512_castps_si512(a), _mm512_castps_si512(b));                           \
+        (sum) = _mm512_castsi512_ps(of_bf16);                                                             \
+    } while (0)
+/* b behind a, both of which are bf16 */
+#define PAIRED(a, b)                                                                                      \
+    _mm512_castsi512_ps(                                                                                  \
+        _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b)))
+#define STORE_BF16(to, v)                                                                                 \
+    _mm256_storeu_si256(                                                                                  \
+        (__m256i *)(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(v), 16)))
+#define weight_bf16 weight_512
+#include "flash_block.h"
+#endif
 
 static struct text text_of(const struct job *job, int64_t number)
 {
@@ -236,6 +276,20 @@ static double cost_of_head(const struct job *job, const struct text *text)
     return cost;
 }
 
+static void attend(const struct job *job, const struct room *room, const struct text *text, int64_t query,
+    int64_t rows)
+{
+#if HAS_BF16
+    if (job->how->isa == ISA_AVX512_BF16)
+        attend_bf16(job, room, text, query, rows);
+    else
+#endif
+        if (job->how->isa == ISA_AVX512)
+        attend_512(job, room, text, query, rows);
+    else
+        attend_256(job, room, text, query, rows);
+}
+
 /* A part takes the blocks that begin in its part of the cost. */
 static void work(void *data, int64_t part, int64_t parts)
 {
@@ -253,10 +307,8 @@ static void work(void *data, int64_t part, int64_t parts)
             if (next > begin)
                 for (int64_t query = 0; query < text.queries && at < end; query += FLASH_ROWS) {
                     const int64_t count = least_of(FLASH_ROWS, text.queries - query);
-                    if (at >= begin && how->isa == ISA_AVX512)
-                        attend_512(job, &room, &text, query, count);
-                    else if (at >= begin)
-                        attend_256(job, &room, &text, query, count);
+                    if (at >= begin)
+                        attend(job, &room, &text, query, count);
                     at += cost_of(job, &text, query);
                 }
             at = next;
@@ -298,9 +350,8 @@ static int are_pages(const struct job *job)
 int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_flash);
-    EXPECT(how->isa == ISA_AVX2 || how->isa == ISA_AVX512, NOT_HERE);
-    EXPECT(nc_may_use() >> how->isa & 1, NOT_HERE);
-    EXPECT(how->dtype == DTYPE_F32 || how->dtype == DTYPE_BF16, OTHER_DTYPE);
+    EXPECT(how->isa >= ISA_AVX2 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
+    EXPECT(how->dtype == DTYPE_BF16 || (how->dtype == DTYPE_F32 && how->isa != ISA_AVX512_BF16), OTHER_DTYPE);
     EXPECT(how->most_blocks >= 0 && count == nc_flash_least + (how->most_blocks > 0), OTHER_TENSORS);
     EXPECT(how->texts >= 0 && how->rows >= 0 && how->keys >= 0 && how->heads > 0, OTHER_SIZE);
     EXPECT(how->group > 0 && how->heads % how->group == 0 && how->threads > 0, OTHER_SIZE);
@@ -327,14 +378,20 @@ int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *t
     return OK;
 }
 
-int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512; }
+int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512 | HAS_BF16 << ISA_AVX512_BF16; }
 
-/* The best instruction set that the CPU has and the library may use; -1: none. */
-int64_t nc_flash_isa(void)
+/* The best instruction set for a dtype that the CPU has and the library may use; -1: none. */
+int64_t nc_flash_isa(int64_t dtype)
 {
-    const int avx2 = CPU_SUPPORTS("avx2") && CPU_SUPPORTS("fma");
-    if (nc_may_use() >> ISA_AVX512 & 1 && avx2 && CPU_SUPPORTS("avx512f") && CPU_SUPPORTS("avx512bw")
-        && CPU_SUPPORTS("avx512vl"))
-        return ISA_AVX512;
-    return nc_may_use() >> ISA_AVX2 & 1 && avx2 ? ISA_AVX2 : -1;
+    if (!CPU_SUPPORTS("avx2") || !CPU_SUPPORTS("fma"))
+        return -1;
+    if (CPU_SUPPORTS("avx512f") && CPU_SUPPORTS("avx512bw") && CPU_SUPPORTS("avx512vl")) {
+#if HAS_BF16
+        if (dtype == DTYPE_BF16 && nc_may_use() >> ISA_AVX512_BF16 & 1 && CPU_SUPPORTS("avx512bf16"))
+            return ISA_AVX512_BF16;
+#endif
+        if (nc_may_use() >> ISA_AVX512 & 1)
+            return ISA_AVX512;
+    }
+    return nc_may_use() >> ISA_AVX2 & 1 ? ISA_AVX2 : -1;
 }

@@ -1,8 +1,13 @@
-/* A block of queries of flash.c, for one instruction set: NAMED, FOR_THIS, VECTOR, OF_VECTOR, LARGEST, TRANSPOSE
- * and WIDENED are defined where this is included. It takes the definitions away. */
+/* A block of queries of flash.c, for one instruction set: NAMED, FOR_THIS, VECTOR, OF_VECTOR, LARGEST, TRANSPOSE,
+ * WIDENED, ADD_PRODUCTS, PAIRED and STORE_BF16 are defined where this is included. It takes the definitions
+ * away.
+ *
+ * A slot of 32 bits holds one number of fp32, or two of bf16 whose products are added at once: two next to each
+ * other of a query or key, values of two keys, and the weights of two keys. */
 
 #define LANES NAMED(LANES)
 #define AT_ONCE NAMED(AT_ONCE)
+#define IN_SLOT NAMED(IN_SLOT)
 
 /* Some numbers of a row as fp32, from one on; 0 where none is left. */
 INLINE FOR_THIS VECTOR NAMED(numbers)(const char *row, int64_t bytes, int64_t at, int64_t left)
@@ -17,23 +22,42 @@ INLINE FOR_THIS VECTOR NAMED(numbers)(const char *row, int64_t bytes, int64_t at
     return bytes == 4 ? OF_VECTOR(loadu)((const float *)from) : WIDENED(from);
 }
 
+/* Some slots of a query or key, from one on; 0 where none is left. */
+INLINE FOR_THIS VECTOR NAMED(slots)(const char *row, int64_t bytes, int64_t at, int64_t width)
+{
+    if (IN_SLOT == 1)
+        return NAMED(numbers)(row, bytes, at, width - at);
+    char some[LANES * 4];
+    const char *from = row + at * 4;
+    const int64_t left = 2 * width - 4 * at;
+    if (left < LANES * 4) {
+        memset(some, 0, sizeof some);
+        memcpy(some, from, (size_t)left);
+        from = some;
+    }
+    return OF_VECTOR(loadu)((const float *)from);
+}
+
+/* As many slots as hold so many numbers. */
+INLINE int64_t NAMED(slots_of)(int64_t numbers) { return (numbers + IN_SLOT - 1) / IN_SLOT; }
+
 /* Copies keys of a block, `COLUMNS` side by side. Those up to a whole panel are 0. */
 static FOR_THIS void NAMED(pack_keys)(const struct job *job, const struct room *room, const struct text *text,
     int64_t key, int64_t count)
 {
     const struct nc_flash *how = job->how;
-    const int64_t bytes = bytes_of(how), width = how->width;
+    const int64_t bytes = bytes_of(how), deep = NAMED(slots_of)(how->width);
     for (int64_t n = 0; n < up(count, COLUMNS); n += LANES) {
         const char *rows[LANES];
-        float *to = room->keys + n / COLUMNS * COLUMNS * width + n % COLUMNS;
+        float *to = room->keys + n / COLUMNS * COLUMNS * deep + n % COLUMNS;
         for (int i = 0; i < LANES; i++)
             rows[i] = n + i < count ? key_at(job, 2, text, key + n + i) : NULL;
-        for (int64_t t = 0; t < width; t += LANES) {
+        for (int64_t t = 0; t < deep; t += LANES) {
             VECTOR x[LANES];
             for (int i = 0; i < LANES; i++)
-                x[i] = rows[i] ? NAMED(numbers)(rows[i], bytes, t, width - t) : OF_VECTOR(setzero)();
+                x[i] = rows[i] ? NAMED(slots)(rows[i], bytes, t, how->width) : OF_VECTOR(setzero)();
             TRANSPOSE(x);
-            for (int64_t i = 0; i < LANES && t + i < width; i++)
+            for (int64_t i = 0; i < LANES && t + i < deep; i++)
                 OF_VECTOR(storeu)(to + (t + i) * COLUMNS, x[i]);
         }
     }
@@ -45,10 +69,15 @@ static FOR_THIS void NAMED(pack_values)(const struct job *job, const struct room
 {
     const struct nc_flash *how = job->how;
     const int64_t bytes = bytes_of(how), wide = up(how->wide, COLUMNS);
-    for (int64_t n = 0; n < count; n++) {
+    for (int64_t n = 0; n < count; n += IN_SLOT) {
         const char *row = key_at(job, 3, text, key + n);
-        for (int64_t i = 0; i < how->wide; i += LANES)
-            OF_VECTOR(storeu)(room->values + n * wide + i, NAMED(numbers)(row, bytes, i, how->wide - i));
+        const char *next = IN_SLOT == 2 && n + 1 < count ? key_at(job, 3, text, key + n + 1) : NULL;
+        for (int64_t i = 0; i < how->wide; i += LANES) {
+            VECTOR x = NAMED(numbers)(row, bytes, i, how->wide - i);
+            if (IN_SLOT == 2)
+                x = PAIRED(x, next ? NAMED(numbers)(next, bytes, i, how->wide - i) : OF_VECTOR(setzero)());
+            OF_VECTOR(storeu)(room->values + n / IN_SLOT * wide + i, x);
+        }
     }
 }
 
@@ -64,10 +93,10 @@ static FOR_THIS void NAMED(scores_in_place)(const struct job *job, const struct 
             rows[i] = key_at(job, 2, text, key + least_of(n + i, count - 1));
             sums[i] = OF_VECTOR(setzero)();
         }
-        for (int64_t t = 0; t < width; t += LANES) {
+        for (int64_t t = 0; t < NAMED(slots_of)(width); t += LANES) {
             const VECTOR q = OF_VECTOR(loadu)(query + t);
             UNROLL_16 for (int i = 0; i < LANES; i++)
-                sums[i] = OF_VECTOR(fmadd)(q, NAMED(numbers)(rows[i], bytes, t, width - t), sums[i]);
+                ADD_PRODUCTS(sums[i], q, NAMED(slots)(rows[i], bytes, t, width));
         }
         TRANSPOSE(sums);
         UNROLL_16 for (int step = LANES / 2; step; step /= 2)
@@ -96,7 +125,7 @@ INLINE FOR_THIS void NAMED(multiply)(const int rows, const int vectors, const fl
         {
             const VECTOR left = OF_VECTOR(set1)(x[r * x_row + i]);
             UNROLL for (int c = 0; c < vectors; c++)
-                sums[r][c] = OF_VECTOR(fmadd)(left, right[c], sums[r][c]);
+                ADD_PRODUCTS(sums[r][c], left, right[c]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -119,16 +148,16 @@ INLINE FOR_THIS void NAMED(multiply_all)(const int rows, int64_t vectors, const 
 }
 
 /* Scores of some rows, of panels of keys. */
-INLINE FOR_THIS void NAMED(some_scores)(const int rows, const float *queries, const float *keys, int64_t width,
+INLINE FOR_THIS void NAMED(some_scores)(const int rows, const float *queries, const float *keys, int64_t deep,
     int64_t panels, float *scores)
 {
     if (LANES == COLUMNS)
         NAMED(multiply_all)
-        (rows, panels, queries, QUERY, width, keys, width * COLUMNS, COLUMNS, scores, LINE, NULL);
+        (rows, panels, queries, QUERY, deep, keys, deep * COLUMNS, COLUMNS, scores, LINE, NULL);
     else
         for (int64_t panel = 0; panel < panels; panel++)
             NAMED(multiply_all)
-            (rows, COLUMNS / LANES, queries, QUERY, width, keys + panel * width * COLUMNS, LANES, COLUMNS,
+            (rows, COLUMNS / LANES, queries, QUERY, deep, keys + panel * deep * COLUMNS, LANES, COLUMNS,
                 scores + panel * COLUMNS, LINE, NULL);
 }
 
@@ -144,10 +173,10 @@ INLINE FOR_THIS void NAMED(some_scores)(const int rows, const float *queries, co
     }
 _Static_assert(TILE_ROWS == 6, "DO_ROWS has a case for each number of rows");
 
-static FOR_THIS void NAMED(scores)(int64_t rows, const float *queries, const float *keys, int64_t width,
+static FOR_THIS void NAMED(scores)(int64_t rows, const float *queries, const float *keys, int64_t deep,
     int64_t panels, float *scores)
 {
-#define SCORES(n) NAMED(some_scores)(n, queries, keys, width, panels, scores)
+#define SCORES(n) NAMED(some_scores)(n, queries, keys, deep, panels, scores)
     DO_ROWS(rows, SCORES)
 #undef SCORES
 }
@@ -179,8 +208,11 @@ INLINE FOR_THIS VECTOR NAMED(capped)(VECTOR x, VECTOR cap)
 /* Scores of a row become e^(score - the largest one so far); what it sees is `seen`, all other keys from `first`
  * to `last` get 0. Returns what the sums of earlier keys are multiplied by. */
 INLINE FOR_THIS float NAMED(weigh)(const struct nc_flash *how, float *scores, struct span seen, int64_t first,
-    int64_t last, float *sums, float *most_so_far)
+    int64_t last, VECTOR factor, float *sums, float *most_so_far)
 {
+    if (IN_SLOT == 2) /* the factor would have rounded queries */
+        for (int64_t i = first; i < last; i += LANES)
+            OF_VECTOR(storeu)(scores + i, OF_VECTOR(mul)(OF_VECTOR(loadu)(scores + i), factor));
     if (how->softcap > 0) {
         const VECTOR cap = OF_VECTOR(set1)((float)how->softcap);
         for (int64_t i = first; i < last; i += LANES)
@@ -199,14 +231,23 @@ INLINE FOR_THIS float NAMED(weigh)(const struct nc_flash *how, float *scores, st
     for (int64_t i = first; i < last; i += LANES) {
         const VECTOR e = NAMED(weight)(OF_VECTOR(sub)(OF_VECTOR(loadu)(scores + i), taken));
         sum = OF_VECTOR(add)(sum, e);
-        OF_VECTOR(storeu)(scores + i, e);
+        if (IN_SLOT == 2)
+            STORE_BF16((uint16_t *)scores + i, e);
+        else
+            OF_VECTOR(storeu)(scores + i, e);
     }
     float factors[LANES];
-    const VECTOR factor = NAMED(weight)(OF_VECTOR(set1)(before - largest));
-    OF_VECTOR(storeu)(factors, factor);
-    OF_VECTOR(storeu)(sums, OF_VECTOR(fmadd)(OF_VECTOR(loadu)(sums), factor, sum));
+    const VECTOR less = NAMED(weight)(OF_VECTOR(set1)(before - largest));
+    OF_VECTOR(storeu)(factors, less);
+    OF_VECTOR(storeu)(sums, OF_VECTOR(fmadd)(OF_VECTOR(loadu)(sums), less, sum));
     *most_so_far = now;
     return factors[0];
+}
+
+/* Of products, before the cap. */
+INLINE FOR_THIS VECTOR NAMED(factor_of)(const struct nc_flash *how)
+{
+    return OF_VECTOR(set1)((float)(how->softcap > 0 ? how->factor / how->softcap : how->factor));
 }
 
 /* What some queries see of a block of keys. */
@@ -224,6 +265,8 @@ static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *r
     enum { SOME = 64 }; /* keys that stay in the first cache for all rows */
     const struct nc_flash *how = job->how;
     const int64_t wide = up(how->wide, COLUMNS), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t deep = NAMED(slots_of)(how->width);
+    const VECTOR factor = NAMED(factor_of)(how);
     const int in_place = tiles == 1 && bytes_of(how) == 4 && how->wide == wide;
     if (!in_place)
         NAMED(pack_values)(job, room, text, key, count);
@@ -239,7 +282,7 @@ static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *r
             const struct span seen = NAMED(seen_here)(how, text, query + row, of_tile, key, count);
             if (n < seen.last && n + SOME > seen.first)
                 NAMED(scores)
-                (of_tile, room->queries + row * QUERY, room->keys + n * how->width, how->width,
+                (of_tile, room->queries + row * QUERY, room->keys + n * deep, deep,
                     (least_of(SOME, count - n) + COLUMNS - 1) / COLUMNS, room->scores + row * LINE + n);
         }
     for (int64_t tile = 0; tile < tiles; tile++) {
@@ -252,13 +295,13 @@ static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *r
         for (int64_t r = row; r < row + of_tile; r++) {
             struct span of_row = seen_by(how, text, query + r);
             of_row = (struct span){of_row.first - key, of_row.last - key};
-            factors[r - row] = NAMED(weigh)(how, room->scores + r * LINE, of_row, first, last,
+            factors[r - row] = NAMED(weigh)(how, room->scores + r * LINE, of_row, first, last, factor,
                 room->sums + r * 16, room->most + r);
         }
         if (!in_place) {
             NAMED(add_values)
-            (of_tile, room->scores + row * LINE + first, seen.last - first, room->values + first * wide, wide,
-                wide, room->results + row * wide, factors);
+            (of_tile, room->scores + row * LINE + first / IN_SLOT, NAMED(slots_of)(seen.last - first),
+                room->values + first / IN_SLOT * wide, wide, wide, room->results + row * wide, factors);
             continue;
         }
         for (int64_t n = first; n < seen.last;) { /* up to the end of each page */
@@ -280,13 +323,13 @@ static FOR_THIS void NAMED(attend)(const struct job *job, const struct room *roo
 {
     const struct nc_flash *how = job->how;
     const int64_t bytes = bytes_of(how), wide = up(how->wide, COLUMNS);
-    const VECTOR factor =
-        OF_VECTOR(set1)((float)(how->softcap > 0 ? how->factor / how->softcap : how->factor));
+    const VECTOR factor = NAMED(factor_of)(how);
     for (int64_t r = 0; r < rows; r++) {
         const char *q = query_at(job, job->tensors[1], how->q_strides, text, query + r);
-        for (int64_t i = 0; i < how->width; i += LANES)
-            OF_VECTOR(storeu)
-        (room->queries + r * QUERY + i, OF_VECTOR(mul)(factor, NAMED(numbers)(q, bytes, i, how->width - i)));
+        for (int64_t i = 0; i < NAMED(slots_of)(how->width); i += LANES) {
+            const VECTOR x = NAMED(slots)(q, bytes, i, how->width);
+            OF_VECTOR(storeu)(room->queries + r * QUERY + i, IN_SLOT == 2 ? x : OF_VECTOR(mul)(factor, x));
+        }
         room->most[r] = -INFINITY;
     }
     memset(room->sums, 0, (size_t)rows * 16 * 4);
@@ -313,6 +356,10 @@ static FOR_THIS void NAMED(attend)(const struct job *job, const struct room *roo
 
 #undef LANES
 #undef AT_ONCE
+#undef IN_SLOT
+#undef ADD_PRODUCTS
+#undef PAIRED
+#undef STORE_BF16
 #undef NAMED
 #undef FOR_THIS
 #undef VECTOR
