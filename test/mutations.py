@@ -556,7 +556,7 @@ MUTATIONS = (
         "flash-rescaled",
         "attention of variable lengths multiplies earlier sums when a larger score comes",
         "kernels/c_code/flash_block.h",
-        "OF_VECTOR(storeu)(sums, OF_VECTOR(fmadd)(OF_VECTOR(loadu)(sums), factor, sum));",
+        "OF_VECTOR(storeu)(sums, OF_VECTOR(fmadd)(OF_VECTOR(loadu)(sums), less, sum));",
         "OF_VECTOR(storeu)(sums, OF_VECTOR(add)(OF_VECTOR(loadu)(sums), sum));",
         ("flash",),
     ),

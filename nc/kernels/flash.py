@@ -17,7 +17,7 @@ import torch
 from nc.errors import BackendUnavailableError, InputError, UnsupportedError
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
-from nc.kernels.c_code.calls import Function, call_once, function_of
+from nc.kernels.c_code.calls import Function, call_packed, function_of
 from nc.process.unavailable import Unavailable
 
 #: Dtypes of tensors, and their numbers in C.
@@ -331,8 +331,9 @@ def _compute(
     memory = torch.empty(threads * room(width, wide), dtype=torch.uint8)
     others = [] if table is None else [table]
     try:
-        call_once(
-            found.function, fields, [y, q, k, v, starts.contiguous(), keys.contiguous(), memory, *others]
+        packed = _packed(tuple(fields.items()))
+        call_packed(
+            found.function, packed, [y, q, k, v, starts.contiguous(), keys.contiguous(), memory, *others]
         )
     except IndexError:
         _check_ends("cu_seqlens_q", starts, rows)
@@ -350,6 +351,12 @@ def _compute(
 
 #: torch.compile leaves it as a call, without a look at what calls C.
 _attention: Callable[..., torch.Tensor] = torch.compiler.disable(_compute)  # type: ignore[no-untyped-call]
+
+
+@functools.lru_cache(maxsize=64)
+def _packed(fields: tuple[tuple[str, abi.Value], ...]) -> bytes:
+    """Return the first argument of the function in C: layers of a model give the same one after the other."""
+    return abi.FUNCTIONS["flash"].packed(**dict(fields))
 
 
 def _zeros(count: int) -> torch.Tensor:

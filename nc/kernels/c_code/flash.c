@@ -383,6 +383,7 @@ int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512 | HAS_BF16 << ISA
 /* The best instruction set for a dtype that the CPU has and the library may use; -1: none. */
 int64_t nc_flash_isa(int64_t dtype)
 {
+    (void)dtype;
     if (!CPU_SUPPORTS("avx2") || !CPU_SUPPORTS("fma"))
         return -1;
     if (CPU_SUPPORTS("avx512f") && CPU_SUPPORTS("avx512bw") && CPU_SUPPORTS("avx512vl")) {
