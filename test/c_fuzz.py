@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import faulthandler
 import functools
+import itertools
 import math
 import mmap
 import random
@@ -32,7 +33,7 @@ import sanitizers
 if __name__ == "__main__" and "--sanitize" in sys.argv:
     sanitizers.use()  # what follows loads C code
 
-from suites import low_bit_blocks
+from suites import low_bit_blocks, ragged
 from suites.low_bit import exact, form, weight
 from suites.low_bit_c import bound, rounded
 from suites.recurrent import float64_layers
@@ -43,7 +44,8 @@ from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import attention, c_functions
 from nc.backends.native.plans import rows as row_format
-from nc.kernels.c_code import abi, build, openmp
+from nc.kernels import flash
+from nc.kernels.c_code import abi, build, limit, openmp
 from nc.kernels.c_code.calls import Function, call_once
 from nc.kernels.c_code.isas import ISAS, NUMBERS
 from nc.numerics import affine, int16_pairs
@@ -558,6 +560,54 @@ def case_float_attention() -> str:
     return f"{fields}"
 
 
+def starts_of(lengths: Sequence[int]) -> torch.Tensor:
+    """Where texts begin, and where the last one ends."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def flash_isas() -> dict[torch.dtype, list[int]]:
+    """Numbers of the instruction sets that the attention of variable lengths can use here, by dtype."""
+    used = [NUMBERS[isa] for isa in limit.used(build.load("flash"))]
+    return {dtype: [isa for isa in used if isa <= best] for dtype, best in flash.code().isas.items()}
+
+
+def case_flash() -> str:
+    code, texts = flash.code(), random.choice((0, 1, 3))
+    queries = [random.choice((0, 1, 2, 7, 33, 100)) for _ in range(texts)]
+    lengths = [random.choice((0, 1, n, n + 3, 40, 150)) for n in queries]
+    of_key, group, size = random.choice((1, 2)), random.choice((1, 2, 5)), random.choice((0, 0, 1, 5, 16))
+    width, wide = random.choice((1, 4, 7, 33, 64)), random.choice((1, 15, 16, 33, 64, 100))
+    dtype, heads, count = random.choice(FLOATS), of_key * group, threads()
+    q, y = rows_of((sum(queries), heads, width), dtype), rows_of((sum(queries), heads, wide), dtype)
+    most = max([1, *(-(-n // size) for n in lengths)]) if size else 0
+    shape = (texts * most + 1, size, of_key) if size else (sum(lengths), of_key)
+    k, v = rows_of((*shape, width), dtype), rows_of((*shape, wide), dtype)
+    table = torch.randperm(texts * most).view(texts, most).int()
+    starts, keys = (
+        starts_of(queries),
+        torch.tensor(lengths, dtype=torch.int32) if size else starts_of(lengths),
+    )
+    scores = {
+        **{"causal": random.random() < 0.3, "softcap": random.choice((0.0, 0.0, 3.0)), "factor": width**-0.5},
+        **{name: random.choice((-1, -1, 0, 5, 60)) for name in ("left", "right")},
+    }
+    fields = {
+        **{"texts": texts, "heads": heads, "group": group, "rows": len(q), "width": width, "wide": wide},
+        **{"keys": len(k) * (size or 1), "dtype": DTYPES[dtype], "block_size": size, "most_blocks": most},
+        **{f"{name}_strides": x.stride()[-3:-1] for name, x in (("q", q), ("k", k), ("v", v), ("y", y))},
+        **{"block_strides": (k.stride(0), v.stride(0)) if size else (0, 0), **scores},
+        **{"bytes": flash.room(width, wide), "threads": count},
+        "isa": random.choice(flash_isas()[dtype]),
+    }
+    room = torch.zeros(count, flash.room(width, wide), dtype=torch.uint8)
+    call(code.function, fields, [y, q, k, v, starts, keys, room, *([table] if size else [])], writes=(0, 6))
+    key, value = ragged.gathered(k, v, table, lengths) if size else (k, v)
+    expected = ragged.attention(q, key, value, starts.tolist(), starts_of(lengths).tolist(), **scores)
+    slack = 2.0**-8 if dtype is torch.bfloat16 else 3e-6
+    close(y, expected, slack, slack)
+    return f"{queries} {lengths} {fields}"
+
+
 def product_fields(y, added, outputs, scale, zero_point):
     return {
         "threads": threads(),
@@ -1015,6 +1065,7 @@ def possible(names: Sequence[str] = tuple(CASES)) -> dict[str, str]:
         "int8_attention": int8_attention.why_unavailable,
         "float_attention": float_attention.why_unavailable,
         "dynamic_attention": dynamic_attention.why_unavailable,
+        "flash": flash.why_unavailable,
         "low_bit": compiled.why_unavailable,
         "low_bit_blocks": compiled_blocks.why_unavailable,
         "recurrent": recurrent.why_unavailable,

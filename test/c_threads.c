@@ -192,6 +192,21 @@ static int work_of_all(void)
         floats(HEADS * size), aligned_alloc(64, TEAM * bytes)};
     return CALL(nc_float_attention, tensors);
 }
+#elif defined(FLASH)
+#define NEEDS ISA_AVX2
+static int work_of_all(void)
+{
+    enum { HEADS = 3, ROWS = 240, WIDE = 64 };
+    const int64_t each = ROWS * WIDE, bytes = 1 << 19;
+    int32_t starts[] = {0, 1, 130, 130, ROWS};
+    HOW(nc_flash, .texts = 4, .heads = HEADS, .group = 1, .rows = ROWS, .keys = ROWS, .width = WIDE,
+        .wide = WIDE, .dtype = DTYPE_F32, .left = -1, .right = -1, .q_strides = {WIDE, each},
+        .k_strides = {WIDE, each}, .v_strides = {WIDE, each}, .y_strides = {WIDE, each}, .factor = 0.1,
+        .bytes = bytes, .threads = TEAM, .isa = ISA_AVX2);
+    void *tensors[] = {floats(HEADS * each), floats(HEADS * each), floats(HEADS * each), floats(HEADS * each),
+        starts, starts, aligned_alloc(64, TEAM * bytes)};
+    return CALL(nc_flash, tensors);
+}
 #elif defined(DYNAMIC_ATTENTION)
 #define NEEDS ISA_AVX512_VNNI
 static int work_of_all(void)

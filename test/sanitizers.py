@@ -30,6 +30,7 @@ TESTS = {
     "attention": ("int8_attention",),
     "depthwise": ("depthwise",),
     "dynamic_attention": ("dynamic_attention",),
+    "flash": ("flash",),
     "float_attention": ("float_attention",),
     "low_bit": ("low_bit_c",),
     "low_bit_blocks": ("low_bit_blocks_c", "low_bit_engines"),

@@ -4,6 +4,7 @@
 """
 
 from nc.hf.at_load import QuantizationConfig as QuantizationConfig
+from nc.hf.attention import register_attention as register_attention
 from nc.hf.export import Exported as Exported
 from nc.hf.export import export as export
 from nc.hf.model import QuantizedTransformer as QuantizedTransformer

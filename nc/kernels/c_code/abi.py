@@ -301,6 +301,9 @@ class Constants:
         blocks_step: to a multiple of which each group of `low_bit_blocks` is padded.
         most_regions: of a call whose parts run one behind the other, that are noted apart.
         most_parts: of each of them.
+        flash_rows: queries of a block of `flash`.
+        flash_keys: keys of one.
+        flash_widest: of its heads.
         block_row: as the length of a block of activations: they have one scale for each row.
         block_bf16: as the length of a block of activations: they are not rounded, and are numbers of bf16.
     """
@@ -321,6 +324,9 @@ class Constants:
     blocks_step: int = 8
     most_regions: int = 8
     most_parts: int = 64
+    flash_rows: int = 96
+    flash_keys: int = 128
+    flash_widest: int = 256
     block_row: int = -1
     block_bf16: int = -2
 
@@ -591,6 +597,34 @@ _ROWS = (
         ),
         least=5,
         most=6,
+    ),
+    FunctionRow(
+        "flash",
+        Structure(
+            "flash",
+            "Attention of texts of different lengths, see flash.c. Strides are in elements.",
+            (
+                *(Field("texts"), Field("heads", "of queries")),
+                Field("group", "heads that share keys and values"),
+                *(Field("rows", "of all texts"), Field("keys", "of all texts, or of all pages")),
+                *(Field("width", "of q and k"), Field("wide", "of v and y")),
+                Field("dtype", "of q, k, v and y: DTYPE_F32 or DTYPE_BF16"),
+                Field("causal", "whether a row sees no key beyond its own; last rows and keys are aligned"),
+                Field("left", "keys before its own that a row sees; -1: all"),
+                Field("right", "likewise behind it"),
+                *(Field(f"{name}_strides", "of row and head", (2,)) for name in ("q", "k", "v", "y")),
+                Field("softcap", "c of c * tanh(score / c); 0: none", kind="double"),
+                Field("factor", "of the scores", kind="double"),
+                Field("block_size", "keys of a page"),
+                Field("most_blocks", "pages of a text in the table; 0: there are no pages"),
+                Field("block_strides", "from page to page of k and v", (2,)),
+                *(Field("bytes", "of memory for each thread"), Field("threads")),
+                Field("isa", "ISA_AVX2, ISA_AVX512, or for bf16 ISA_AVX512_BF16; the CPU has it"),
+            ),
+        ),
+        least=7,
+        most=8,
+        index="starts do not rise from 0 to the number of rows, or a page is none of the cache",
     ),
     FunctionRow(
         "dynamic_attention",

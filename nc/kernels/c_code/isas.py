@@ -28,6 +28,7 @@ OF_SOURCES = {
     "attention": ("avx512_vnni",),
     "depthwise": ("avx2",),
     "dynamic_attention": ("avx512_vnni",),
+    "flash": ("avx2", "avx512", "avx512_bf16"),
     "float_attention": ("avx512",),
     "low_bit": tuple(ISAS),
     "low_bit_blocks": ("avx2", "avx512", "amx"),

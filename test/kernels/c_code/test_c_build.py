@@ -22,6 +22,7 @@ from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import c_functions, rows
 from nc.errors import BackendUnavailableError, NCWarning
+from nc.kernels import flash
 from nc.kernels.c_code import build, flags, isas
 from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.process import cache
@@ -36,6 +37,7 @@ REMEMBERED = (
     (c_functions, "_functions"),
     (int8_attention, "_function"),
     (float_attention, "_function"),
+    (flash, "code"),
     (dynamic_attention, "_function"),
     (rows, "_library"),
     (rows, "_tiles"),
@@ -429,6 +431,7 @@ def test_the_targets_in_c_ask_for_nothing_that_python_does_not():
         "attention.c",
         "depthwise.c",
         "dynamic_attention.c",
+        "flash.c",
         "float_attention.c",
         "low_bit.c",
         "low_bit_amx.h",
