@@ -438,9 +438,12 @@ def case_int8_attention() -> str:
         random.choice((1, 4, 7, 33, 64, 512)),
         random.choice((1, 4, 15, 33, 64, 100, 512)),
     )
+    texts = some_texts()
+    if texts is not None:
+        batch, rows, keys = 1, int(texts[-1]), int(texts[-1])
     q = torch.randint(0, 256, (batch, heads, rows, width), dtype=torch.uint8)
     k, v = (torch.randint(-128, 128, (batch, heads, keys, n), dtype=torch.int8) for n in (width, wide))
-    to_codes, parts, count = random.random() < 0.5, random.choice((1, min(2, rows))), threads()
+    to_codes, parts, count = random.random() < 0.5, random.choice((1, max(1, min(2, rows)))), threads()
     y = torch.zeros(batch, heads, rows, wide, dtype=torch.uint8 if to_codes else torch.float32)
     zeros, factor, probability, scale = (120, 3, -5, 128), 1e-4 / width**0.5, 1 / 255, 0.05
     value = 0.02 / 255
@@ -448,14 +451,20 @@ def case_int8_attention() -> str:
         [torch.randn(batch, 1, 1, keys).expand(batch, heads, rows, keys)] if random.random() < 0.5 else []
     )
     behind = [torch.rand(1, heads, rows, 1).expand(batch, heads, rows, wide)] if random.random() < 0.5 else []
-    bytes_ = int8_attention._room(keys, width, wide)
+    longest = keys
+    if texts is not None:  # what is added is by places in a text
+        longest = max(1, int(texts.diff().max())) + random.choice((0, 20))
+        before = [torch.randn(1, 1, longest, longest).expand(1, heads, longest, longest)] if before else []
+        behind = []
+    bytes_ = int8_attention._room(longest, width, wide)
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
     kinds, most = ["add"] * len(before) + ["mul"] * len(behind), abi.CONSTANTS.most_followers
     fields = {
-        "batch": batch,
+        "texts": texts is not None,
+        "batch": batch if texts is None else len(texts) - 1,
         "heads": heads,
         "rows": rows,
-        "keys": keys,
+        "keys": longest,
         "width": width,
         "wide": wide,
         **{f"{name}_strides": t.stride()[:3] for name, t in zip("qkvy", (q, k, v, y), strict=True)},
@@ -473,13 +482,19 @@ def case_int8_attention() -> str:
         "followers": abi.padded([abi.FOLLOWER.number(kind) for kind in kinds], most),
         "follower_strides": abi.padded([other.stride() for other in (*before, *behind)], most, [0] * 4),
     }
-    call(int8_attention._function(), fields, [y, q, k, v, room, *before, *behind], writes=(0, 4))
-    scores = (q.double() - zeros[0]) @ (k.double() - zeros[1]).mT * factor + sum(x.double() for x in before)
-    probabilities = torch.round(torch.softmax(scores, -1) / probability).clamp(0, 255)
-    expected = probabilities @ (v.double() - zeros[2]) * value
+    starts = [] if texts is None else [texts]
+    call(int8_attention._function(), fields, [y, q, k, v, room, *before, *behind, *starts], writes=(0, 4))
+    parts_of = []
+    for a, b in [(0, rows)] if texts is None else itertools.pairwise(texts.tolist()):
+        of = slice(None) if texts is None else slice(a, b)
+        added = [x if texts is None else x[:, :, : b - a, : b - a] for x in before]
+        scores = (q[:, :, of].double() - zeros[0]) @ (k[:, :, of].double() - zeros[1]).mT * factor
+        probabilities = torch.round(torch.softmax(scores + sum(x.double() for x in added), -1) / probability)
+        parts_of.append(probabilities.clamp(0, 255) @ (v[:, :, of].double() - zeros[2]) * value)
+    expected = torch.cat(parts_of, 2)
     for other in behind:
         expected = expected * other.double()
-    slack = 140 * value * max(2, keys / 8)  # codes of probabilities may round otherwise
+    slack = 140 * value * max(2, longest / 8)  # codes of probabilities may round otherwise
     close(
         y,
         codes(expected, scale, zeros[3], torch.uint8) if to_codes else expected,
@@ -497,29 +512,50 @@ def random_mask(batch: int, heads: int, rows: int, keys: int) -> tuple[str, torc
     return name, mask, (0,) * 4 if name == "none" else mask.expand(batch, heads, rows, keys).stride()
 
 
+def some_texts() -> torch.Tensor | None:
+    """Where texts begin whose rows follow each other, or None for rows of a batch."""
+    if random.random() < 0.6:
+        return None
+    return starts_of([random.choice((0, 1, 3, 16, 17, 50)) for _ in range(random.choice((1, 2, 5)))])
+
+
 def case_dynamic_attention() -> str:
     batch, heads, rows = random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3, 4, 7, 16, 21))
     keys, width = random.choice((1, 3, 16, 17, 50, 130)), random.choice((1, 4, 7, 33, 64, 100))
-    wide = random.choice((1, 4, 15, 33, 64, 100))
+    wide, texts = random.choice((1, 4, 15, 33, 64, 100)), some_texts()
+    if texts is not None:
+        batch, rows, keys = 1, int(texts[-1]), int(texts[-1])
+    longest = keys if texts is None else max(1, int(texts.diff().max())) + random.choice((0, 20))
     q, k, v = (torch.randn(batch, heads, *n) for n in ((rows, width), (keys, width), (keys, wide)))
-    y, parts, count = torch.zeros(batch, heads, rows, wide), random.choice((1, min(2, rows))), threads()
-    name, mask, spread = random_mask(batch, heads, rows, keys)
-    bytes_ = dynamic_attention._room(keys, width, wide)
+    y, count = torch.zeros(batch, heads, rows, wide), threads()
+    parts = random.choice((1, max(1, min(2, rows))))
+    name, mask, spread = random_mask(batch, heads, *((rows, keys) if texts is None else (longest, longest)))
+    bytes_ = dynamic_attention._room(longest, width, wide)
     fields = {
         **attention.fields_of(q, k, v, y),
+        **({} if texts is None else {"batch": len(texts) - 1, "keys": longest}),
+        "texts": texts is not None,
         **{"mask": abi.MASK.number(name), "mask_strides": spread},
         **{"factor": width**-0.5, "parts": parts, "bytes": bytes_, "threads": count},
     }
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
-    others = [] if name == "none" else [mask]
+    others = ([] if name == "none" else [mask]) + ([] if texts is None else [texts])
     call(dynamic_attention._function(), fields, [y, q, k, v, room, *others], writes=(0, 4))
-    scores = q.double() @ k.double().mT * width**-0.5
-    if name == "bool":
-        scores = scores.masked_fill(~mask, -torch.inf)
-    elif name == "float":
-        scores = scores + mask.double()
-    expected = torch.softmax(scores, -1).nan_to_num() @ v.double()
-    close(y, expected, 0.05, 0.1)  # a few of 255 levels; test_dynamic_attention.py compares codes
+    expected = []
+    for a, b in [(0, rows)] if texts is None else itertools.pairwise(texts.tolist()):
+        of = slice(None) if texts is None else slice(a, b)
+        size = (rows, keys) if texts is None else (longest, longest)
+        seen = mask.expand(batch, heads, *size) if name != "none" else mask
+        seen = seen if texts is None or name == "none" else seen[:, :, : b - a, : b - a]
+        scores = q[:, :, of].double() @ k[:, :, of].double().mT * width**-0.5
+        if name == "bool":
+            scores = scores.masked_fill(~seen, -torch.inf)
+        elif name == "float":
+            scores = scores + seen.double()
+        expected.append(torch.softmax(scores, -1).nan_to_num() @ v[:, :, of].double())
+    close(
+        y, torch.cat(expected, 2), 0.05, 0.1
+    )  # a few of 255 levels; test_dynamic_attention.py compares codes
     return f"{fields}"
 
 
@@ -560,6 +596,23 @@ def case_float_attention() -> str:
     return f"{fields}"
 
 
+def case_text_sums() -> str:
+    starts = starts_of([random.choice((0, 1, 3, 40)) for _ in range(random.choice((1, 2, 5)))])
+    rows, width = int(starts[-1]), random.choice((1, 7, 64, 100))
+    x = torch.randn(rows, random.choice((1, width)) + random.choice((0, 3)))
+    step = int(x.shape[1] >= width)
+    y = torch.zeros(len(starts) - 1, width)
+    fields = {
+        **{"texts": len(y), "rows": rows, "width": width, "stride": x.stride(0), "step": step},
+        "threads": threads(),
+    }
+    call(c_functions.function("text_sums"), fields, [y, x, starts])
+    wide = x[:, :width].double() if step else x[:, :1].double().expand(rows, width)
+    expected = [wide[a:b].sum(0) for a, b in itertools.pairwise(starts.tolist())]
+    close(y, torch.stack(expected), 1e-5, 1e-5)
+    return f"{fields}"
+
+
 def starts_of(lengths: Sequence[int]) -> torch.Tensor:
     """Where texts begin, and where the last one ends."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
@@ -591,18 +644,24 @@ def case_flash() -> str:
         **{"causal": random.random() < 0.3, "softcap": random.choice((0.0, 0.0, 3.0)), "factor": width**-0.5},
         **{name: random.choice((-1, -1, 0, 5, 60)) for name in ("left", "right")},
     }
+    places = max([1, *queries, *lengths]) + random.choice((0, 5))
+    added = torch.randn(random.choice((1, heads)), places, places) if random.random() < 0.3 else None
+    strides = (0, 0) if added is None else added.expand(heads, places, places).stride()[:2]
     fields = {
         **{"texts": texts, "heads": heads, "group": group, "rows": len(q), "width": width, "wide": wide},
         **{"keys": len(k) * (size or 1), "dtype": DTYPES[dtype], "block_size": size, "most_blocks": most},
         **{f"{name}_strides": x.stride()[-3:-1] for name, x in (("q", q), ("k", k), ("v", v), ("y", y))},
         **{"block_strides": (k.stride(0), v.stride(0)) if size else (0, 0), **scores},
+        **{"added_places": 0 if added is None else places, "added_strides": strides},
         **{"bytes": flash.room(width, wide), "threads": count},
         "isa": random.choice(flash_isas()[dtype]),
     }
     room = torch.zeros(count, flash.room(width, wide), dtype=torch.uint8)
-    call(code.function, fields, [y, q, k, v, starts, keys, room, *([table] if size else [])], writes=(0, 6))
+    others = ([table] if size else []) + ([] if added is None else [added])
+    call(code.function, fields, [y, q, k, v, starts, keys, room, *others], writes=(0, 6))
     key, value = ragged.gathered(k, v, table, lengths) if size else (k, v)
-    expected = ragged.attention(q, key, value, starts.tolist(), starts_of(lengths).tolist(), **scores)
+    ends = starts_of(lengths).tolist()
+    expected = ragged.attention(q, key, value, starts.tolist(), ends, **scores, added=added)
     slack = 2.0**-8 if dtype is torch.bfloat16 else 3e-6
     close(y, expected, slack, slack)
     return f"{queries} {lengths} {fields}"

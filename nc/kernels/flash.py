@@ -324,6 +324,8 @@ def _compute(
         "block_size": 0 if table is None else k.shape[1],
         "most_blocks": 0 if table is None else table.shape[1],
         "block_strides": (0, 0) if table is None else (k.stride(0), v.stride(0)),
+        "added_places": 0,
+        "added_strides": (0, 0),
         "bytes": room(width, wide),
         "threads": threads,
         "isa": found.isas[q.dtype],

@@ -3,13 +3,16 @@
 import torch
 
 
-def attention(q, k, v, starts_q, starts_k, *, factor, causal=False, left=-1, right=-1, softcap=0.0):
+def attention(
+    q, k, v, starts_q, starts_k, *, factor, causal=False, left=-1, right=-1, softcap=0.0, added=None
+):
     """The attention of each text by itself, with all its scores.
 
     Args:
         q, k, v: [rows, heads, width]; heads of q are a multiple of those of k and v.
         starts_q, starts_k: where texts begin, and where the last one ends.
         factor, causal, left, right, softcap: see `nc.kernels.flash.Scores`.
+        added: to scores, [heads or 1, places, places], by places of query and key in their text; or None.
     """
     y = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     for n in range(len(starts_q) - 1):
@@ -20,6 +23,7 @@ def attention(q, k, v, starts_q, starts_k, *, factor, causal=False, left=-1, rig
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         count, length = scores.shape[1:]
+        scores = scores if added is None else scores + added[:, :count, :length].double()
         # the last query is beside the last key
         apart = torch.arange(length) - (torch.arange(count)[:, None] + length - count)
         hidden = apart > (0 if causal else right if right >= 0 else length + count)

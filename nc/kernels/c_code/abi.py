@@ -618,12 +618,16 @@ _ROWS = (
                 Field("block_size", "keys of a page"),
                 Field("most_blocks", "pages of a text in the table; 0: there are no pages"),
                 Field("block_strides", "from page to page of k and v", (2,)),
+                Field(
+                    "added_places", "of a query or key, by which something is added to scores; 0: nothing is"
+                ),
+                Field("added_strides", "of head and row of that; columns lie consecutively", (2,)),
                 *(Field("bytes", "of memory for each thread"), Field("threads")),
                 Field("isa", "ISA_AVX2, ISA_AVX512, or for bf16 ISA_AVX512_BF16; the CPU has it"),
             ),
         ),
         least=7,
-        most=8,
+        most=9,
         index="starts do not rise from 0 to the number of rows, or a page is none of the cache",
     ),
     FunctionRow(

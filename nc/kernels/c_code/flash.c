@@ -41,6 +41,7 @@ struct job {
     char *const *tensors;
     const int32_t *starts_q, *starts_k; /* starts_k: lengths, if there are pages */
     const int32_t *table; /* numbers of pages; NULL without pages */
+    const float *added; /* to scores, by places of query and key in their text; NULL: nothing */
     double cost; /* of all */
 };
 
@@ -132,6 +133,15 @@ INLINE struct span seen_by_some(const struct nc_flash *how, const struct text *t
     int64_t count)
 {
     return (struct span){seen_by(how, text, query).first, seen_by(how, text, query + count - 1).last};
+}
+
+/* What is added to the scores of a query, by places of keys; NULL: nothing. */
+INLINE const float *added_to(const struct job *job, const struct text *text, int64_t query)
+{
+    const int64_t group = job->how->group, *strides = job->how->added_strides;
+    if (!job->added)
+        return NULL;
+    return job->added + (text->head * group + query % group) * strides[0] + query / group * strides[1];
 }
 
 INLINE uint16_t to_bf16(float value)
@@ -346,20 +356,22 @@ static int are_pages(const struct job *job)
 }
 
 /* tensors: y, q, k, v, starts of queries, starts of keys (pages: lengths) in int32; memory for all threads, of
- * 64-byte pieces; pages [texts, most_blocks] in int32 */
+ * 64-byte pieces; pages [texts, most_blocks] in int32; what is added to scores, fp32 */
 int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_flash);
     EXPECT(how->isa >= ISA_AVX2 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->dtype == DTYPE_BF16 || (how->dtype == DTYPE_F32 && how->isa != ISA_AVX512_BF16), OTHER_DTYPE);
-    EXPECT(how->most_blocks >= 0 && count == nc_flash_least + (how->most_blocks > 0), OTHER_TENSORS);
+    EXPECT(how->most_blocks >= 0 && how->added_places >= 0, OTHER_TENSORS);
+    EXPECT(count == nc_flash_least + (how->most_blocks > 0) + (how->added_places > 0), OTHER_TENSORS);
     EXPECT(how->texts >= 0 && how->rows >= 0 && how->keys >= 0 && how->heads > 0, OTHER_SIZE);
     EXPECT(how->group > 0 && how->heads % how->group == 0 && how->threads > 0, OTHER_SIZE);
     EXPECT(how->width > 0 && how->width <= FLASH_WIDEST, OTHER_SIZE);
     EXPECT(how->wide > 0 && how->wide <= FLASH_WIDEST, OTHER_SIZE);
     EXPECT(how->left >= -1 && how->right >= -1 && how->softcap >= 0, OTHER_SIZE);
     EXPECT(bytes_of_room(how) <= how->bytes, OTHER_SIZE);
-    struct job job = {how, tensors, (const int32_t *)tensors[4], (const int32_t *)tensors[5], NULL, 0};
+    struct job job = {how, tensors, (const int32_t *)tensors[4], (const int32_t *)tensors[5], NULL,
+        how->added_places ? (const float *)tensors[count - 1] : NULL, 0};
     EXPECT(are_starts(job.starts_q, how->texts, how->rows), OTHER_INDEX);
     if (how->most_blocks) {
         job.table = (const int32_t *)tensors[7];
@@ -370,6 +382,7 @@ int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *t
     const int64_t heads = how->heads / how->group;
     for (int64_t number = 0; number < how->texts; number++) {
         const struct text text = text_of(&job, number);
+        EXPECT(!job.added || most_of(text.rows, text.keys) <= how->added_places, OTHER_SIZE);
         job.cost += (double)heads * cost_of_head(&job, &text);
     }
     /* as much work as some ten thousand products is done before other threads wake up */

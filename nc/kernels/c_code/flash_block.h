@@ -206,9 +206,10 @@ INLINE FOR_THIS VECTOR NAMED(capped)(VECTOR x, VECTOR cap)
 }
 
 /* Scores of a row become e^(score - the largest one so far); what it sees is `seen`, all other keys from `first`
- * to `last` get 0. Returns what the sums of earlier keys are multiplied by. */
+ * to `last` get 0. `added`: to scores, by keys, or NULL. Returns what the sums of earlier keys are multiplied
+ * by. */
 INLINE FOR_THIS float NAMED(weigh)(const struct nc_flash *how, float *scores, struct span seen, int64_t first,
-    int64_t last, VECTOR factor, float *sums, float *most_so_far)
+    int64_t last, VECTOR factor, const float *added, float *sums, float *most_so_far)
 {
     if (IN_SLOT == 2) /* the factor would have rounded queries */
         for (int64_t i = first; i < last; i += LANES)
@@ -217,6 +218,15 @@ INLINE FOR_THIS float NAMED(weigh)(const struct nc_flash *how, float *scores, st
         const VECTOR cap = OF_VECTOR(set1)((float)how->softcap);
         for (int64_t i = first; i < last; i += LANES)
             OF_VECTOR(storeu)(scores + i, NAMED(capped)(OF_VECTOR(loadu)(scores + i), cap));
+    }
+    if (added) {
+        const int64_t end = least_of(last, seen.last);
+        int64_t i = most_of(first, seen.first);
+        for (; i + LANES <= end; i += LANES)
+            OF_VECTOR(storeu)(scores + i, OF_VECTOR(add)(OF_VECTOR(loadu)(scores + i),
+                OF_VECTOR(loadu)(added + i)));
+        for (; i < end; i++)
+            scores[i] += added[i];
     }
     for (int64_t i = first; i < last && i < seen.first; i++)
         scores[i] = -INFINITY;
@@ -295,8 +305,9 @@ static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *r
         for (int64_t r = row; r < row + of_tile; r++) {
             struct span of_row = seen_by(how, text, query + r);
             of_row = (struct span){of_row.first - key, of_row.last - key};
+            const float *added = added_to(job, text, query + r);
             factors[r - row] = NAMED(weigh)(how, room->scores + r * LINE, of_row, first, last, factor,
-                room->sums + r * 16, room->most + r);
+                added ? added + key : NULL, room->sums + r * 16, room->most + r);
         }
         if (!in_place) {
             NAMED(add_values)

@@ -58,11 +58,13 @@ class Layout:
         handle: the descriptor.
         size: bytes.
         dtype: of its elements; None for a scratchpad.
+        desc: how strides describe it; None where they can't.
     """
 
     handle: Handle
     size: int
     dtype: torch.dtype | None
+    desc: Desc | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +155,7 @@ class Maker:
             handle = self.library.create(
                 "memory_desc_create_with_strides", *arguments, destroy="memory_desc_destroy"
             )
-            found = self._sized(handle, desc.dtype)
+            found = dataclasses.replace(self._sized(handle, desc.dtype), desc=desc)
             self._layouts[desc] = found
         return found
 

@@ -109,7 +109,7 @@ def test_what_follows_an_attention_is_added_or_multiplied():
         pytest.skip(why)
     ((function, fields, tensors),) = recorded("int8_attention")
     unknown = [len(abi.FOLLOWER.members)] * abi.CONSTANTS.most_followers
-    other = fields | {"before": 1, "behind": 0, "followers": unknown}
+    other = fields | {"before": 1, "behind": 0, "followers": unknown, "texts": False}
     with pytest.raises(BackendError, match="it knows no such operation"):
         call_once(function, other, [*tensors[:5], torch.zeros(1)])
 
@@ -123,6 +123,12 @@ def changed(value, at, to):
 
 #: Function → a field, indices in it, what to put there, and what is wrong then.
 WRONG = {
+    "text_sums": [
+        ("texts", (), -1, "size"),
+        ("width", (), -1, "size"),
+        ("step", (), 2, "size"),
+        ("rows", (), -1, "size"),
+    ],
     "map": [
         ("operator", (), 22, "operation"),
         ("operator", (), -1, "operation"),
@@ -180,6 +186,7 @@ WRONG = {
         ("right", (), -2, "size"),
         ("softcap", (), -1.0, "size"),
         ("most_blocks", (), -1, "tensors"),
+        ("added_places", (), -1, "tensors"),
         ("bytes", (), 64, "size"),
         ("threads", (), 0, "size"),
     ],

@@ -17,13 +17,17 @@ from torch import fx
 from nc.backends import cpu
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
-from nc.backends.native.plans.attention import call_attention, sides_of
+from nc.backends.native.plans.attention import Sides, call_attention, sides_of
 from nc.backends.native.plans.operands import PlanTensor
+from nc.backends.native.plans.readers import strides_of
 from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.texts import texts_of
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
+from nc.kernels import flash
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
+from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.process.unavailable import Unavailable
 
 _aten = torch.ops.aten
@@ -45,18 +49,70 @@ def why_unavailable() -> str:
     return found.reason if isinstance(found, Unavailable) else ""
 
 
+def of_texts(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`aten::scaled_dot_product_attention` of texts whose rows follow each other (`flash.c`)."""
+    code, sides = flash.code(), _checked_sides(recorder, node, a)
+    if isinstance(code, Unavailable):
+        raise Refused(code.reason)
+    texts = sides.texts
+    assert texts is not None, "callers ask before"
+    need(node.target is _sdpa, "its products are rounded to bf16, and its rows are of several texts")
+    query, key, value = (side.tensor for side in sides.tensors)
+    batch, heads, rows, width = query.shape
+    wide = value.shape[3]
+    need(batch == 1, "its rows are of several texts, and it has a batch besides")
+    need(max(width, wide) <= flash.WIDEST, f"its heads have more than {flash.WIDEST} elements")
+    sizes = (*query.shape[:3], wide)
+    strides = strides_of(node, sizes)
+    result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), torch.float32)
+    size = flash.room(width, wide)
+    room = recorder.new((recorder.threads, size), (size, 1), torch.uint8)
+    table = texts.table
+    added = None if table is None else table.tensor.expand(1, heads, *table.tensor.shape[2:])
+    named = {"q": query, "k": key, "v": value, "y": result.tensor}
+    fields: dict[str, abi.Value] = {
+        "texts": texts.count,
+        "heads": heads,
+        "group": heads // key.shape[1],
+        "rows": rows,
+        "keys": key.shape[2],
+        "width": width,
+        "wide": wide,
+        "dtype": flash.DTYPES[torch.float32],
+        "causal": False,
+        "left": -1,
+        "right": -1,
+        **{f"{name}_strides": (tensor.stride(2), tensor.stride(1)) for name, tensor in named.items()},
+        "softcap": 0.0,
+        "factor": a["scale"] if a["scale"] is not None else width**-0.5,
+        "block_size": 0,
+        "most_blocks": 0,
+        "block_strides": (0, 0),
+        "added_places": 0 if added is None else added.shape[3],
+        "added_strides": (0, 0) if added is None else (added.stride(1), added.stride(2)),
+        "bytes": size,
+        "threads": recorder.threads,
+        "isa": code.isas[torch.float32],
+    }
+    tensors = [result, *sides.tensors, texts.starts, texts.starts, room, *([] if table is None else [table])]
+    recorder.call_function(code.function, fields, tensors, node, factors=3)
+    return result
+
+
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`aten::scaled_dot_product_attention` in C, and `nc_native::bf16_attention`."""
+    if texts_of(recorder, a["attn_mask"]) is not None:
+        try:
+            return of_texts(recorder, node, a)
+        except Refused as refused:  # nothing else computes it, and says why
+            recorder.pass_over(node, "c:flash", str(refused))
+            raise
     function, missing = _function(), why_unavailable()
     if isinstance(function, Unavailable) or missing:
         raise Refused(missing)
-    need(not a["dropout_p"], "it drops values")
-    sides = sides_of(recorder, node, a)
-    need(sides.texts is None, "its rows are of several texts")
+    sides = _checked_sides(recorder, node, a)
     _, heads, __, width = sides.query.tensor.shape
     of_key, keys = sides.key.tensor.shape[1:3]
-    need(not heads % of_key, "heads can't share keys evenly")
-    need(of_key == heads or a["enable_gqa"], "heads share keys without `enable_gqa`")
     fields = {
         "group": heads // of_key,
         "causal": a["is_causal"],
@@ -65,6 +121,16 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     }
     memory = _room(keys, width, sides.value.tensor.shape[3])
     return call_attention(recorder, node, function, sides, fields, memory)
+
+
+def _checked_sides(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Sides:
+    """Return what an attention reads; raises `Refused` for what no function computes."""
+    need(not a["dropout_p"], "it drops values")
+    sides = sides_of(recorder, node, a)
+    heads, of_key = sides.query.tensor.shape[1], sides.key.tensor.shape[1]
+    need(not heads % of_key, "heads can't share keys evenly")
+    need(of_key == heads or a["enable_gqa"], "heads share keys without `enable_gqa`")
+    return sides
 
 
 def _room(keys: int, width: int, wide: int) -> int:

@@ -237,7 +237,7 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
     if len({(p.kind, p.made_by[0]) for p in primitives}) != 1 or not primitives[0].made_by[0]:
         msg = f"{where} is computed by several kinds of primitives"
         raise Unfit(msg)
-    made_by = fitted([p.made_by for p in primitives], sizes, where)
+    made_by = fitted([_described(p.made_by) for p in primitives], sizes, where)
     tensors: dict[int, tuple[Layout | None, Any]] = {}
     for key, (layout, _) in found[0][1].items():
         ref = fitted([each[1][key][1] for each in found], sizes, where)
@@ -252,6 +252,31 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
         (made_by, [ref.desc for _, ref in tensors.values() if isinstance(ref, _Part)])
     )
     return _Primitive(made_by, tensors, of_rows, of_texts, where)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Described:
+    """A layout that strides describe, of any sizes."""
+
+    desc: Desc
+
+
+def _described(value: Any) -> Any:
+    """Return arguments with layouts that strides describe as descriptions."""
+    if isinstance(value, Layout) and value.desc is not None:
+        return _Described(value.desc)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_described(each) for each in value])
+    return {key: _described(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _laid_out(value: Any, maker: Maker) -> Any:
+    """Return arguments with descriptions as layouts."""
+    if isinstance(value, _Described):
+        return maker.layout(value.desc)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_laid_out(each, maker) for each in value])
+    return {key: _laid_out(each, maker) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 class FamilyInstance:
@@ -382,7 +407,7 @@ class FamilyInstance:
         return handle, ctypes.addressof(given), count
 
     def _made(self, entry: _Primitive, rows: int, texts: int) -> tuple[int, Any, int]:
-        name, args, kwargs = placed(entry.made_by, rows, texts)
+        name, args, kwargs = _laid_out(placed(entry.made_by, rows, texts), self._maker)
         primitive: Primitive = getattr(self._maker, name)(*args, **kwargs)
         memories = {}
         for key, (layout, ref) in entry.tensors.items():
