@@ -138,7 +138,7 @@ def onnx_dynamic(task: Task) -> Result:
 
 
 def ctranslate2_int8(task: Task) -> Result:
-    """CTranslate2: linears in int8 with a range for each row, and no work for padding in them."""
+    """CTranslate2: linears in int8 with a range for each row. It takes texts as they are."""
     with tempfile.TemporaryDirectory() as folder:
         task.model.save_pretrained(folder)
         minilm.load_tokenizer().save_pretrained(folder)

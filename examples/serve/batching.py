@@ -115,7 +115,6 @@ class Batches(Generic[Item, Answer]):
             limit.cancel()
             for entry in entries:
                 self._waiting.pop(entry, None)
-                entry.answer.cancel()
 
     def replace(self, run: Callable[[list[Item]], Any]) -> None:
         """Compute all later batches by another function; any thread may call this."""

@@ -275,6 +275,34 @@ async def test_time_that_is_over_during_a_call_ends_that_request_alone():
 
 
 @run
+async def test_the_limit_of_a_request_ends_with_it():
+    handles, loop = [], asyncio.get_running_loop()
+    later = loop.call_later
+    loop.call_later = lambda *words: handles.append(later(*words)) or handles[-1]
+    await batches(Model(waits=False)).ask([1])
+    assert [handle.cancelled() for handle in handles] == [True]
+
+
+@run
+async def test_a_batch_takes_nothing_that_is_too_late_in_the_same_turn():
+    model = Model()
+    found = batches(model)
+    tasks = asked(found, [1])
+    await turns()
+    tasks += asked(found, [2], [3])
+    await turns()
+    late, other = found._waiting
+    found._expire([late])
+    assert found._next() == [other]
+    assert not found._waiting
+    other.answer.set_result(-3)
+    await model.end()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert answers[::2] == [[-1], [-3]]
+    assert isinstance(answers[1], TooLateError)
+
+
+@run
 async def test_close_answers_what_waits_and_takes_nothing_new():
     model = Model()
     found = batches(model, most_items=1)
