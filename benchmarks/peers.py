@@ -16,13 +16,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from onnx_static import quantize_onnx
 from results_rows import add_option
 from task import Batch, Task
+from task_minilm import minilm
 from tasks import ROUNDS, TASKS, Candidate, Result, compare, fp32, loaded
 
-PACKAGES = ("transformers", "nncf", "openvino", "onnxruntime")
+PACKAGES = ("transformers", "nncf", "openvino", "onnxruntime", "ctranslate2")
 _ONNX_INT8 = (
     "QLinearConv",
     "QLinearMatMul",
@@ -135,6 +137,33 @@ def onnx_dynamic(task: Task) -> Result:
         return _session(target)
 
 
+def ctranslate2_int8(task: Task) -> Result:
+    """CTranslate2: linears in int8 with a range for each row. It takes texts as they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        task.model.save_pretrained(folder)
+        minilm.load_tokenizer().save_pretrained(folder)
+        encoder, size = ctranslate2_encoder(folder)
+
+    def run(**batch: torch.Tensor) -> torch.Tensor:
+        rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        hidden = encoder.forward_batch([ids[mask].tolist() for ids, mask in rows]).last_hidden_state
+        return torch.from_numpy(np.array(hidden))
+
+    return run, size, "-"
+
+
+def ctranslate2_encoder(folder: str) -> tuple[Any, str]:
+    """Return the encoder of a folder that transformers wrote, with a tokenizer, and its size in MB."""
+    import ctranslate2
+
+    with tempfile.TemporaryDirectory() as place:
+        target = f"{place}/encoder"
+        ctranslate2.converters.TransformersConverter(folder).convert(target, quantization="int8")
+        size = (Path(target) / "model.bin").stat().st_size
+        threads = {"inter_threads": 1, "intra_threads": torch.get_num_threads()}
+        return ctranslate2.Encoder(target, compute_type="int8", **threads), f"{size / 1e6:.1f}"
+
+
 def _saturates() -> bool:
     """Whether ONNX Runtime's documentation asks for 7-bit weights: x86 without VNNI."""
     return "vnni" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -197,6 +226,7 @@ PEERS: dict[str, Candidate] = {
     "ONNX Runtime fp32": onnx_fp32,
     "ONNX Runtime static": onnx_static,
     "ONNX Runtime dynamic": onnx_dynamic,
+    "CTranslate2": ctranslate2_int8,
 }
 
 

@@ -43,6 +43,20 @@ def _engines(*names: str) -> list[Column]:
     return [Column(name, "speed", 2, {"engine": name}, beside=("latency", PART)) for name in names]
 
 
+#: Sections that the page has only once there are rows.
+_HEADED = {
+    "serving-mixed": """## Texts of mixed lengths
+
+Batches of 32 texts, in random order and sorted by length. A padded batch has "padded / real" tokens for each
+real one. sentence-transformers tokenizes, too; the other engines get token ids. The cosine is that of mean
+vectors. "-before" is an older state of `nc`.
+""",
+    "serving-random": """## Random lengths
+
+1 to 32 texts of 3 to 512 tokens in each call, and nothing warm: microseconds of a call for each real token.
+""",
+}
+
 _MODEL = {"model": "model"}
 _LINEAR = {"layer": "layer", "group": "group"}
 _BLOCK32 = {"engine": "c int8 block32"}
@@ -163,6 +177,30 @@ TABLES: dict[str, dict[str, Table]] = {
                 Column("calls per second, × one", "throughput", 2, spread=True),
                 Column("calls per second of one", "one thread", None, spread=True),
             ],
+        ),
+        "serving-mixed": Table(
+            {"measured": "mixed lengths"},
+            {"engine": "engine"},
+            [
+                Column("texts/s", "texts", None, spread=True),
+                Column("× fp32", "speed", 2),
+                Column("CPU ms per text", "CPU", None),
+                Column("mean cosine to fp32", "cosine", 5),
+                Column("worst", "worst cosine", 4),
+                Column("padded / real tokens", "padding", 2),
+            ],
+            by={"": "model", "texts:": "texts", "in the order": "order", "threads:": "threads"},
+        ),
+        "serving-random": Table(
+            {"measured": "random lengths"},
+            {"engine": "engine"},
+            [
+                Column("p50, µs per real token", "p50", None),
+                Column("p99", "p99", None),
+                Column("memory after a tenth of the calls, MB", "early memory", 0),
+                Column("after all", "memory", 0),
+            ],
+            by={"": "model", "threads:": "threads", "calls:": "calls"},
         ),
         "serving-sizes": Table(
             {"measured": "new sizes"},
@@ -407,13 +445,17 @@ TABLES: dict[str, dict[str, Table]] = {
 }
 
 
-def _table(file: str, table: Table) -> Callable[[Rows], str]:
-    return lambda rows: table.render(with_parts(rows) if file == "speed" else rows[file])
+def _table(file: str, name: str, table: Table) -> Callable[[Rows], str]:
+    def text(rows: Rows) -> str:
+        made = table.render(with_parts(rows) if file == "speed" else rows[file])
+        return f"{_HEADED[name]}\n{made}" if made and name in _HEADED else made
+
+    return text
 
 
 #: Name in a frame → what gives its text.
 PARTS: dict[str, Callable[[Rows], str]] = {
-    **{name: _table(file, table) for file, tables in TABLES.items() for name, table in tables.items()},
+    **{name: _table(file, name, table) for file, tables in TABLES.items() for name, table in tables.items()},
     **results_architectures.PARTS,
     **results_lowbit.PARTS,
     **results_overview.PARTS,

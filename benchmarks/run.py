@@ -13,48 +13,16 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
-from pathlib import Path
 
 import results_rows
 from engines import DEFAULT, ENGINES
 from models import NAMES
 from results_rows import Figure
+from worker import Worker
 
-HERE = Path(__file__).parent
 #: Packages of engines and models, where they are installed.
 PACKAGES = ("transformers", "intel-extension-for-pytorch", "torchao", "openvino", "nncf", "onnxruntime")
-
-
-class Worker:
-    """A running worker process."""
-
-    def __init__(self, engine: str, model: str, threads: int, batch: int) -> None:
-        command = [sys.executable, str(HERE / "worker.py"), engine, model, str(threads), str(batch)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=HERE,
-        )
-
-    def ready(self) -> float | None:
-        """Seconds until the engine was warm; None when it failed."""
-        words = self.process.stdout.readline().split()
-        return float(words[1]) if words[:1] == ["ready"] else None
-
-    def measure(self, runs: int) -> float:
-        """Median latency in ms of `runs` calls."""
-        print(runs, file=self.process.stdin, flush=True)
-        return float(self.process.stdout.readline())
-
-    def stop(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.wait()
 
 
 def measure_model(
@@ -67,10 +35,10 @@ def measure_model(
     workers: dict[str, Worker] = {}
     try:
         for engine in engines:  # started one after the other: a start-up must not disturb another's
-            worker = Worker(engine, model, threads, batch)
+            worker = Worker("worker.py", engine, model, threads, batch)
             seconds = worker.ready()
             if seconds is None:
-                print(f"  {model}: {engine} could not be started", file=sys.stderr)
+                print(f"  {model}: {engine} could not be started: {worker.reason()}", file=sys.stderr)
                 worker.stop()
                 continue
             print(f"  {model}: {engine} ready after {seconds:.1f} s", file=sys.stderr)

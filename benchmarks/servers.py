@@ -2,11 +2,11 @@
 
     .venv-serve/bin/python benchmarks/servers.py [--clients 1 8 64] [--seconds 20]
 
-MiniLM, quantized by StaticQuantConfig, served by kserve_model.py (version 1 over REST) and by ray_app.py (two
-replicas with a core each). Each client sends one text after another, over a connection that it keeps; the
-texts are paragraphs of Python's documentation of mixed length. Clients and server share the machine's CPUs,
-so the clients' own work is part of the figures. An answer counts as wrong when its cosine to `encode` of that
-text is below .99, and as lost when the connection ends without one.
+MiniLM, quantized by StaticQuantConfig, served by fastapi_app.py, kserve_model.py (version 1 over REST) and
+ray_app.py (two replicas with a core each). Each client sends one text after another, over a connection that
+it keeps; the texts are paragraphs of Python's documentation of mixed length. Clients and server share the
+machine's CPUs, so the clients' own work is part of the figures. An answer counts as wrong when its cosine to
+`encode` of that text is below .99, and as lost when the connection ends without one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "test"))
 import minilm
-from suites.served import free_port, kserve_of, running
+from suites.served import fastapi_of, free_port, kserve_of, running
 
 LEAST_COSINE = 0.99
+SERVERS = ("fastapi", "kserve", "ray")
 
 
 class Load:
@@ -103,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--servers", nargs="+", choices=["kserve", "ray"], default=["kserve", "ray"])
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
     asked = parser.parse_args()
     from sentence_transformers import SentenceTransformer
 
@@ -124,6 +125,8 @@ def main() -> None:
                 if server == "kserve":
                     opened = stack.enter_context(kserve_of(folder, Path(place) / "log"))
                     url = f"{opened[0]}/v1/models/m:predict"
+                elif server == "fastapi":
+                    url = f"{stack.enter_context(fastapi_of(folder, Path(place) / 'log'))[0]}/predict"
                 else:
                     url = stack.enter_context(ray_of(folder, Path(place) / "log"))
                 Load(url, texts, own).run(8, 5)  # connections, and replicas that are still starting

@@ -1,16 +1,18 @@
 """Serve a quantized model by Ray Serve, on one machine or many: replicas with cores of their own.
 
     pip install 'ray[serve]'
-    python examples/serve/ray_app.py DIR [--cores 2] [--least 1] [--most 4] [--max_batch 16]
+    python examples/serve/ray_app.py DIR [--cores 2] [--least 1] [--most 4] [--most_tokens 4096]
 
 POST / takes {"instances": [...]} as KServe's version 1 does: texts, or objects with the inputs of one item.
-Ray starts and ends replicas by how many requests wait. Each replica computes on cores that no other one of
-the same machine uses. In a cluster DIR lies at one path on all machines.
+Ray starts and ends replicas by how many requests wait, and makes the batches, of so many tokens. Each
+replica computes on cores that no other one of the same machine uses. In a cluster DIR has the same path on
+all machines.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -19,13 +21,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+#: Requests of one replica that Ray aims at.
+ONGOING = 16
 
 
 def own_cores(count: int) -> list[int]:
@@ -54,64 +58,66 @@ def own_cores(count: int) -> list[int]:
     raise RuntimeError(msg)
 
 
+def _tokens(requests: list[tuple[int, Any]]) -> int:
+    """Return what a batch costs, for Ray."""
+    return sum(tokens for tokens, _ in requests)
+
+
 @serve.deployment
 class Served:
     """A replica."""
 
-    def __init__(self, folder: str, cores: int, max_batch: int, window_ms: float) -> None:
-        from served import opened, warm_sizes
+    def __init__(self, folder: str, cores: int, most_tokens: int, window_ms: float) -> None:
+        from served import opened
 
-        self.cores = own_cores(cores)
-        self.served = opened(folder, warm_sizes(max_batch, (16, 32, 64, 128, 256)))
-        self.compute.set_max_batch_size(max_batch)
+        self.cores, self.most_tokens = own_cores(cores), most_tokens
+        self.served = opened(folder)
+        self.compute.set_max_batch_size(most_tokens)
         self.compute.set_batch_wait_timeout_s(window_ms / 1000)
 
-    @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.003)
-    async def compute(self, requests: list[Any]) -> list[Any]:
-        """Compute requests together."""
-        from served import answers
+    @serve.batch(max_batch_size=4096, batch_wait_timeout_s=0.003, batch_size_fn=_tokens)
+    async def compute(self, requests: list[tuple[int, Any]]) -> list[Any]:
+        """Compute requests together; return the outputs of each, or what went wrong."""
+        from batching import each_alone
+        from served import joined
 
-        return answers(self.served, requests)
+        async def call(chosen: list[Any]) -> list[Any]:
+            flat = [row for rows in chosen for row in rows]
+            answers = iter(await asyncio.to_thread(self.served.run, flat))
+            return [joined([next(answers) for _ in rows]) for rows in chosen]
+
+        return await each_alone(call, [rows for _, rows in requests])
 
     async def __call__(self, request: Request) -> JSONResponse:
         """Answer one request; a bad one with 400 and the reason."""
-        from served import TEXT, BadRequest
+        import web
+        from served import BadRequestError
 
         try:
             body = await request.json()
-            instances = body.get("instances") if isinstance(body, dict) else None
-            if not isinstance(instances, list) or not instances:
-                return JSONResponse({"error": 'expected {"instances": [...]} with one item or more'}, 400)
-            if all(isinstance(each, str) for each in instances):
-                given = {TEXT: np.array(instances, dtype=object)}
-            else:
-                given = {name: np.array([each[name] for each in instances]) for name in instances[0]}
-            checked = self.served.checked(given)
-        except (ValueError, KeyError, TypeError) as error:  # a BadRequest is a ValueError
-            return JSONResponse({"error": str(error)}, 400)
-        outputs = await self.compute(checked)
+            given = web.given_of(body.get("instances") if isinstance(body, dict) else None)
+            rows = await asyncio.to_thread(self.served.rows, given)
+        except ValueError as error:  # a BadRequestError is one, and what is no JSON
+            return web.failure(BadRequestError(str(error)))
+        # Ray refuses a request that costs more than a batch may: such a one is a batch of its own.
+        tokens = min(sum(row.tokens for row in rows), self.most_tokens)
+        outputs = await self.compute((tokens, rows))
         if isinstance(outputs, Exception):
-            return JSONResponse({"error": str(outputs)}, 400 if isinstance(outputs, BadRequest) else 500)
-        rows = [{name: value[i].tolist() for name, value in outputs.items()} for i in range(len(instances))]
-        return JSONResponse(
-            {
-                "predictions": [next(iter(row.values())) if len(row) == 1 else row for row in rows],
-                "cores": self.cores,
-            }
-        )
+            return web.failure(outputs)
+        return JSONResponse({"predictions": web.predictions(outputs), "cores": self.cores})
 
 
-def app(folder: str, cores: int, least: int, most: int, max_batch: int, window_ms: float) -> Any:
+def app(folder: str, cores: int, least: int, most: int, most_tokens: int, window_ms: float) -> Any:
     """Return the application for `serve.run`, with replicas between two numbers."""
     return Served.options(
         ray_actor_options={"num_cpus": cores},
         autoscaling_config={
             "min_replicas": least,
             "max_replicas": most,
-            "target_ongoing_requests": max_batch,
+            "target_ongoing_requests": ONGOING,
         },
-        max_ongoing_requests=4 * max_batch,
-    ).bind(str(Path(folder).resolve()), cores, max_batch, window_ms)
+        max_ongoing_requests=4 * ONGOING,
+    ).bind(str(Path(folder).resolve()), cores, most_tokens, window_ms)
 
 
 def main() -> None:
@@ -123,13 +129,13 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="of each replica")
     parser.add_argument("--least", type=int, default=1, help="number of replicas")
     parser.add_argument("--most", type=int, default=1, help="number of replicas")
-    parser.add_argument("--max_batch", type=int, default=16, help="requests of one call")
+    parser.add_argument("--most_tokens", type=int, default=4096, help="of one call")
     parser.add_argument("--window_ms", type=float, default=3.0, help="how long a request waits for others")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     serve.start(http_options={"host": "127.0.0.1", "port": options.port})
     given = app(
-        options.folder, options.cores, options.least, options.most, options.max_batch, options.window_ms
+        options.folder, options.cores, options.least, options.most, options.most_tokens, options.window_ms
     )
     serve.run(given, blocking=True)
 

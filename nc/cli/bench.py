@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from nc.cli.shell import FILE, FOLDER, BackendOption, command, console_of, progress_bar, step_of
+from nc.cli.shell import FOLDER, BackendOption, command, console_of, progress_bar, step_of
 from nc.process.cores import cores
 from nc.process.warn import warn
 
@@ -27,8 +27,9 @@ from nc.process.warn import warn
 @click.option("--instances", help="Numbers of processes, as 1,2 (default: 1, 2, 4, … up to the cores).")
 @click.option(
     "--lengths",
-    type=FILE,
-    help="Requests, one a line: a length (128) or all sizes (8x128) of the first input.",
+    metavar="MIX",
+    help="Tokens of texts: a range (5-128) or a list (7,40,128). Or a file with requests, one a line: a "
+    "length (128) or all sizes (8x128) of the first input.",
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="For each way."
@@ -42,7 +43,7 @@ def bench(
     backend: str,
     cores: int | None,
     instances: str | None,
-    lengths: Path | None,
+    lengths: str | None,
     seconds: float,
     as_json: bool,
 ) -> None:
@@ -51,18 +52,32 @@ def bench(
     The second row is the quantized graph in eager PyTorch, which simulates int8 in fp32. It is NOT the fp32
     model: an artefact does not contain that. So the ratio is not the speed-up over fp32.
 
-    With --cores, --instances or --lengths: requests per second and their times for ways to share the cores
-    among processes, beside OpenVINO with its throughput hint, and the command that starts the best one.
+    With --lengths 5-128: the time for each real token of texts of mixed lengths, in batches of 1, 8 and 32,
+    and how much of what is computed only fills up.
+
+    With --cores, --instances or a file of --lengths: requests per second and their times for ways to share
+    the cores among processes, beside OpenVINO with its throughput hint, and the command that starts the best
+    one.
     """
-    if cores is not None or instances is not None or lengths is not None:
+    file = Path(lengths) if lengths is not None and Path(lengths).is_file() else None
+    if lengths is not None and file is None and cores is None and instances is None:
+        _bench_lengths(folder, backend, lengths, rounds, threads, as_json)
+        return
+    if lengths is not None and file is None:
+        from nc.cli.inputs import RequestError
+
+        msg = f"--lengths {lengths!r}: with --cores or --instances, expected a file with requests."
+        raise RequestError(msg)
+    if cores is not None or instances is not None or file is not None:
         if threads is not None:
             from nc.cli.inputs import RequestError
 
             msg = (
-                "--threads does not go with --cores, --instances or --lengths: each process takes its cores."
+                "--threads does not go with --cores, --instances or a file of --lengths: each process takes "
+                "its cores."
             )
             raise RequestError(msg)
-        _bench_ways(folder, backend, cores, instances, lengths, seconds, as_json)
+        _bench_ways(folder, backend, cores, instances, file, seconds, as_json)
         return
     import torch
 
@@ -96,6 +111,45 @@ def bench(
     click.echo(f"example inputs {shapes}; {torch.get_num_threads()} threads; median of {rounds} rounds")
     for name, milliseconds in median(times).items():
         click.echo(f"{milliseconds:10.2f} ms  {names[name]}")
+
+
+def _bench_lengths(
+    folder: Path, backend: str, text: str, rounds: int, threads: int | None, as_json: bool
+) -> None:
+    import dataclasses
+
+    import torch
+
+    from nc.api.artefact import load
+    from nc.cli import lengths
+    from nc.cli.inputs import captured
+
+    tokens = lengths.lengths_of(text)
+    if threads is not None:
+        _warn_of_too_many(threads)
+        torch.set_num_threads(threads)
+    with progress_bar() as progress:
+        with step_of(progress, "load"):
+            q_model = captured(load(folder, backend=backend), folder)
+        found = lengths.measured(
+            q_model, tokens, rounds, lambda times: progress.track(times, total=rounds, description="time")
+        )
+    if as_json:
+        mixes = [dataclasses.asdict(each) for each in found]
+        told = {"texts": len(tokens), "tokens": sum(tokens), "rounds": rounds, "mixes": mixes}
+        click.echo(json.dumps({**told, "threads": torch.get_num_threads(), "backend": q_model.backend}))
+        return
+    click.echo(
+        f"{len(tokens)} texts of {min(tokens)} to {max(tokens)} tokens, {sum(tokens)} together; "
+        f"{q_model.backend}, {torch.get_num_threads()} threads; median of {rounds} rounds"
+    )
+    table = Table(
+        "texts in a call", "order", "calls", "padded", "µs per real token", box=None, pad_edge=False
+    )
+    for each in found:
+        share = f"{each.padded_share:.0%}"
+        table.add_row(str(each.batch), each.order, str(each.calls), share, f"{each.us_per_token:.2f}")
+    console_of().print(table)
 
 
 def _bench_ways(

@@ -6,9 +6,11 @@ meets it; what is between is not decided. What can't be measured is an error, an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +19,11 @@ import torch
 
 from nc.backends.profiling.latency import SpeedComparison, compare
 from nc.cli.inputs import RequestError, users_code
-from nc.text.plain import shown
+from nc.errors import NCError
+from nc.text.plain import said, shown
 
+#: The other model is the user's own; else it is an artefact.
+FP32 = "fp32"
 #: 97.5 % quantile of the normal distribution, and of Student's with one and two degrees of freedom.
 _NORMAL, _FEW = 1.959964, {1: 12.7062, 2: 4.3027}
 Interval = tuple[float, float]
@@ -185,15 +190,14 @@ def against(
     """Return how an artefact compares with something else; the calls take turns.
 
     Raises:
-        RequestError: the other one fails on the example inputs of the artefact.
+        RequestError: the other one fails on the example inputs of the artefact, or later.
     """
     drop, interval = drop_of(ours, others) if ours is not None and others is not None else (None, None)
-    with users_code(f"{what} fails on the example inputs of the artefact"), torch.no_grad():
-        other_call()
-    with torch.no_grad():
+    theirs = _others(what, other_call)
+    with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
+        theirs()
         call()
-    with users_code(f"{what} fails when it is timed"), torch.no_grad():
-        found: SpeedComparison = compare(other_call, call, seconds)
+        found: SpeedComparison = compare(theirs, call, seconds)
     return AgainstOne(
         what=what,
         metric=_mean(ours),
@@ -206,6 +210,26 @@ def against(
         other_ms=found.times["slow"],
         doubt=found.doubt,
     )
+
+
+def _others(what: str, call: Callable[[], object]) -> Callable[[], object]:
+    """Return the call of the other model, whose errors are RequestErrors: all those of a model of the user's.
+
+    Of an artefact only errors with a type of nc are: another one is a defect, as in the artefact itself.
+    """
+    kinds: type[BaseException] = BaseException if what == FP32 else NCError
+
+    def run() -> object:
+        try:
+            return call()
+        except KeyboardInterrupt:
+            raise
+        except kinds as error:
+            why = f"{said(error)}; --debug shows the traceback"
+            msg = f"{what} fails on the example inputs of the artefact: {why}."
+            raise RequestError(msg) from error
+
+    return run
 
 
 def _mean(scores: Sequence[float] | None) -> float | None:

@@ -11,6 +11,7 @@ What writes has a row in test/api/test_writers.py, and what it wrote a kind in t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -24,6 +25,8 @@ from nc.errors import ArtefactError, ArtefactWriteError, NCError
 
 #: Whether nc wrote what is at a path, which exists. It may raise an ArtefactError that says more.
 Ours = Callable[[Path], bool]
+#: Errors of disks that are full, broken or read-only.
+_OF_DISKS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 
 
 def staging_path(target: Path) -> Path:
@@ -97,8 +100,39 @@ def writing(target: Path) -> Iterator[None]:
     except NCError:
         raise
     except (OSError, SafetensorError) as error:  # the second is how its library says that a disk is full
-        msg = f"{target} cannot be written: {getattr(error, 'strerror', None) or error}."
-        raise ArtefactWriteError(msg) from error
+        raise _cannot(target, error) from error
+
+
+@contextlib.contextmanager
+def _body(target: Path, staged: Path) -> Iterator[None]:
+    """Do the same for the block of a caller, which also runs other code: its errors stay as they are."""
+    try:
+        yield
+    except NCError:
+        raise
+    except (OSError, SafetensorError) as error:
+        if not _is_of(error, staged):
+            raise
+        raise _cannot(target, error) from error
+
+
+def _cannot(target: Path, error: Exception) -> ArtefactWriteError:
+    return ArtefactWriteError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}.")
+
+
+def _is_of(error: Exception, staged: Path) -> bool:
+    """Whether an error is one of writing to a name, or into a folder of that name.
+
+    What names no file counts if a disk is full or broken: `write` has no more than a number.
+    """
+    if not isinstance(error, OSError) or isinstance(error, shutil.Error):
+        return True
+    named = [
+        name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes, os.PathLike))
+    ]
+    if not named:
+        return error.errno in _OF_DISKS
+    return any(str(Path(os.fsdecode(name)).resolve()).startswith(str(staged)) for name in named)
 
 
 @contextlib.contextmanager
@@ -114,6 +148,7 @@ def replaced(path: str | os.PathLike[str], ours: Ours) -> Iterator[Path]:
 
     Raises:
         ArtefactError: something else is there, or it can't be written.
+        OSError: what the block raises, if it is not of writing to the path.
     """
     target = resolved(path)
     check_no_directory(target)
@@ -121,8 +156,10 @@ def replaced(path: str | os.PathLike[str], ours: Ours) -> Iterator[Path]:
     staged = staging_path(target)
     with writing(Path(path)):
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+    try:
+        with _body(Path(path), staged):
             yield staged
+        with writing(Path(path)):
             if target.exists():
                 shutil.copymode(target, staged)
             flush(staged)
@@ -131,7 +168,8 @@ def replaced(path: str | os.PathLike[str], ours: Ours) -> Iterator[Path]:
                 check_ours(target, ours)
                 staged.replace(target)
                 os.fsync(handle)
-        finally:
+    finally:
+        with writing(Path(path)):
             staged.unlink(missing_ok=True)
 
 
@@ -157,16 +195,18 @@ def replaced_folder(path: str | os.PathLike[str], ours: Ours) -> Iterator[Path]:
     staged = staging_path(target)
     with writing(Path(path)):
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+    try:
+        with _body(Path(path), staged):
             yield staged
+        with writing(Path(path)):
             for each in (*staged.rglob("*"), staged):
                 flush(each)
             with alone_in(target.parent) as handle:
                 check_ours(target, known)
                 publish(staged, target)
                 os.fsync(handle)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

@@ -264,3 +264,21 @@ def test_limits_of_the_cpu_are_a_row(module, monkeypatch, tmp_path):
     monkeypatch.setattr(peak.hardware, "measured", lambda _: peak.hardware.Limits(missing="no compiler"))
     with pytest.raises(SystemExit, match="no compiler"):
         peak.measured(2, None)
+
+
+def test_sections_of_mixed_lengths_are_there_once_there_are_rows(module):
+    rows, tables = module("results_rows"), module("results_tables")
+    assert [tables.PARTS[name]({"serving": []}) for name in ("serving-mixed", "serving-random")] == ["", ""]
+    what = {"measured": "mixed lengths", "model": "minilm", "threads": 2, "texts": "news", "order": "sorted"}
+    figures = {
+        "texts": {"value": 20, "unit": "texts/s", "low": 19, "high": 22},
+        "padding": {"value": 1.25, "unit": "tokens"},
+    }
+    made = [
+        rows.row_of({**GOOD, "what": {**what, "engine": engine}, "figures": figures})
+        for engine in ("fp32", "nc-static")
+    ]
+    text = tables.PARTS["serving-mixed"]({"serving": made})
+    assert text.startswith("## Texts of mixed lengths\n")
+    assert "*minilm, texts: news, in the order sorted, threads: 2*" in text
+    assert "| nc-static | 20 (19 to 22) | 1.25 |" in text

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import nc
 from nc.api import artefact
 from nc.api.artefact import load
+from nc.api.quantized import QuantizedModel
 from nc.cli import check as check_command
 from nc.cli import gate
 from nc.cli.inputs import RequestError
@@ -290,6 +291,42 @@ def test_a_defect_of_nc_has_a_code_of_its_own(place, monkeypatch):
     assert "Traceback" in done.stderr
     assert "nc: defect of nc" in done.stderr
     assert told(done) == {"outcome": "error", "passed": False, "reasons": ["KeyError: 'no such thing'"]}
+
+
+@pytest.mark.parametrize(
+    "words", [(*FP32, "--min-speedup", 1), ("--baseline", "good", "--min-baseline-speedup", 0.5)]
+)
+@pytest.mark.parametrize("broken", ["engine", "timing"])
+def test_a_defect_while_models_are_timed_is_one_of_nc(place, monkeypatch, broken, words):
+    """Of the calls, the first ones go well."""
+    calls, forward = [], QuantizedModel.forward
+
+    def fails_later(self, *args, **kwargs):
+        calls.append(1)
+        return {}["no such plan"] if len(calls) > 3 else forward(self, *args, **kwargs)
+
+    if broken == "engine":
+        monkeypatch.setattr(QuantizedModel, "forward", fails_later)
+    else:
+        monkeypatch.setattr(gate, "compare", lambda *_: {}["no such plan"])
+    done = check(place, monkeypatch, "good", *words)
+    assert done.exit_code == CRASH, done.output
+    assert told(done)["reasons"] == ["KeyError: 'no such plan'"]
+
+
+def test_a_float_model_that_fails_later_is_no_defect_of_nc(place, monkeypatch):
+    import gate_models
+
+    calls, forward = [], gate_models.Rows.forward
+
+    def fails_later(self, *args, **kwargs):
+        calls.append(1)
+        return {}["no such user"] if len(calls) > 3 else forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(gate_models.Rows, "forward", fails_later)
+    done = check(place, monkeypatch, "good", *FP32, "--min-speedup", 1)
+    assert done.exit_code == 2, done.output
+    assert "fp32 fails on the example inputs of the artefact: KeyError: 'no such user'" in done.stderr
 
 
 def test_ctrl_c_is_no_verdict(place, monkeypatch):

@@ -18,12 +18,24 @@ class Words(torch.nn.Module):
         return {"scores": self.linear((self.table(ids) * weights[..., None]).sum(1))}
 
 
+def quantized_words(seed):
+    torch.manual_seed(seed)
+    x = {"ids": torch.randint(0, 50, (4, 6)), "weights": torch.rand(4, 6)}
+    return nc.quantize(
+        Words().eval(), nc.StaticQuantConfig(), lambda m: m(**x), example_inputs=x, measure=False
+    )
+
+
+@pytest.fixture(scope="session")
+def other_words():
+    """A model with other weights."""
+    return quantized_words(1)
+
+
 @pytest.fixture(scope="session")
 def words(tmp_path_factory):
     """(Folder of an artefact, the model)."""
-    torch.manual_seed(0)
-    x = {"ids": torch.randint(0, 50, (4, 6)), "weights": torch.rand(4, 6)}
-    q = nc.quantize(Words().eval(), nc.StaticQuantConfig(), lambda m: m(**x), example_inputs=x, measure=False)
+    q = quantized_words(0)
     folder = tmp_path_factory.mktemp("serve") / "words"
     nc.save(q, folder)
     return folder, q

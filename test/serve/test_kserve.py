@@ -7,6 +7,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from suites.real_minilm import minilm
-from suites.served import EXAMPLES, kserve_of
+from suites.served import EXAMPLES, free_port, kserve_of, running
 
 if importlib.util.find_spec("kserve") is None:  # its messages and those of tritonclient have the same names
     pytest.skip("no kserve", allow_module_level=True)
@@ -28,14 +29,14 @@ grpc_client = importlib.import_module("tritonclient.grpc")
 
 @pytest.fixture(scope="module")
 def server(words, tmp_path_factory):
-    with kserve_of(words[0], tmp_path_factory.mktemp("log") / "log", "--lengths", "") as found:
+    with kserve_of(words[0], tmp_path_factory.mktemp("log") / "log") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def text_server(sentences, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
-    with kserve_of(sentences[0], log, "--lengths", "16,32,64", "--max_batch", "8") as found:
+    with kserve_of(sentences[0], log) as found:
         yield found
 
 
@@ -186,7 +187,7 @@ def test_sigterm_under_load_loses_nothing_that_was_accepted(words, tmp_path):
                 return
             (done if status == 200 else wrong).append((status, answer))
 
-    with kserve_of(words[0], tmp_path / "log", "--lengths", "") as (url, _, process):
+    with kserve_of(words[0], tmp_path / "log") as (url, _, process):
         threads = [threading.Thread(target=client, args=(url,)) for _ in range(16)]
         for thread in threads:
             thread.start()
@@ -230,6 +231,70 @@ def test_openai_reads_embeddings(text_server, sentences):
         client.embeddings.create(model="m", input=[])
     with pytest.raises(openai.BadRequestError, match="one or more texts"):
         client.embeddings.create(model="m", input=[[1, 2]])
+
+
+def test_a_full_queue_is_an_error_of_each_protocol(words, tmp_path):
+    """One request of two rows waits for each call, so all others of 64 clients find the queue full."""
+    limits = ("--most_waiting", 2, "--most_items", 1)
+    given, several = rows(2), 64
+    body = {"instances": [{name: value[i].tolist() for name, value in given.items()} for i in range(2)]}
+    with kserve_of(words[0], tmp_path / "log", *limits) as (url, grpc, _):
+        with concurrent.futures.ThreadPoolExecutor(several) as pool:
+            statuses = [
+                status
+                for status, _ in pool.map(lambda _: post(f"{url}/v1/models/m:predict", body), range(256))
+            ]
+        assert set(statuses) == {200, 429}
+
+        def by_grpc(_):
+            with grpc_client.InferenceServerClient(grpc) as opened:
+                try:
+                    opened.infer("m", triton_inputs(grpc_client, given))
+                except importlib.import_module("tritonclient.utils").InferenceServerException as error:
+                    return error.status()
+                return "OK"
+
+        with concurrent.futures.ThreadPoolExecutor(several) as pool:
+            assert set(pool.map(by_grpc, range(256))) == {"OK", "StatusCode.RESOURCE_EXHAUSTED"}
+
+
+SLOW = f"""
+import sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
+import kserve_model, served
+
+class Slow:
+    def rows(self, given):
+        return [served.Row(number, 1) for number in given["n"].tolist()]
+
+    def run(self, rows):
+        time.sleep(0.1)
+        return [{{"n": row.value + served.np.zeros(1)}} for row in rows]
+
+kept = served.Service
+kserve_model.Service = lambda folder, **limits: kept(folder, lambda _: Slow(), **limits)
+kserve_model.main()
+"""
+
+
+def test_what_clients_that_went_asked_for_is_not_computed(tmp_path):
+    """Requests are answered in their order: after the answer to the last one none is left."""
+    script, port = tmp_path / "slow.py", free_port()
+    script.write_text(SLOW)
+    content = json.dumps({"instances": [{"n": 1}]}).encode()
+    head = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
+    options = ["--model_name", "m", "--http_port", port, "--grpc_port", free_port(), "--most_items", 1]
+    url = f"http://127.0.0.1:{port}"
+    with running(script, tmp_path, *options, ready=f"{url}/v2/models/m/ready", log=tmp_path / "log"):
+        opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]
+        for each in opened:
+            each.sendall(head + content)
+        time.sleep(0.5)  # they wait for 3 s
+        for each in opened:
+            each.close()
+        assert post(f"{url}/v1/models/m:predict", {"instances": [{"n": 2}]}) == (200, {"predictions": [2.0]})
+        metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    assert float(re.search(r"^nc_batch_rows_sum (\S+)", metrics, re.MULTILINE)[1]) < 31
 
 
 def test_a_folder_that_is_no_model_ends_with_a_reason(tmp_path):

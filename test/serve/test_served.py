@@ -1,10 +1,11 @@
-"""What a server computes has sizes that are warm."""
+"""What a server computes of requests: rows of any sizes together, each as it would be alone."""
 
 import importlib.util
 import sys
 
 import numpy as np
 import pytest
+import torch
 from suites.real_minilm import minilm
 from suites.served import EXAMPLES
 
@@ -14,29 +15,37 @@ sys.path.insert(0, str(EXAMPLES))
 import served
 
 
-def test_rows_are_powers_of_two_and_the_most():
-    assert served.warm_sizes(1, (8,)) == [(1, 8)]
-    assert served.warm_sizes(12, (8,)) == [(1, 8), (2, 8), (4, 8), (8, 8), (12, 8)]
-    assert served.warm_sizes(16, (8, 9))[-2:] == [(16, 8), (16, 9)]
+def rows(count, length, seed=0):
+    chance = np.random.default_rng(seed)
+    ids = chance.integers(0, 50, (count, length), dtype=np.int64)
+    return {"ids": ids, "weights": chance.random((count, length), dtype=np.float32)}
 
 
-def test_texts_of_any_number_and_length_have_sizes_that_are_warm(sentences, monkeypatch):
+def test_rows_of_several_lengths_get_their_own_outputs(words):
+    opened = served.opened(words[0])
+    requests = [rows(2, 6), rows(1, 3, 1), rows(3, 6, 2)]
+    split = [opened.rows(given) for given in requests]
+    answers = iter(opened.run([row for rows in split for row in rows]))
+    for given, chosen in zip(requests, split, strict=True):
+        found = served.joined([next(answers) for _ in chosen])["scores"]
+        own = words[1](**{name: torch.from_numpy(value) for name, value in given.items()})["scores"]
+        np.testing.assert_allclose(found, own.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_texts_of_any_number_and_length_are_what_encode_gives(sentences):
     folder, model = sentences
-    warm = served.warm_sizes(8, (16, 64, 256))
-    opened = served.opened(folder, warm)
-    encoder = next(m for m in opened.model.modules() if type(m).__name__ == "QuantizedModel")
-    asked, forward = [], type(encoder).forward
+    opened = served.opened(folder)
+    texts = sorted(minilm.split()[1], key=len)[::64]
+    rows = opened.rows({served.TEXT: np.array(texts, dtype=object)})
+    found = served.joined(opened.run(rows[1:] + rows[:1]))[served.EMBEDDING]
+    np.testing.assert_allclose(found, model.encode(texts[1:] + texts[:1]), atol=2e-3)
 
-    def noted(self, **given):
-        asked.append(tuple(given["input_ids"].shape))
-        return forward(self, **given)
 
-    texts = sorted(minilm.split()[1], key=len)[::16]
-    own = model.encode(texts)
-    monkeypatch.setattr(type(encoder), "forward", noted)
-    for start, count in ((0, 1), (1, 3), (4, 20), (24, 2)):
-        requests = [{served.TEXT: np.array([text], dtype=object)} for text in texts[start : start + count]]
-        found = [each[served.EMBEDDING][0] for each in opened.run(requests)]
-        np.testing.assert_allclose(found, own[start : start + count], atol=2e-3)
-    assert len(asked) > 6
-    assert set(asked) <= set(warm)
+def test_a_row_costs_its_tokens(sentences):
+    opened = served.opened(sentences[0])
+    texts = ["", "a text", "word " * 2000]
+    rows = opened.rows({served.TEXT: np.array(texts, dtype=object)})
+    most = opened.model.max_seq_length
+    assert [row.tokens for row in rows] == [2, 4, most]
+    tokenized = opened.model.tokenizer(texts, truncation=True, max_length=most)["input_ids"]
+    assert [len(ids) for ids in tokenized] == [2, 4, most]

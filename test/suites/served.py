@@ -57,3 +57,13 @@ def kserve_of(folder, log, *arguments):
     url = f"http://127.0.0.1:{http}"
     with running("kserve_model.py", folder, *options, ready=f"{url}/v2/models/m/ready", log=log) as process:
         yield url, f"127.0.0.1:{grpc}", process
+
+
+@contextlib.contextmanager
+def fastapi_of(folder, log, *arguments):
+    """A server of FastAPI: (URL, process)."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    options = ["--name", "m", "--port", port, *arguments]
+    with running("fastapi_app.py", folder, *options, ready=f"{url}/health", log=log) as process:
+        yield url, process

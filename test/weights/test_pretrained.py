@@ -3,9 +3,12 @@
 The same as in memory, resumable, on the command line.
 """
 
+import contextlib
 import ctypes
 import itertools
 import json
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -127,6 +130,61 @@ def test_an_earlier_run_with_other_data_is_not_used(source, tmp_path):
     quantize_folder(source, CONFIG, tmp_path / "out", samples())
     quantize_folder(source, CONFIG, tmp_path / "whole", samples())
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_the_folder_of_another_run_whose_removal_was_stopped_is_removed(source, tmp_path, monkeypatch):
+    """Wherever it was stopped."""
+
+    def interrupted(done, total, name):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(source, CONFIG, tmp_path / "kept", samples()[:2], progress=interrupted)
+    partial, removed, stop = tmp_path / "out.partial", [], 0
+
+    def stopping(real):
+        def remove(*args, **kwargs):
+            removed.append(args)
+            if len(removed) == stop:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        return remove
+
+    def opened(job):
+        return streamed.StreamedWeights(torch.nn.Linear(1, 1), {}, (), partial, job)
+
+    for stop in itertools.count(1):
+        shutil.copytree(tmp_path / "kept.partial", partial)
+        removed.clear()
+        with monkeypatch.context() as patch:
+            for name in ("unlink", "rmdir"):
+                patch.setattr(os, name, stopping(getattr(os, name)))
+            with contextlib.suppress(KeyboardInterrupt):
+                opened("another job")
+        if len(removed) < stop:
+            break
+        opened("another job")
+        assert not partial.exists()
+    assert stop > 9  # two blocks of three files and their folders, the job, and the folder itself
+
+
+def test_a_folder_of_another_run_that_cannot_be_removed_is_a_typed_error(source, tmp_path, monkeypatch):
+    def interrupted(done, total, name):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(source, CONFIG, tmp_path / "out", samples()[:2], progress=interrupted)
+
+    def refused(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        with pytest.raises(nc.ArtefactError, match=r"out.partial cannot be written: Permission denied"):
+            quantize_folder(source, CONFIG, tmp_path / "out", samples())
 
 
 class LiveBytes(TorchDispatchMode):

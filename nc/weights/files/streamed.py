@@ -8,6 +8,7 @@ parameter.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shutil
@@ -24,7 +25,7 @@ from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError
 from nc.numerics.packed_weight import PARTS
 from nc.process.malloc import give_back_small_pieces
 from nc.storage import folder
-from nc.storage.atomic import is_staged, write_text
+from nc.storage.atomic import is_staged, staging_path, write_text, writing
 from nc.storage.json_file import json_object, json_value
 from nc.storage.marks import described
 from nc.storage.tensor_file import FLOATS, Source, StoredTensor, stored_in
@@ -93,7 +94,7 @@ class StreamedWeights:
         self._loaded: dict[str, list[_Slot]] = {}  # of parts with values: what goes back into the slots
         self._values: Any = WeakIdKeyDictionary()  # empty tensor → its value, so that tied ones get one
         if directory.exists() and self._earlier() != job:
-            shutil.rmtree(directory)  # of another model, configuration or data
+            self._discard()  # it is of another model, configuration or data
 
     def _earlier(self) -> Any:
         """Return the job of an earlier run whose parts are kept.
@@ -101,6 +102,8 @@ class StreamedWeights:
         Raises:
             ArtefactError: the folder is something else, or has other files.
         """
+        if not any(self._directory.iterdir()):
+            return None  # its removal was stopped at the end
         try:
             job = built(_Job, json_value(self._directory / _JOB), "the job")
         except ValueError:
@@ -166,8 +169,28 @@ class StreamedWeights:
         self._loaded.clear()
 
     def remove(self) -> None:
-        """Take away what is kept: the result is complete."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Take away what is kept: the result is complete, and what can't be removed does not matter."""
+        with contextlib.suppress(ArtefactError):
+            if self._directory.exists():
+                self._discard()
+
+    def _discard(self) -> None:
+        """Remove the folder of an earlier run, or of this one.
+
+        A part gets the name of one that is not complete first, and the job goes last: a folder whose removal
+        was stopped is still known as an earlier run's.
+
+        Raises:
+            ArtefactWriteError: a file can't be removed.
+        """
+        with writing(self._directory):
+            for path in self._directory.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path if is_staged(path) else path.rename(staging_path(path)))
+                elif path.name != _JOB:
+                    path.unlink()
+            (self._directory / _JOB).unlink(missing_ok=True)
+            self._directory.rmdir()
 
     def _slots(self, name: str) -> dict[str, _Slot]:
         """Parameters and parts of packed weights of a part by their full names; of "" what is in no part."""
