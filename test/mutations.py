@@ -588,8 +588,8 @@ MUTATIONS = (
         "dynamic-attention-repacked",
         "attention in int8 with ranges of each call reads the keys of each head",
         "kernels/c_code/dynamic_attention.c",
-        "if (which != packed) {",
-        "if (packed < 0) {",
+        "if (which != packed)",
+        "if (packed < 0)",
         ("dynamic_attention",),
     ),
     Mutation(
@@ -1188,8 +1188,8 @@ MUTATIONS = (
         "attention-repacked",
         "attention in C reads the keys of each head",
         "kernels/c_code/attention.c",
-        "if (which != packed) {",
-        "if (packed < 0) {",
+        "if (which != packed)",
+        "if (packed < 0)",
         ("int8_attention",),
     ),
     Mutation(

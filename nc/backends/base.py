@@ -75,7 +75,7 @@ class EngineReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Texts:
+class PaddedTexts:
     """What an engine does that computes rows of real tokens instead of padded texts, of any sizes.
 
     Attributes:
@@ -113,7 +113,7 @@ class EngineModel:
     profile: Callable[[Sequence[torch.Tensor]], Profile] | None = None
     steps: Callable[[Sequence[torch.Tensor]], Sequence[EngineCall]] | None = None
     verified: bool = False
-    texts: Texts | None = None
+    texts: PaddedTexts | None = None
 
     def comparable(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> Sequence[Any]:
         """Return outputs of another engine, or of the fp32 model, with zeros where this one gives zeros."""

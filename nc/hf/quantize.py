@@ -104,6 +104,7 @@ def load(
     lengths: Sequence[int] = (),
     verify: str = "raise",
     verify_sizes: bool = True,
+    padding: str = "skipped",
     trust_remote_code: bool = False,
 ) -> Any:
     """Return the model of a folder that `quantize` wrote.
@@ -114,10 +115,12 @@ def load(
     Args:
         folder: of it.
         warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (8, 64)]`.
-        lengths: texts are filled up to the next one of these numbers of tokens, so that those of any length
-            have sizes that are warm; longer ones, and all without it, to a multiple of 16.
+        lengths: where padding is computed, texts are filled up to the next one of these numbers of tokens, so
+            that those of any length have sizes that are warm; longer ones, and all without it, to a multiple
+            of 16.
         verify: as for `nc.load`.
         verify_sizes: as for `nc.load`.
+        padding: as for `nc.load`.
         trust_remote_code: run Python code that lies in the folder, where transformers has no configuration of
             its own.
 
@@ -134,7 +137,7 @@ def load(
         )
         raise ArtefactError(msg)
     checksums.check(Path(folder))
-    options: dict[str, Any] = {"verify": verify, "verify_sizes": verify_sizes}
+    options: dict[str, Any] = {"verify": verify, "verify_sizes": verify_sizes, "padding": padding}
     if (Path(folder) / ENCODER).is_dir():
         return load_parts(Path(folder), warm, lengths, **options)
     return load_model(folder, warm, lengths, trust_remote_code=trust_remote_code, **options)

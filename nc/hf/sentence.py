@@ -88,6 +88,7 @@ def load_sentence_transformer(
     lengths: Sequence[int] = (),
     verify: str = "raise",
     verify_sizes: bool = True,
+    padding: str = "skipped",
     trust_remote_code: bool = False,
 ) -> Any:
     """Return the model of a folder that `quantize_sentence_transformer` wrote.
@@ -98,10 +99,12 @@ def load_sentence_transformer(
     Args:
         folder: of it.
         warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (32, 64)]`.
-        lengths: texts are filled up to the next one of these numbers of tokens, so that those of any length
-            have sizes that are warm; longer ones, and all without it, to a multiple of 16.
+        lengths: where padding is computed, texts are filled up to the next one of these numbers of tokens, so
+            that those of any length have sizes that are warm; longer ones, and all without it, to a multiple
+            of 16.
         verify: as for `nc.load`.
         verify_sizes: as for `nc.load`.
+        padding: as for `nc.load`.
         trust_remote_code: take modules and functions that are not of sentence-transformers or torch.nn, and
             run Python code that lies in the folder.
 
@@ -122,7 +125,7 @@ def load_sentence_transformer(
     trust = {"trust_remote_code": trust_remote_code}
     if not trust_remote_code:
         _check_names(place)
-    options = {"verify": verify, "verify_sizes": verify_sizes, **trust}
+    options = {"verify": verify, "verify_sizes": verify_sizes, "padding": padding, **trust}
     modules: list[Any] = []
     for entry in json_list(place / MODULES):
         kind, where = _kind(entry, place, trust_remote_code), str(_inside(place, entry["path"]))

@@ -23,7 +23,7 @@ def segment_bias(starts: torch.Tensor, rows: torch.Tensor, table: torch.Tensor |
     own = text[:, None] == text[None, :]
     lowest = torch.finfo(torch.float32).min
     if table is None:
-        return torch.zeros(()).where(own, lowest)[None, None]
+        return torch.where(own, 0.0, lowest)[None, None]
     place = places - starts[text]
     added = table[:, place[:, None].where(own, 0), place[None, :].where(own, 0)]
     return added.where(own, lowest)[None]
@@ -35,7 +35,7 @@ def segment_sum(x: torch.Tensor, starts: torch.Tensor, keepdim: bool) -> torch.T
     Args:
         x: [1, rows, ...].
         starts: see `segment_bias`.
-        keepdim: with a dimension of 1 for the rows.
+        keepdim: with a dimension of 1 for the rows. Rows behind the last text are in no sum.
 
     Returns:
         [texts, ...], or [texts, 1, ...]; of the dtype of `x`, int64 for integers.
@@ -43,6 +43,7 @@ def segment_sum(x: torch.Tensor, starts: torch.Tensor, keepdim: bool) -> torch.T
     places = torch.arange(x.shape[1])
     text = torch.searchsorted(starts, places, right=True) - 1
     dtype = x.dtype if x.is_floating_point() else torch.int64
-    result = torch.zeros((starts.shape[0] - 1, *x.shape[2:]), dtype=dtype)
+    result = torch.zeros((starts.shape[0], *x.shape[2:]), dtype=dtype)
     result.index_add_(0, text, x[0].to(dtype))
-    return result[:, None] if keepdim else result
+    sums = result[:-1].contiguous()
+    return sums[:, None] if keepdim else sums

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.api.quantized import QuantizedModel, ReferenceModule, checked
-from nc.backends import get_backend
+from nc.backends import engine_options, get_backend
 from nc.errors import ConfigError, InputError, StateError
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import Quantize
@@ -224,10 +224,19 @@ class _Engine:
         return get_backend(self.backend).capabilities().tolerance
 
 
+def _engine_of(model: QuantizedModel) -> _Engine:
+    """Return the engine of a model; one that leaves padding out computes it here, as the reference does."""
+    if model.engine.texts is None:
+        return _Engine(model.backend, model.engine.run)
+    backend = get_backend(model.backend)
+    options = engine_options(backend, padding="computed")
+    return _Engine(model.backend, backend.lower(model.graph, verify="off", **options).run)
+
+
 def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
     """Return the graph and both engines."""
     graph = checked(q_a, "compare").graph
-    a = _Engine(q_a.backend, q_a.engine.run)
+    a = _engine_of(q_a)
     if isinstance(q_b, str) and q_b != REFERENCE:
         msg = (
             f'compare() takes a model or "reference" to compare with, but got {q_b!r}; load the model with '
@@ -245,7 +254,7 @@ def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
         msg = f"The two are not the same quantized model: {found}. Save one and load it on both engines."
         raise ConfigError(msg)
     if isinstance(q_b, QuantizedModel):
-        return graph, (a, _Engine(q_b.backend, q_b.engine.run))
+        return graph, (a, _engine_of(q_b))
     return graph, (a, _Engine(REFERENCE, get_backend(REFERENCE).lower(graph).run))
 
 

@@ -91,10 +91,9 @@ def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], 
 
     It returns nothing where the engine fails on it: to a compiler, reading may be too much.
     """
+    options = engine_options(backend, isolate=isolate, padding="computed")  # as the reference does
     try:
-        return list(
-            backend.lower(graph, verify="off", **engine_options(backend, isolate=isolate)).run(inputs)
-        )
+        return list(backend.lower(graph, verify="off", **options).run(inputs))
     except BackendUnavailableError:
         raise
     except BackendError:

@@ -56,6 +56,7 @@ def test_parameters_of_the_front_door():
         "verify_sizes",
         "isolate",
         "compile",
+        "padding",
         "measure",
         "guard",
         "progress",

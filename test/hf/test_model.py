@@ -31,16 +31,13 @@ def inputs(length, rows=3):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def surface(model):
+def surface(model, **options):
     example = inputs(12)
     config = nc.StaticQuantConfig(act_algo="minmax", post=())
-
-    def run(prepared):
-        for length in range(2, 20, 3):
-            prepared(**inputs(length))
-
-    quantized = nc.quantize(model, config, run, example_inputs=example, backend="native", measure=False)
-    return nc_hf.QuantizedTransformer(quantized, model.config)
+    prepared = nc.prepare(model, config, example_inputs=example, backend="native")
+    for length in range(2, 20, 3):
+        prepared(**inputs(length))
+    return nc_hf.QuantizedTransformer(nc.convert(prepared, measure=False, **options), model.config)
 
 
 def tensors(outputs):
@@ -82,7 +79,7 @@ def test_outputs_are_those_of_the_texts_alone(kind, options):
 
 
 def test_lengths_share_plans(monkeypatch):
-    found = surface(small("BertModel"))
+    found = surface(small("BertModel"), padding="computed")
     asked, forward = [], type(found.quantized).forward
 
     def noted(self, **given):
@@ -99,7 +96,7 @@ def test_lengths_share_plans(monkeypatch):
 def test_lengths_that_are_given_are_the_only_ones(monkeypatch, tmp_path):
     """They are settled at load: the first request computes nothing else, and other processes know them too."""
     surface(small("BertModel")).save_pretrained(tmp_path)
-    found = nc_hf.load(tmp_path, lengths=(12, 6), warm=[(3, 6), (3, 12)])
+    found = nc_hf.load(tmp_path, lengths=(12, 6), warm=[(3, 6), (3, 12)], padding="computed")
     asked, forward = [], type(found.quantized).forward
 
     def noted(self, **given):

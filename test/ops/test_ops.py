@@ -4,6 +4,7 @@ Their schemas, fake implementations and numbers, and all that traces them.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -311,7 +312,37 @@ def layers_of(cls, **options):
 
 INT8, UINT8 = (-128, 127, torch.int8), (0, 255, torch.uint8)
 #: name of an operator → its calls; made when a test asks, from the test's own seed.
+STARTS = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+
+
+def text_bias(starts, rows, table, _):
+    """What a row adds to the score of another one, row by row."""
+    count = len(rows)
+    text = [sum(int(start) <= row for start in starts) - 1 for row in range(count)]
+    heads = 1 if table is None else len(table)
+    result = np.full((1, heads, count, count), np.finfo(np.float32).min)
+    for head, i, j in np.ndindex(heads, count, count):
+        if text[i] == text[j]:
+            begin = int(starts[text[i]])
+            result[0, head, i, j] = 0 if table is None else table[head, i - begin, j - begin]
+    return result
+
+
+def text_sums(x, starts, keepdim):
+    sums = [x[0, a:b].astype(np.float64).sum(0) for a, b in itertools.pairwise(starts)]
+    return np.stack(sums)[:, None] if keepdim else np.stack(sums)
+
+
 SAMPLES = {
+    "segment_bias.default": lambda: [
+        Sample(text_bias, (STARTS, torch.arange(8), None, 8), {1: 0}),
+        Sample(text_bias, (STARTS, torch.arange(8), values(2, 16, 16), 16), {1: 0}),
+    ],
+    "segment_sum.default": lambda: [
+        Sample(text_sums, (values(1, 8, 5), STARTS, False), {0: 2}, 1e-5),
+        Sample(text_sums, (values(1, 8, 2, 3), STARTS, True), {0: 2}, 1e-5),
+        Sample(text_sums, (codes(1, 8, 4, signed=True), STARTS, False), {0: 2}),
+    ],
     "quantize_per_tensor.default": lambda: [
         Sample(
             lambda x, s, z, low, high, _: quantized(x, s, z, low, high), (values(*SHAPE), 0.25, 3, *UINT8)

@@ -19,7 +19,7 @@ from torch import fx
 from nc.backends.native.judge import Judge
 from nc.backends.native.packing import HELPERS, SPELLING, packed, refused, refused_sizes
 from nc.backends.native.planned import planned, why_not
-from nc.backends.native.plans.any_sizes import Samples
+from nc.backends.native.plans.any_sizes import SampleInputs
 from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
 from nc.backends.profiling.nodes import node_steps, profile_nodes
@@ -145,7 +145,7 @@ class PlanExecutor:
         lowered: Lowered,
         example: Sequence[torch.Tensor],
         judge: Judge | None,
-        samples: Samples | None,
+        samples: SampleInputs | None,
     ) -> Running:
         """Return the same for a graph over rows of texts, with one plan for any number of them."""
         rest = [each for each in EXECUTORS if each is not self]
@@ -276,7 +276,7 @@ def executable(
 
 
 def executable_for_rows(
-    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None, samples: Samples
+    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None, samples: SampleInputs
 ) -> tuple[Running, Sequence[Any]]:
     """Return what runs a graph over rows of texts for any number of them, and its outputs for the example.
 

@@ -22,7 +22,7 @@ from nc.backends.native.operators.transposed_convolution import transposed_convo
 from nc.backends.native.over_rows import DETAIL, example_of, over_rows, samples_of
 from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
-from nc.backends.native.plans.any_sizes import Samples
+from nc.backends.native.plans.any_sizes import SampleInputs
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import PassesResult, run_passes
@@ -105,7 +105,7 @@ def _lower(
     verify_sizes: bool,
     verify_kernels: str,
     compile: bool,
-    samples: Samples | None = None,
+    samples: SampleInputs | None = None,
 ) -> EngineModel:
     """Return an engine model of one graph as it is; see `lower`.
 
@@ -122,11 +122,7 @@ def _lower(
     def module_of(products: bool) -> fx.GraphModule:
         return lowered(products)[0]
 
-    if samples is None:
-        running, outputs, run_by = _running(module_of, graph.example, compile, judge)
-    else:
-        running, outputs = executable_for_rows(module_of, graph.example, judge, samples)
-        run_by = ""
+    running, outputs, run_by = _running(module_of, graph.example, compile, judge, samples)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         if torch._C._is_tracing():  # whose graph would not see the kernels
@@ -216,11 +212,14 @@ def _running(
     example: Sequence[torch.Tensor],
     compile: bool,
     judge: Judge | None = None,
+    samples: SampleInputs | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
     """Return what runs a lowered graph and its outputs for the example.
 
     What the report says of who runs it is returned too.
     """
+    if samples is not None:
+        return *executable_for_rows(lowered, example, judge, samples), ""
     if not compile:
         return executable(lowered, example, judge)
     running = PYTHON.build(lowered, example)

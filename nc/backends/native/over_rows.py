@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from nc.backends.base import EngineModel, EngineReport, Texts
-from nc.backends.native.plans.any_sizes import Samples
+from nc.backends.base import EngineModel, EngineReport, PaddedTexts
+from nc.backends.native.plans.any_sizes import SampleInputs
 from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.rewrites.ragged.rewrite import Ragged
 from nc.backends.rewrites.ragged.rows import Rows, rows_of
@@ -45,20 +45,22 @@ def example_of(form: Ragged, example: Sequence[torch.Tensor]) -> tuple[torch.Ten
     return rows.inputs
 
 
-def samples_of(form: Ragged, example: Sequence[torch.Tensor]) -> Samples:
+def samples_of(form: Ragged, example: Sequence[torch.Tensor]) -> SampleInputs:
     """Return inputs of other sizes, with the tokens of an example; the texts are as long as each other."""
 
     def make(rows: int, texts: int) -> tuple[torch.Tensor, ...]:
-        counts = torch.full((texts,), rows // texts)
+        counts = torch.full((texts,), rows // texts, dtype=torch.int64)
         counts[: rows % texts] += 1
         starts = torch.zeros(texts + 1, dtype=torch.int32)
         torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
         firsts = starts[:-1].long()
-        places = torch.arange(rows) - firsts.repeat_interleave(counts)
+        places = (torch.arange(rows) - firsts.repeat_interleave(counts)) % form.longest
         tokens = [tensor[:, torch.arange(rows) % tensor.shape[1]] for tensor in example[:-3]]
         return *tokens, places, starts, firsts
 
-    return Samples(lambda inputs: (int(inputs[-3].shape[0]), int(inputs[-1].shape[0])), make)
+    return SampleInputs(
+        lambda inputs: (int(inputs[-3].shape[0]), int(inputs[-1].shape[0])), make, form.longest
+    )
 
 
 def over_rows(
@@ -116,7 +118,7 @@ def over_rows(
         report=report,
         profile=profile,
         steps=steps,
-        texts=Texts(form.mask, form.of_tokens, functools.partial(_without_padding, form)),
+        texts=PaddedTexts(form.mask, form.of_tokens, functools.partial(_without_padding, form)),
     )
 
 

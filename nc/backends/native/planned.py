@@ -18,7 +18,7 @@ from nc.backends.native.operators import dynamic_attention, int8_attention
 from nc.backends.native.operators.finished_convolution import finished_convolution
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.any_sizes import AnySizes, Samples
+from nc.backends.native.plans.any_sizes import AnySizes, SampleInputs
 from nc.backends.native.plans.checks import Made, PlanChecks, PlanJudge
 from nc.backends.native.plans.execution_plan import (
     AtenCall,
@@ -112,7 +112,7 @@ class PlannedModel:
         known: Mapping[Any, PlannedOperator] | None = None,
         follow: bool = False,
         judge: PlanJudge | None = None,
-        samples: Samples | None = None,
+        samples: SampleInputs | None = None,
     ) -> None:
         self._recorder = functools.partial(
             Recorder, operators=operators.table() if known is None else known, follow=follow
@@ -319,7 +319,7 @@ class PlannedModel:
         self._used[key] = next(self._clock)  # not before: inputs may be wrong
         return plan, outputs
 
-    def _for_any_sizes(self, samples: Samples) -> AnySizes:
+    def _for_any_sizes(self, samples: SampleInputs) -> AnySizes:
         """Return what runs the graph for any number of rows and texts."""
         if not isinstance(self._runner, CompiledRunner):
             msg = f"calls are not made in C: {self._runner.name}"
@@ -447,7 +447,7 @@ def planned(
     module: fx.GraphModule,
     otherwise: Callable[[], Otherwise],
     judge: PlanJudge | None = None,
-    samples: Samples | None = None,
+    samples: SampleInputs | None = None,
 ) -> PlannedModel:
     """Return what runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()

@@ -73,7 +73,7 @@ def anew():
 
 def refuse(monkeypatch, *folders):
     """Let nothing below some folders be loaded, as from file systems that are mounted so."""
-    real, of_torch = ctypes.CDLL, os.path.dirname(os.path.realpath(torch.__file__))
+    real, of_torch = ctypes.CDLL, str(Path(torch.__file__).resolve().parent)
 
     def opened(path, *args):
         at = os.path.realpath(path) if path else ""  # without a path: the process itself

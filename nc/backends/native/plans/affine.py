@@ -58,35 +58,55 @@ def fitted(values: Sequence[Any], sizes: Sequence[Sizes], where: str = "") -> An
     if any(type(value) is not type(first) for value in values):
         msg = f"{where} is {' or '.join(sorted({type(v).__name__ for v in values}))}"
         raise Unfit(msg)
-    if isinstance(first, torch.Tensor):
-        if not all(_equal(first, value) for value in values[1:]):
-            msg = f"{where}: a constant is another one for other sizes"
-            raise Unfit(msg)
-        return first
-    if isinstance(first, _WHOLE) or callable(first):
-        if any(value != first for value in values):
-            msg = f"{where} is {first} or {next(v for v in values if v != first)}"
-            raise Unfit(msg)
-        return first
+    if isinstance(first, (torch.Tensor, *_WHOLE)) or callable(first):
+        return _same(values, where)
     if isinstance(first, int):
         return _fitted_number(values, sizes, where)
-    if isinstance(first, (list, tuple)):
-        if any(len(value) != len(first) for value in values):
-            msg = f"{where} has other numbers of parts"
-            raise Unfit(msg)
-        parts = [fitted(each, sizes, where) for each in zip(*values, strict=True)]
-        return type(first)(parts)
-    if isinstance(first, Mapping):
-        if any(value.keys() != first.keys() for value in values):
-            msg = f"{where} has other parts"
-            raise Unfit(msg)
-        return {key: fitted([value[key] for value in values], sizes, where) for key in first}
-    if dataclasses.is_dataclass(first):
-        names = [field.name for field in dataclasses.fields(first)]
-        fields = {n: fitted([getattr(v, n) for v in values], sizes, where) for n in names}
-        return dataclasses.replace(first, **fields)  # type: ignore[type-var] # an instance, not a class
-    msg = f"{where} is {type(first).__name__}, of which nothing is known"
+    apart = [_apart(value) for value in values]
+    keys, parts, together = apart[0]
+    if any(other[0] != keys for other in apart):
+        msg = f"{where} has other parts"
+        raise Unfit(msg)
+    each = zip(*(part for _, part, __ in apart), strict=True)
+    return together([fitted(some, sizes, where) for some in each] if parts else [])
+
+
+def _apart(value: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any]]:
+    """Return what names the parts of a value, the parts, and what makes such a value of others.
+
+    Raises:
+        Unfit: it has no parts.
+    """
+    if isinstance(value, (list, tuple)):
+        return len(value), list(value), type(value)
+    if isinstance(value, Mapping):
+        keys = tuple(value)
+        return keys, list(value.values()), lambda parts: dict(zip(keys, parts, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        instance: Any = value
+        names = tuple(field.name for field in dataclasses.fields(instance))
+        return (
+            names,
+            [getattr(instance, name) for name in names],
+            lambda parts: dataclasses.replace(instance, **dict(zip(names, parts, strict=True))),
+        )
+    msg = f"nothing is known of {type(value).__name__}"
     raise Unfit(msg)
+
+
+def _same(values: Sequence[Any], where: str) -> Any:
+    """Return a value that has no numbers of sizes; raises `Unfit` where it is another one for other sizes."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        if all(_equal(first, value) for value in values[1:]):
+            return first
+        msg = f"{where}: a constant is another one for other sizes"
+        raise Unfit(msg)
+    other = next((value for value in values if value != first), first)
+    if other != first:
+        msg = f"{where} is {first} or {other}"
+        raise Unfit(msg)
+    return first
 
 
 def _fitted_number(values: Sequence[int], sizes: Sequence[Sizes], where: str) -> int | Affine:
@@ -129,11 +149,5 @@ def changed(value: Any, change: Callable[[Affine], Any]) -> Any:
         return change(value)
     if isinstance(value, (int, torch.Tensor, *_WHOLE)) or callable(value):
         return value
-    if isinstance(value, (list, tuple)):
-        return type(value)([changed(each, change) for each in value])
-    if isinstance(value, Mapping):
-        return {key: changed(each, change) for key, each in value.items()}
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{n: changed(getattr(value, n), change) for n in names})  # type: ignore[type-var] # an instance
-    return value
+    _, parts, together = _apart(value)
+    return together([changed(part, change) for part in parts])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -25,16 +26,18 @@ _COMPARED: Sizes = (301, 7)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Samples:
+class SampleInputs:
     """Inputs of a graph over rows of texts.
 
     Attributes:
         sizes: inputs → rows and texts.
         make: rows and texts → inputs.
+        longest: the most rows of a text.
     """
 
     sizes: Callable[[Sequence[torch.Tensor]], Sizes]
     make: Callable[[int, int], Sequence[torch.Tensor]]
+    longest: int
 
 
 class _Memory(threading.local):
@@ -58,7 +61,7 @@ class AnySizes:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: SampleInputs,
         record: Callable[[Sequence[torch.Tensor]], ExecutionPlan],
         by_plan: Callable[[Sequence[torch.Tensor]], Sequence[Any]],
         maker: Maker,
@@ -120,6 +123,7 @@ class AnySizes:
                 msg = f"its plans depend on sizes in a way that is not known: {error}"
                 raise BackendError(msg) from None
             rows, texts = _COMPARED
+            texts = max(texts, math.ceil(rows / self._samples.longest))
             inputs = self._samples.make(rows, texts)
             with torch.inference_mode(False):
                 instance = FamilyInstance(family, self._maker, self._runner, on_line(rows), on_line(texts))

@@ -43,7 +43,7 @@ class Term:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Attention:
+class TokenAttention:
     """An attention of tokens to tokens.
 
     Attributes:
@@ -91,7 +91,7 @@ class Attention:
         set_argument(self.softmax, "input", add)
 
 
-def attentions(module: fx.GraphModule) -> list[Attention]:
+def attentions(module: fx.GraphModule) -> list[TokenAttention]:
     """Return the attentions of a graph whose inputs are tokens.
 
     Raises:
@@ -112,7 +112,7 @@ def _is_square(node: object) -> bool:
     return len(names) > 1 and names[-1] == names[-2] and not names[-1].isdigit()
 
 
-def _whole(node: fx.Node) -> Attention:
+def _whole(node: fx.Node) -> TokenAttention:
     """Return an attention that is one operator."""
     a = schema_arguments(node)
     mask = a["attn_mask"]
@@ -120,12 +120,12 @@ def _whole(node: fx.Node) -> Attention:
     if a["dropout_p"] or not isinstance(a["query"], fx.Node):
         msg = f"{node.name} drops values"
         raise Unknown(msg)
-    return Attention(
+    return TokenAttention(
         a["query"], a["key"], a["value"], False, terms, bool(a["is_causal"]), node, frozenset(), None
     )
 
 
-def _in_parts(softmax: fx.Node) -> Attention:
+def _in_parts(softmax: fx.Node) -> TokenAttention:
     """Return the attention whose softmax a node is."""
     view, names = Softmax.of(softmax), sizes_of(softmax)
     if view.dim not in (-1, len(names) - 1):
@@ -145,7 +145,7 @@ def _in_parts(softmax: fx.Node) -> Attention:
         raise Unknown(msg)
     result = _weighed(softmax, between)
     value = Binary.of(result).right
-    return Attention(query, key, value, True, tuple(terms), False, result, frozenset(between), softmax)
+    return TokenAttention(query, key, value, True, tuple(terms), False, result, frozenset(between), softmax)
 
 
 def _before(node: fx.Node) -> tuple[fx.Node, Term | None]:
@@ -220,7 +220,7 @@ def _weighed(softmax: fx.Node, between: list[fx.Node]) -> fx.Node:
         node = reader
 
 
-def dead_terms(found: Sequence[Attention]) -> dict[fx.Node, set[fx.Node]]:
+def dead_terms(found: Sequence[TokenAttention]) -> dict[fx.Node, set[fx.Node]]:
     """Return what nodes read that changes scores, and is not needed once masks are left out."""
     dropped: dict[fx.Node, set[fx.Node]] = {}
     for each in found:

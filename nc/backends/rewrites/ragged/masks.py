@@ -131,12 +131,12 @@ def is_one(value: Computed, places: int) -> bool:
 
 def tried(places: int) -> list[torch.Tensor]:
     """Return masks: all of a few tokens, and some of many: padding on both sides, and holes."""
-    every = torch.tensor(list(itertools.product((0, 1), repeat=min(_ALL, places))))
+    every = torch.tensor(list(itertools.product((0, 1), repeat=min(_ALL, places))), dtype=torch.int64)
     masks = [every[every.any(1)]]
     generator = torch.Generator().manual_seed(0)
     for length in _SOME:
         n = min(length, places)
-        some = torch.rand(6, n, generator=generator) < 0.7
+        some = torch.rand(6, n, generator=generator, dtype=torch.float32) < 0.7
         some[0], some[1, n // 2 :], some[2, : n // 2] = True, False, False
         some[:, n // 3] = True
         masks.append(some.long())

@@ -27,6 +27,8 @@ _FILLED = frozenset(
 )
 #: Operators that mix values along one dimension, and keep its size.
 _ALONG = frozenset({"softmax", "_softmax", "log_softmax"})
+#: Operators that look up elements of their first argument.
+_LOOK_UPS = frozenset({"gather", "index_select", "embedding"})
 _NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm"})
 _REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "any", "all", "var"})
 #: Operators that move values, beside those of the catalogue.
@@ -39,7 +41,7 @@ class Mixed(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Origin:
+class TokenOrigin:
     """Where the elements of a value come from.
 
     Attributes:
@@ -51,19 +53,20 @@ class Origin:
     place: torch.Tensor
 
     @staticmethod
-    def nothing(shape: Sequence[int]) -> Origin:
+    def nothing(shape: Sequence[int]) -> TokenOrigin:
         """Return that of a constant."""
-        return Origin(torch.full(tuple(shape), NONE), torch.full(tuple(shape), NONE))
+        none = torch.full(tuple(shape), NONE, dtype=torch.int64)
+        return TokenOrigin(none, none)
 
     @staticmethod
-    def tokens(texts: int, length: int) -> Origin:
+    def tokens(texts: int, length: int) -> TokenOrigin:
         """Return that of tokens [texts, length]."""
         shape = texts, length
-        return Origin(torch.arange(texts)[:, None].expand(shape), torch.arange(length).expand(shape))
+        return TokenOrigin(torch.arange(texts)[:, None].expand(shape), torch.arange(length).expand(shape))
 
     @property
     def shape(self) -> torch.Size:
-        """Sizes of the value."""
+        """TextSizes of the value."""
         return self.text.shape
 
     @property
@@ -76,11 +79,11 @@ class Origin:
         """Whether elements come from single tokens."""
         return bool((self.place != NONE).any())
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Origin:
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> TokenOrigin:
         """Return that of what an operator makes that moves values."""
-        return Origin(move(self.text), move(self.place))
+        return TokenOrigin(move(self.text), move(self.place))
 
-    def along(self, dims: Collection[int], why: str) -> Origin:
+    def along(self, dims: Collection[int], why: str) -> TokenOrigin:
         """Return the same with size 1 along some dimensions; raises `Mixed` where it changes along them."""
         found = self
         for dim in dims:
@@ -91,9 +94,9 @@ class Origin:
         return found
 
 
-def joined(origins: Sequence[Origin], shape: Sequence[int], why: str) -> Origin:
+def joined(origins: Sequence[TokenOrigin], shape: Sequence[int], why: str) -> TokenOrigin:
     """Return the origin of what is computed of several values, element by element; raises `Mixed`."""
-    found = Origin.nothing(shape)
+    found = TokenOrigin.nothing(shape)
     for each in origins:
         wide = each.moved(lambda x: x.expand(tuple(shape)))
         parts = []
@@ -101,13 +104,13 @@ def joined(origins: Sequence[Origin], shape: Sequence[int], why: str) -> Origin:
             if not ((known == new) | (known == NONE) | (new == NONE)).all():
                 raise Mixed(why)
             parts.append(torch.where(known == NONE, new, known))
-        found = Origin(*parts)
+        found = TokenOrigin(*parts)
     return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes for which origins are computed, and their names in the graph.
+class TextSizes:
+    """TextSizes for which origins are computed, and their names in the graph.
 
     Attributes:
         texts: number of texts.
@@ -143,8 +146,8 @@ class Origins:
     def __init__(
         self,
         module: fx.GraphModule,
-        sizes: Sizes,
-        given: Mapping[fx.Node, Origin],
+        sizes: TextSizes,
+        given: Mapping[fx.Node, TokenOrigin],
         skipped: Collection[fx.Node],
     ) -> None:
         self._module, self._sizes, self._skipped = module, sizes, skipped
@@ -174,7 +177,9 @@ class Origins:
                 continue
             elif node.op == "get_attr":
                 value = getattr(self._module, str(node.target))
-                self.values[node] = Origin.nothing(value.shape) if isinstance(value, torch.Tensor) else value
+                self.values[node] = (
+                    TokenOrigin.nothing(value.shape) if isinstance(value, torch.Tensor) else value
+                )
             elif node.op == "call_function":
                 self.values[node] = self._found(node)
                 self._note_zero(node)
@@ -194,7 +199,7 @@ class Origins:
             if not self._is_integer_of_tokens(node):
                 raise
             self.beforehand.append(node)
-            return Origin.tokens(self._sizes.texts, self._sizes.length)
+            return TokenOrigin.tokens(self._sizes.texts, self._sizes.length)
 
     def _is_integer_of_tokens(self, node: fx.Node) -> bool:
         """Whether a node gives one integer for each token."""
@@ -206,7 +211,7 @@ class Origins:
     def _of(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg(called_with(node), self.values.__getitem__)
         given = _flat((args, kwargs))
-        flat = [value for value in given if isinstance(value, Origin)]
+        flat = [value for value in given if isinstance(value, TokenOrigin)]
         if not gives_tensor(node) and not isinstance(node.meta.get("val"), (list, tuple)):
             return _number(node, args, given)
         if any(isinstance(value, Text) for value in given):
@@ -219,19 +224,15 @@ class Origins:
             raise _mixed(node, "reads texts, but not their tokens")
         return self._of_tokens(node, args, kwargs, flat)
 
-    def _of_tokens(self, node: fx.Node, args: Any, kwargs: Any, flat: Sequence[Origin]) -> Any:
+    def _of_tokens(self, node: fx.Node, args: Any, kwargs: Any, flat: Sequence[TokenOrigin]) -> Any:
         """Return the origin of what is computed of tokens."""
-        name, named, why = op_name(node), schema_arguments(node), _WHY.format(node.name, op_name(node))
+        name, why = op_name(node), _WHY.format(node.name, op_name(node))
         first = args[0] if args else next(iter(kwargs.values()))
-        if name in ("select", "slice") and isinstance(first, Origin):
+        named = schema_arguments(node)
+        if name in ("select", "slice") and isinstance(first, TokenOrigin):
             return self._part(node, first, args, kwargs)
-        if name == "gather" and first.is_constant:
-            return flat[-1]
-        if name == "index_select" and first.is_constant:
-            dim = named["dim"] % first.text.dim()
-            sizes = [*first.shape[:dim], -1, *first.shape[dim + 1 :]]
-            rest = (1,) * (first.text.dim() - dim - 1)
-            return flat[-1].moved(lambda x: x.view(-1, *rest).expand(sizes))
+        if name in _LOOK_UPS and first.is_constant:
+            return _looked_up(node, first, flat[-1])
         if name in _MOVES:
             return _moved(node, args, kwargs)
         if is_pointwise(node):
@@ -242,26 +243,13 @@ class Origins:
             if not all(each.is_constant for each in flat[1:]):
                 raise _mixed(node, "has a weight that is computed from tokens")
             return _widened(first.along([-1], why), args[1].shape[0])
-        if name in ("embedding", "quant_embedding"):
-            table, indices = (args[0], args[1]) if name == "embedding" else (None, args[0])
-            if table is not None and not table.is_constant:
-                raise _mixed(node, "looks up rows of tokens")
-            width = named["features"] if table is None else table.shape[1]
-            return indices.moved(lambda x: x[..., None].expand(*x.shape, width))
-        if name in _NORMS:
-            dims = range(-len(named["normalized_shape"]), 0)
-            return first.along(dims, why).moved(lambda x: x.expand(first.shape))
-        if name == "quantize_dequantize_dynamic":
-            if not named["per_token"] or named["right"] is not None:
-                raise _mixed(node, "has one range for all tokens")
-            return first.along([named["dim"]], why).moved(lambda x: x.expand(first.shape))
-        if name in _ALONG:
-            return first.along([named["dim"]], why).moved(lambda x: x.expand(first.shape))
+        if name == "quant_embedding":
+            return first.moved(lambda x: x[..., None].expand(*x.shape, named["features"]))
         if name in _REDUCTIONS and named.get("dim") is not None:
             return self._reduced(node, first, named, why)
-        raise _mixed(node, "is an operator of which nothing is known over tokens")
+        return first.along(_mixed_dims(node, named), why).moved(lambda x: x.expand(first.shape))
 
-    def _part(self, node: fx.Node, x: Origin, args: Any, kwargs: Any) -> Any:
+    def _part(self, node: fx.Node, x: TokenOrigin, args: Any, kwargs: Any) -> Any:
         """Return what is left of a value; the first token of each text is a value of the text."""
         found = _moved(node, args, kwargs)
         if _set_of(found) == _set_of(x):
@@ -274,7 +262,7 @@ class Origins:
             return Text()
         raise _mixed(node, "reads some of the tokens")
 
-    def _reduced(self, node: fx.Node, x: Origin, named: Mapping[str, Any], why: str) -> Any:
+    def _reduced(self, node: fx.Node, x: TokenOrigin, named: Mapping[str, Any], why: str) -> Any:
         """Return what is left of a value whose elements are summed along dimensions, or the like."""
         given = named["dim"]
         dims = sorted({dim % x.text.dim() for dim in ([given] if isinstance(given, int) else given)})
@@ -297,7 +285,7 @@ class Origins:
         if name == "arange" and names == [self._sizes.of_length]:
             self.positions[node] = 0
             place = torch.arange(self._sizes.length)
-            return Origin(torch.full_like(place, NONE), place)
+            return TokenOrigin(torch.full_like(place, NONE), place)
         if name == "slice" and self._sizes.of_length in names:
             dim = names.index(self._sizes.of_length)
             if args[2] not in (None, 0):
@@ -305,13 +293,13 @@ class Origins:
             self.positions[node] = dim
             given = _moved(node, args, kwargs)
             place = torch.arange(self._sizes.length)
-            return Origin(given.text, place.view(-1, *(1,) * (len(names) - dim - 1)).expand(given.shape))
+            return TokenOrigin(given.text, place.view(-1, *(1,) * (len(names) - dim - 1)).expand(given.shape))
         if all(each.isdigit() for each in names):
-            return Origin.nothing([int(each) for each in names])
+            return TokenOrigin.nothing([int(each) for each in names])
         if name in _MOVES:
             return _moved(node, args, kwargs)
         if name in _FILLED or name == "embedding" or is_pointwise(node):
-            return Origin.nothing([self._size(node, each) for each in names])
+            return TokenOrigin.nothing([self._size(node, each) for each in names])
         raise _mixed(node, "is computed from the sizes of the inputs")
 
     def _size(self, node: fx.Node, name: str) -> int:
@@ -335,7 +323,34 @@ def _mixed(node: fx.Node, why: str) -> Mixed:
     return Mixed(f"{node.name} ({op_name(node)}) {why}")
 
 
-def _widened(x: Origin, width: int) -> Origin:
+def _mixed_dims(node: fx.Node, named: Mapping[str, Any]) -> Collection[int]:
+    """Return the dimensions that an operator mixes; raises `Mixed` for one of which that is not known."""
+    name = op_name(node)
+    if name in _NORMS:
+        return range(-len(named["normalized_shape"]), 0)
+    if name == "quantize_dequantize_dynamic":
+        if not named["per_token"] or named["right"] is not None:
+            raise _mixed(node, "has one range for all tokens")
+        return [named["dim"]]
+    if name in _ALONG:
+        return [named["dim"]]
+    raise _mixed(node, "is an operator of which nothing is known over tokens")
+
+
+def _looked_up(node: fx.Node, table: TokenOrigin, indices: TokenOrigin) -> TokenOrigin:
+    """Return the origin of rows of a constant table, or of single elements of it."""
+    name = op_name(node)
+    if name == "gather":
+        return indices
+    if name == "embedding":
+        return indices.moved(lambda x: x[..., None].expand(*x.shape, table.shape[1]))
+    dim = schema_arguments(node)["dim"] % table.text.dim()
+    sizes = [*table.shape[:dim], -1, *table.shape[dim + 1 :]]
+    rest = (1,) * (table.text.dim() - dim - 1)
+    return indices.moved(lambda x: x.view(-1, *rest).expand(sizes))
+
+
+def _widened(x: TokenOrigin, width: int) -> TokenOrigin:
     """Return the origin of rows of another width."""
     return x.moved(lambda y: y.expand(*y.shape[:-1], width))
 
@@ -347,7 +362,7 @@ def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
         return args[0]
 
     def part(value: Any, name: str) -> Any:
-        if isinstance(value, Origin):
+        if isinstance(value, TokenOrigin):
             return getattr(value, name)
         if isinstance(value, (list, tuple)):
             return [part(v, name) for v in value]
@@ -358,11 +373,11 @@ def _moved(node: fx.Node, args: Any, kwargs: Any) -> Any:
         given = {key: part(value, name) for key, value in kwargs.items() if key != "dtype"}
         results.append(target(*(part(value, name) for value in args), **given))
     if isinstance(results[0], (list, tuple)):
-        return [Origin(text, place) for text, place in zip(*results, strict=True)]
-    return Origin(*results)
+        return [TokenOrigin(text, place) for text, place in zip(*results, strict=True)]
+    return TokenOrigin(*results)
 
 
-def _set_of(x: Origin) -> set[tuple[int, int]]:
+def _set_of(x: TokenOrigin) -> set[tuple[int, int]]:
     """Return the tokens of a value."""
     return set(zip(x.text.flatten().tolist(), x.place.flatten().tolist(), strict=True))
 
@@ -371,7 +386,7 @@ def _number(node: fx.Node, args: Any, given: Sequence[Any]) -> Any:
     """Return a size, or what is computed of sizes."""
     if op_name(node).startswith("sym_size"):
         return Text() if isinstance(args[0], Text) else args[0].shape[args[1]]
-    if any(isinstance(value, (Origin, Text)) for value in given):
+    if any(isinstance(value, (TokenOrigin, Text)) for value in given):
         raise _mixed(node, "reads a value of a tensor")
     target: Any = node.target
     return target(*args)

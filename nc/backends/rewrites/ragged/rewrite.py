@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from nc.backends.rewrites.ragged import masks
-from nc.backends.rewrites.ragged.attentions import Attention, Unknown, attentions, dead_terms
+from nc.backends.rewrites.ragged.attentions import TokenAttention, Unknown, attentions, dead_terms
 from nc.backends.rewrites.ragged.masks import HIDDEN, Computed, Meaning, Unlike, inputs_read, values_of
-from nc.backends.rewrites.ragged.origins import Mixed, Origin, Origins, Sizes, Text
+from nc.backends.rewrites.ragged.origins import Mixed, Origins, Text, TextSizes, TokenOrigin
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.fx_utils import (
     add_constant,
@@ -32,7 +32,7 @@ from nc.ops import segment_bias, segment_sum
 from nc.process.unavailable import Unavailable
 
 _aten = torch.ops.aten
-#: Sizes for which origins are computed: of several texts, and of rows.
+#: TextSizes for which origins are computed: of several texts, and of rows.
 _PROVED = ((3, 5), (1, 7))
 #: More tokens than any text has.
 _ANY = 1 << 16
@@ -109,8 +109,8 @@ class _Read:
     module: fx.GraphModule
     inputs: Sequence[fx.Node]
     mask: fx.Node | None
-    found: Sequence[Attention]
-    meanings: Mapping[Attention, Meaning]
+    found: Sequence[TokenAttention]
+    meanings: Mapping[TokenAttention, Meaning]
     ones: Mapping[fx.Node, fx.Node]
     origins: Origins
     length: str
@@ -127,7 +127,7 @@ def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
     """Return the graph over rows; raises why there is none."""
     read = _read(module, signature)
     outputs = [read.origins.values[leaf] for leaf in returned(read.module)]
-    of_tokens = tuple(isinstance(value, Origin) and value.has_tokens for value in outputs)
+    of_tokens = tuple(isinstance(value, TokenOrigin) and value.has_tokens for value in outputs)
     before = [node for node in read.origins.beforehand if node in _live(read.module, read.found, read.ones)]
     beforehand = functools.partial(_beforehand, *_apart(read.module, read.inputs, before))
     _change(read, before)
@@ -161,6 +161,19 @@ def _read(given: fx.GraphModule, signature: Signature) -> _Read:
         msg = "it has no attention over tokens"
         raise _No(msg)
     mask = _mask_of(found)
+    texts, length = _free_sizes(inputs, mask)
+    values = functools.partial(_values, module, inputs, mask)
+    places = min(_most_places(signature, module, length), _most_looked_up(module, values, length))
+    meanings = _meanings(found, values, places)
+    ones = {} if mask is None else _always_one(module, mask, values, length, places)
+    live = _live(module, found, ones)
+    proofs = [_proved(module, inputs, mask, found, ones, live, TextSizes(*n, texts, length)) for n in _PROVED]
+    origins = proofs[0]
+    return _Read(module, inputs, mask, found, meanings, ones, origins, length, places)
+
+
+def _free_sizes(inputs: Sequence[fx.Node], mask: fx.Node | None) -> tuple[frozenset[str], str]:
+    """Return the names of sizes that are the number of texts, and of the one that is their length."""
     names = [sizes_of(node) for node in inputs]
     tokens = [each for node, each in zip(inputs, names, strict=True) if node is not mask] or names
     if any(len(each) != 2 for each in names) or len({each[1] for each in tokens}) != 1:
@@ -169,18 +182,10 @@ def _read(given: fx.GraphModule, signature: Signature) -> _Read:
     if any(name.isdigit() for each in names for name in each):
         msg = "its inputs have fixed sizes"
         raise _No(msg)
-    length, texts = tokens[0][1], frozenset(each[0] for each in names)
-    places = _most_places(signature, module, length)
-    values = functools.partial(_values, module, inputs, mask)
-    meanings = _meanings(found, values, places)
-    ones = {} if mask is None else _always_one(module, mask, values, length, places)
-    live = _live(module, found, ones)
-    proofs = [_proved(module, inputs, mask, found, ones, live, Sizes(*n, texts, length)) for n in _PROVED]
-    origins = proofs[0]
-    return _Read(module, inputs, mask, found, meanings, ones, origins, length, places)
+    return frozenset(each[0] for each in names), tokens[0][1]
 
 
-def _mask_of(found: Sequence[Attention]) -> fx.Node | None:
+def _mask_of(found: Sequence[TokenAttention]) -> fx.Node | None:
     """Return the input that masks of attention are computed from."""
     read = {source for each in found for term in each.terms for source in inputs_read(term.value)}
     if len(read) > 1:
@@ -210,6 +215,24 @@ def _most_places(signature: Signature, module: fx.GraphModule, length: str) -> i
     return low
 
 
+def _most_looked_up(module: fx.GraphModule, values: Callable[[fx.Node], Computed], length: str) -> int:
+    """Return the most tokens for which tables have rows that are looked up by places."""
+    high = _ANY
+    for node in module.graph.nodes:
+        if op_name(node) not in ("embedding", "index_select"):
+            continue
+        table, index = node.all_input_nodes[0], node.all_input_nodes[-1]
+        if table.op != "get_attr" or length not in sizes_of(index) or inputs_read(index):
+            continue
+        dim = 0 if op_name(node) == "embedding" else schema_arguments(node)["dim"]
+        rows = int(getattr(module, str(table.target)).shape[dim])
+        found = values(index)(torch.ones(1, min(rows + 8, high), dtype=torch.int64))
+        wrong = ((found < 0) | (found >= rows)).reshape(-1, found.shape[-1]).any(0)
+        places = wrong.nonzero()
+        high = min(high, int(places[0])) if len(places) else high
+    return high
+
+
 def _values(
     module: fx.GraphModule, inputs: Sequence[fx.Node], mask: fx.Node | None, node: fx.Node
 ) -> Computed:
@@ -230,8 +253,8 @@ def _values(
 
 
 def _meanings(
-    found: Sequence[Attention], values: Callable[[fx.Node], Computed], places: int
-) -> dict[Attention, Meaning]:
+    found: Sequence[TokenAttention], values: Callable[[fx.Node], Computed], places: int
+) -> dict[TokenAttention, Meaning]:
     """Return what is added to the scores of each attention; layers have the same masks."""
     known: dict[object, Meaning] = {}
     for each in found:
@@ -242,14 +265,14 @@ def _meanings(
     return {each: known[each] for each in found}
 
 
-def _meaning(attention: Attention, values: Callable[[fx.Node], Computed], places: int) -> Meaning:
+def _meaning(attention: TokenAttention, values: Callable[[fx.Node], Computed], places: int) -> Meaning:
     """Return what is added to the scores of an attention for real tokens."""
     terms = [(values(term.value), term.hides) for term in attention.terms]
 
     def added(mask: torch.Tensor) -> torch.Tensor:
         texts, n = mask.shape
         lowest = torch.finfo(torch.float32).min
-        total = torch.zeros(1, 1, 1, 1)
+        total = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
         for value, hides in terms:
             each = value(mask)
             if each.dim() > 4:
@@ -257,10 +280,10 @@ def _meaning(attention: Attention, values: Callable[[fx.Node], Computed], places
                 raise Unlike(msg)
             each = each[(None,) * (4 - each.dim())]
             if each.dtype is torch.bool:
-                each = torch.zeros(()).where(each != hides, lowest)
+                each = torch.where(each != hides, 0.0, lowest)
             total = (total + each.float()).clamp(min=lowest)
         if attention.causal:
-            total = total.expand(-1, -1, n, n).where(torch.ones(n, n).tril().bool(), lowest)
+            total = total.expand(-1, -1, n, n).where(torch.ones(n, n, dtype=torch.bool).tril(), lowest)
         return total.expand(texts, -1, n, n)
 
     try:
@@ -299,7 +322,7 @@ def _always_one(
 
 
 def _live(
-    module: fx.GraphModule, found: Sequence[Attention], ones: Mapping[fx.Node, fx.Node]
+    module: fx.GraphModule, found: Sequence[TokenAttention], ones: Mapping[fx.Node, fx.Node]
 ) -> set[fx.Node]:
     """Return the nodes that are needed once masks are left out."""
     dropped = dead_terms(found)
@@ -318,13 +341,13 @@ def _proved(
     module: fx.GraphModule,
     inputs: Sequence[fx.Node],
     mask: fx.Node | None,
-    found: Sequence[Attention],
+    found: Sequence[TokenAttention],
     ones: Mapping[fx.Node, fx.Node],
     live: set[fx.Node],
-    sizes: Sizes,
+    sizes: TextSizes,
 ) -> Origins:
     """Return the origins of all values; raises `Mixed` where one comes from several tokens."""
-    given = {node: Origin.tokens(sizes.texts, sizes.length) for node in inputs}
+    given = {node: TokenOrigin.tokens(sizes.texts, sizes.length) for node in inputs}
     inner = {node for each in found for node in each.between}
     dead = {node for node in module.graph.nodes if node not in live and node.op == "call_function"}
     origins = Origins(module, sizes, given, inner | dead)
@@ -338,7 +361,7 @@ def _proved(
     return origins
 
 
-def _attended(origins: Origins, each: Attention, sizes: Sizes) -> Origin:
+def _attended(origins: Origins, each: TokenAttention, sizes: TextSizes) -> TokenOrigin:
     """Return the origin of an attention, that of its queries.
 
     Keys and values must be all tokens of a text; raises `Mixed`.
@@ -346,11 +369,15 @@ def _attended(origins: Origins, each: Attention, sizes: Sizes) -> Origin:
     why = f"{each.result.name} is not an attention of tokens to all tokens of their text"
     sides = [origins.values.get(side) for side in (each.query, each.key, each.value)]
     query, key, value = sides
-    if not isinstance(query, Origin) or not isinstance(key, Origin) or not isinstance(value, Origin):
+    if (
+        not isinstance(query, TokenOrigin)
+        or not isinstance(key, TokenOrigin)
+        or not isinstance(value, TokenOrigin)
+    ):
         raise Mixed(why)
     key = key.moved(lambda x: x.mT) if each.turned else key
     rows = [side.along([-1], why) for side in (query, key, value)]
-    tokens = Origin.tokens(sizes.texts, sizes.length)
+    tokens = TokenOrigin.tokens(sizes.texts, sizes.length)
     for row in rows:
         for have, want in ((row.text, tokens.text), (row.place, tokens.place)):
             # heads may be in the dimension of the texts, which is the first
@@ -363,13 +390,13 @@ def _attended(origins: Origins, each: Attention, sizes: Sizes) -> Origin:
     return rows[0].moved(lambda x: x.expand(*x.shape[:-1], width))
 
 
-def _check_output(leaf: Any, origins: Origins, sizes: Sizes) -> None:
+def _check_output(leaf: Any, origins: Origins, sizes: TextSizes) -> None:
     """Check that an output has a row for each token, or one for each text; raises `Mixed`."""
     value = origins.values[leaf] if isinstance(leaf, fx.Node) else None
     if isinstance(value, Text):
         return
-    tokens = Origin.tokens(sizes.texts, sizes.length)
-    if isinstance(value, Origin) and value.shape[:2] == tokens.shape:
+    tokens = TokenOrigin.tokens(sizes.texts, sizes.length)
+    if isinstance(value, TokenOrigin) and value.shape[:2] == tokens.shape:
         shape = (*tokens.shape, *(1,) * (value.text.dim() - 2))
         pairs = ((tokens.text, value.text), (tokens.place, value.place))
         if all(torch.equal(want.reshape(shape).expand(have.shape), have) for want, have in pairs):

@@ -64,36 +64,24 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str] =
         InputError: the mask has another shape, or other values than 0 and 1, or a text has more tokens than
             the model has positions for.
     """
-    number = next(i for i in range(len(inputs)) if i != form.mask or len(inputs) == 1)
-    tokens, name = inputs[number], paths[number] if paths else "the tokens"
+    tokens = _checked(form, inputs, paths)
     texts, length = tokens.shape
-    if form.positions is not None and length > form.positions:
-        msg = f"{name}: texts of {length} tokens; the model has positions for {form.positions}."
-        raise InputError(msg)
-    if not texts or not length or length > form.longest:
+    if not texts or not length or length > form.longest or any(x.shape != tokens.shape for x in inputs):
         return None
     if form.mask is None:
         return _whole(form, inputs, texts, length)
-    mask, path = inputs[form.mask], paths[form.mask] if paths else "the mask"
-    if mask.shape != tokens.shape:
-        msg = f"{path} has the sizes {tuple(mask.shape)}, and the tokens {tuple(tokens.shape)}."
-        raise InputError(msg)
-    seen = mask if mask.dtype is torch.bool else mask != 0
+    seen = inputs[form.mask].bool()
     counts = seen.sum(1)
-    if mask.dtype is not torch.bool and not torch.equal(counts, mask.sum(1).to(counts.dtype)):
-        _check_values(mask, path)
     lengths = counts.tolist()
     if min(lengths) == length:
         return _whole(form, inputs, texts, length)
-    if not all(lengths):
+    if not all(lengths) or (form.firsts and not bool(seen[:, 0].all())):
         return None
     flat = seen.flatten().nonzero().flatten()
     places = flat % length
     starts = torch.zeros(texts + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
     firsts = starts[:-1].long()
-    if form.firsts and not bool(seen[:, 0].all()):
-        return None
     if form.together:
         first, last = places[firsts], places[starts[1:].long() - 1]
         if not torch.equal(last - first + 1, counts) or (form.from_begin and bool(first.any())):
@@ -102,16 +90,31 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str] =
     return Rows((*given, places, starts, firsts), flat, texts, length)
 
 
+def _checked(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.Tensor:
+    """Return an input that holds tokens; raises InputError, see `rows_of`."""
+    number = next(i for i in range(len(inputs)) if i != form.mask or len(inputs) == 1)
+    tokens = inputs[number]
+    length = tokens.shape[1]
+    if form.positions is not None and length > form.positions:
+        name = paths[number] if paths else "the tokens"
+        msg = f"{name}: texts of {length} tokens; the model has positions for {form.positions}."
+        raise InputError(msg)
+    if form.mask is None:
+        return tokens
+    mask, name = inputs[form.mask], paths[form.mask] if paths else "the mask"
+    if mask.shape != tokens.shape:
+        msg = f"{name} has the sizes {tuple(mask.shape)}, and the tokens {tuple(tokens.shape)}."
+        raise InputError(msg)
+    other = mask[(mask != 0) & (mask != 1)]
+    if other.numel():
+        msg = f"{name} has values other than 0 and 1, as {other.flatten()[0].item()}."
+        raise InputError(msg)
+    return tokens
+
+
 def _whole(form: Ragged, inputs: Sequence[torch.Tensor], texts: int, length: int) -> Rows:
     """Return the rows of texts without padding."""
     given = [tensor.reshape(1, -1) for tensor in (*inputs, *form.beforehand(inputs))]
     starts = torch.arange(0, texts * length + 1, length, dtype=torch.int32)
     places = torch.arange(length).repeat(texts)
     return Rows((*given, places, starts, starts[:-1].long()), None, texts, length)
-
-
-def _check_values(mask: torch.Tensor, path: str) -> None:
-    other = mask[(mask != 0) & (mask != 1)]
-    if other.numel():
-        msg = f"{path} has values other than 0 and 1, as {other.flatten()[0].item()}."
-        raise InputError(msg)

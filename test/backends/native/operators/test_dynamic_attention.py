@@ -32,7 +32,7 @@ def attended(q, k, v, mask=None, *, factor=0.3, parts=1, threads=2):
     fields = {
         **fields_of(q, k, v, y),
         **fields_of_mask(None if mask is None else PlanTensor(mask, None), (*q.shape[:3], k.shape[2])),
-        **{"factor": factor, "parts": parts, "bytes": size, "threads": threads},
+        **{"factor": factor, "parts": parts, "bytes": size, "threads": threads, "texts": False},
     }
     room = torch.zeros(threads, size, dtype=torch.uint8)
     call_once(dynamic_attention._function(), fields, [y, q, k, v, room, *([] if mask is None else [mask])])

@@ -363,12 +363,12 @@ def tokens(batch=3, length=20):
 @pytest.mark.needs_plans
 def test_a_whole_model_gives_the_same_with_operators_of_torch(monkeypatch):
     model, inputs = Encoder().eval(), tokens()
-    q = quantized(model, inputs, None, "native")
+    q = quantized(model, inputs, None, "native", padding="computed")
     steps = q.engine.steps(list(inputs))
     of_masks = {target for row in (*masks.OPERATORS, *embedding.OPERATORS) for target in row.targets}
     known = {target: row for target, row in operators.table().items() if target not in of_masks}
     monkeypatch.setattr(operators, "table", lambda: known)
-    without = quantized(model, inputs, None, "native")
+    without = quantized(model, inputs, None, "native", padding="computed")
     assert sum(not step.kernels for step in without.engine.steps(list(inputs))) > sum(
         not step.kernels for step in steps
     )
@@ -381,7 +381,7 @@ def test_masks_for_products_of_oneDNN(monkeypatch):
     """Which take none with repeated dimensions."""
     monkeypatch.setattr(caches, "second", lambda: 0)
     inputs = tokens()
-    q = quantized(Encoder().eval(), inputs, None, "native")
+    q = quantized(Encoder().eval(), inputs, None, "native", padding="computed")
     assert not any(
         int8_attention.NAME in str(k) for step in q.engine.steps(list(inputs)) for k in step.kernels
     )
