@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from results_markdown import caption, grouped, markdown, text
 from results_rows import Row
@@ -124,14 +125,21 @@ def table(rows: Rows) -> str:
                 what["family"],
                 what["model"],
                 what["engine"],
+                _padding(what),
                 ran,
                 _db(row, "sqnr"),
                 other,
                 text(row.value("speed") or "–", 2),
             ]
         )
-    header = ["family", "model", "engine", "int8 / asked", "dB", "dB, other batch", "speed"]
+    header = ["family", "model", "engine", "padding", "int8 / asked", "dB", "dB, other batch", "speed"]
     return markdown(header, body, numbers=4)
+
+
+def _padding(what: Mapping[str, Any]) -> str:
+    """Return what becomes of padding of a model of texts; "" of others, and where that is not known."""
+    said = str(what.get("padding", ""))
+    return "not computed" if said.startswith("not computed") else plain(said)
 
 
 def not_built(rows: Rows) -> str:

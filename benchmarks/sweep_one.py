@@ -82,6 +82,8 @@ def _steps(entry: Entry, backend: str, row: dict[str, Any]) -> None:
     quantized = nc.convert(prepared)
     report = quantized.report()
     row.update(engine=quantized.backend, asked=report.asked_int8, int8=report.ran_int8)
+    if (padding := quantized.engine.report().details.get("padding")) is not None:
+        row["padding"] = padding
     if report.verdict is not None:
         row["speed"] = round(report.verdict.ratio, 3)
     row["stage"] = "run"

@@ -24,7 +24,7 @@ FIGURES = {
     "seconds": ("s", "seconds"),
 }
 #: Keys that say what was run, as they are.
-SAID = ("size", "engine", "captured", "error", "typed")
+SAID = ("size", "engine", "captured", "error", "typed", "padding")
 
 
 def stored(entry: Entry, backend: str, found: Found) -> tuple[dict[str, Any], dict[str, Figure], str]:
