@@ -55,7 +55,7 @@ class TokenOrigin:
     @staticmethod
     def nothing(shape: Sequence[int]) -> TokenOrigin:
         """Return that of a constant."""
-        none = torch.full(tuple(shape), NONE, dtype=torch.int64)
+        none = torch.tensor(NONE).expand(tuple(shape))
         return TokenOrigin(none, none)
 
     @staticmethod

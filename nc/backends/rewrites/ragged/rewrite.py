@@ -469,6 +469,7 @@ def _change(read: _Read, before: Sequence[fx.Node]) -> None:
         _sum_by_text(graph, node, added["starts"])
     texts = frozenset(sizes_of(node)[0] for node in read.inputs)
     _count_texts(graph, read.origins, added["firsts"], texts)
+    _name_texts(graph, read.origins, added["firsts"].meta["val"].shape[0], texts)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     drop_unused(module)
     graph.lint()
@@ -546,6 +547,15 @@ def _sum_by_text(graph: fx.Graph, node: fx.Node, starts: fx.Node) -> None:
         new = call_operator(graph, segment_sum, source, starts, bool(schema_arguments(node)["keepdim"]))
     new.meta["val"] = val
     node.replace_all_uses_with(new)
+
+
+def _name_texts(graph: fx.Graph, origins: Origins, count: int | Size, texts: frozenset[str]) -> None:
+    """Let values of texts have their number as a size: that of the inputs is 1 now."""
+    for node in graph.nodes:
+        if isinstance(origins.values.get(node), Text) and gives_tensor(node):
+            val = node.meta["val"]
+            shape = [count if name_of(size) in texts else without_env(size) for size in val.shape]
+            node.meta["val"] = Traced(val.dtype, tuple(shape))
 
 
 def _count_texts(graph: fx.Graph, origins: Origins, firsts: fx.Node, texts: frozenset[str]) -> None:
