@@ -308,7 +308,7 @@ def test_numbers_are_found(base, of_row, of_text):
         ([rows // 48 for rows, _ in SIZES], "of x is"),
         (["a", "a", "b", "a"], "of x is a or b"),
         ([1, 1, "1", 1], "of x is int or str"),
-        ([[1], [1], [1, 1], [1]], "of x has other numbers of parts"),
+        ([[1], [1], [1, 1], [1]], "of x has other parts"),
         ([torch.ones(rows) for rows, _ in SIZES], "a constant is another one"),
     ],
 )
