@@ -6,12 +6,15 @@ transformers' `DataCollatorWithFlattening` gives them so.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from nc.errors import InputError
+from nc.graph.fx_utils import sizes_of
+from nc.graph.views import returned
 
 #: Arguments that say where texts begin; those of keys must say the same.
 STARTS, ALSO = "cu_seq_lens_q", "cu_seq_lens_k"
@@ -37,17 +40,13 @@ class Flattened:
         return value[self.real][None]
 
 
-def is_flattened(inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs say where texts begin in one row."""
-    return inputs.get(STARTS) is not None
-
-
-def padded(inputs: Mapping[str, Any], names: tuple[str, ...]) -> Flattened:
+def padded(inputs: Mapping[str, Any], names: Sequence[str], mask: str | None) -> Flattened:
     """Return inputs with a row for each text.
 
     Args:
         inputs: of the call, by name.
         names: those that the model has.
+        mask: that one of them that masks padding; None: there is none.
 
     Raises:
         InputError: an argument has another form; says which.
@@ -55,7 +54,7 @@ def padded(inputs: Mapping[str, Any], names: tuple[str, ...]) -> Flattened:
     tokens = {
         name: value
         for name, value in inputs.items()
-        if name not in (STARTS, ALSO, *IDLE) and value is not None
+        if name not in (STARTS, ALSO, *IDLE, mask) and value is not None
     }
     rows = _row(tokens)
     starts = _starts(STARTS, inputs[STARTS], rows)
@@ -64,14 +63,25 @@ def padded(inputs: Mapping[str, Any], names: tuple[str, ...]) -> Flattened:
         raise InputError(msg)
     counts = starts.diff()
     real = torch.arange(int(counts.max()))[None, :] < counts[:, None]
+    if mask is None and not bool(real.all()):
+        msg = f"{STARTS}: texts of different lengths need a mask, which the model was captured without."
+        raise InputError(msg)
     _check_positions(tokens, real, names)
     found = {}
     for name, value in tokens.items():
         found[name] = torch.zeros(real.shape, dtype=value.dtype)
         found[name][real] = value[0]
-    if MASK in names:
-        found[MASK] = real.long()
+    if mask is not None:
+        found[mask] = real.long()
     return Flattened(found, real)
+
+
+def of_tokens(module: fx.GraphModule) -> list[bool]:
+    """Return for each output of a graph over padded texts whether it has a row for each token."""
+    inputs = [sizes_of(node) for node in module.graph.nodes if node.op == "placeholder"]
+    texts, lengths = ({sizes[dim] for sizes in inputs if len(sizes) > dim} for dim in (0, 1))
+    outputs = [sizes_of(leaf) for leaf in returned(module)]
+    return [len(sizes) > 1 and sizes[0] in texts and sizes[1] in lengths for sizes in outputs]
 
 
 def _row(tokens: Mapping[str, Any]) -> int:
@@ -103,7 +113,7 @@ def _starts(name: str, starts: Any, rows: int) -> torch.Tensor:
     return found
 
 
-def _check_positions(tokens: dict[str, Any], real: torch.Tensor, names: tuple[str, ...]) -> None:
+def _check_positions(tokens: dict[str, Any], real: torch.Tensor, names: Sequence[str]) -> None:
     """Take positions away that the model counts by itself; raises InputError for others."""
     positions = tokens.get(POSITIONS)
     if positions is None or POSITIONS in names:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.flattened import is_flattened, padded
+from nc.api.flattened import MASK, STARTS, of_tokens, padded
 from nc.api.report import Report, build
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
@@ -127,24 +127,24 @@ class QuantizedModel(FixedModule):
         leave_threads_of_parent()
         return self._call(args, kwargs)
 
-    def _call_flattened(self, kwargs: dict[str, Any]) -> Any:
+    def _call_flattened(self, kwargs: dict[str, Any], names: Sequence[str]) -> Any:
         """Return the outputs for texts in one row: rows of tokens in one row, and one row for each text."""
-        signature = self._graph.signature
-        names = tuple(p.name for p in signature.parameters if p.captured)
-        given = padded(kwargs, names)
-        tensors = signature.bind((), dict(given.inputs))
-        outputs = list(self._run(tensors))
-        of_tokens = () if self.engine.texts is None else self.engine.texts.of_tokens
-        for index, value in enumerate(outputs):
-            has_rows = of_tokens[index] if of_tokens else value.shape[:2] == given.real.shape
-            if has_rows:
-                outputs[index] = given.row(value)
+        signature, texts = self._graph.signature, self.engine.texts
+        mask = MASK if MASK in names else None
+        if texts is not None and texts.mask is not None:
+            mask = [leaf.path for leaf in signature.leaves if leaf.used][texts.mask]
+        given = padded(kwargs, names, mask)
+        outputs = self._run(signature.bind((), dict(given.inputs)))
+        has_rows = of_tokens(self._graph.module)
+        outputs = [given.row(v) if rows else v for v, rows in zip(outputs, has_rows, strict=True)]
         return signature.result(outputs, (), dict(given.inputs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs and is_flattened(kwargs) and not args:
-            return self._call_flattened(kwargs)
         signature = self._graph.signature
+        if kwargs.get(STARTS) is not None and not args:
+            names = [p.name for p in signature.parameters if p.captured]
+            if STARTS not in names:
+                return self._call_flattened(kwargs, names)
         outputs = self._run(signature.bind(args, kwargs))
         return signature.result(outputs, args, kwargs)
 

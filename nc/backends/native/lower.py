@@ -19,7 +19,7 @@ from nc.backends.native.fuse import is_kernel
 from nc.backends.native.judge import Judge
 from nc.backends.native.operators.finished_convolution import finished_convolution
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
-from nc.backends.native.over_rows import DETAIL, example_of, over_rows, samples_of
+from nc.backends.native.over_rows import DETAIL, check, example_of, over_rows, samples_of
 from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans.any_sizes import SampleInputs
@@ -84,6 +84,8 @@ def lower(
     if isinstance(form, Ragged):
         try:
             example = example_of(form, graph.example)
+            if verify != "off" and verify_kernels == ALWAYS:
+                check(graph, form, example)
             inner_graph = dataclasses.replace(graph, module=form.module, example=example, expected=None)
             inner = _lower(inner_graph, **options, compile=False, samples=samples_of(form, example))
             return over_rows(graph, form, inner, whole, verify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,14 @@ from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.rewrites.ragged.rewrite import Ragged
 from nc.backends.rewrites.ragged.rows import Rows, rows_of
 from nc.backends.verify import reference_outputs, verify_outputs
-from nc.errors import BackendError
+from nc.errors import BackendError, InputError
 from nc.graph.qdq import QDQGraph
+from nc.numerics.metrics import worst_sqnr_db
 
 #: What the report says of padding, by this name.
 DETAIL = "padding"
+#: Tokens of the texts, and how well two graphs agree on them, in dB, where both compute the same in Python.
+_LENGTH, _SAME_DB, _TRIES = 11, 40.0, 3
 #: The most rows of the example of a graph over rows: its reference adds a mask with their square.
 _MOST_ROWS = 512
 
@@ -30,6 +34,13 @@ def example_of(form: Ragged, example: Sequence[torch.Tensor]) -> tuple[torch.Ten
     Raises:
         BackendError: none of them can be taken.
     """
+    try:
+        return _example_of(form, example)
+    except InputError as error:
+        raise BackendError(str(error)) from None
+
+
+def _example_of(form: Ragged, example: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     texts = range(int(example[0].shape[0]))
     taken: list[int] = []
     count = 0
@@ -61,6 +72,54 @@ def samples_of(form: Ragged, example: Sequence[torch.Tensor]) -> SampleInputs:
     return SampleInputs(
         lambda inputs: (int(inputs[-3].shape[0]), int(inputs[-1].shape[0])), make, form.longest
     )
+
+
+def check(graph: QDQGraph, form: Ragged, example: Sequence[torch.Tensor]) -> None:
+    """Compare the graph over rows with the one over padded texts, both in Python, for texts of some lengths.
+
+    Both compute the same numbers but for the order of sums in attention. Where that changes a rounding, deep
+    models make much of it, so the best of some tries counts.
+
+    Args:
+        graph: the one over padded texts.
+        form: the one over rows.
+        example: of that one, whose tokens are taken.
+
+    Raises:
+        BackendError: they give other values for real tokens.
+    """
+    for real in _real_tokens(min(_LENGTH, form.longest), form):
+        tries = (_agreement_db(graph, form, example, real, begin) for begin in range(_TRIES))
+        if not any(db >= _SAME_DB for db in tries):
+            msg = "the graph over rows of tokens computes something else than the one over padded texts"
+            raise BackendError(msg)
+
+
+def _agreement_db(
+    graph: QDQGraph, form: Ragged, example: Sequence[torch.Tensor], real: torch.Tensor, begin: int
+) -> float:
+    """Return how well both graphs agree for texts with these real tokens, in dB."""
+    picked = (torch.arange(real.numel()) + begin * real.numel()) % example[0].shape[1]
+    inputs = [
+        real.to(value.dtype) if i == form.mask else each[0, picked].view(real.shape).to(value.dtype)
+        for i, (each, value) in enumerate(zip(example, graph.example, strict=False))
+    ]
+    rows = rows_of(form, inputs)
+    if rows is None:  # it does not take them
+        return math.inf
+    with torch.no_grad():
+        got = rows.outputs(form, form.module(*rows.inputs))
+        return worst_sqnr_db(_without_padding(form, inputs, graph.module(*inputs)), got)
+
+
+def _real_tokens(length: int, form: Ragged) -> list[torch.Tensor]:
+    """Return masks of texts: shorter ones, ones with holes, and one text alone."""
+    lengths = torch.tensor([length, 1, (length + 1) // 2], dtype=torch.int64)
+    shorter = torch.arange(length)[None, :] < lengths[:, None]
+    if form.mask is None:
+        return [torch.ones_like(shorter)]
+    holes = torch.arange(length)[None, :] % torch.tensor([2, 3, 4], dtype=torch.int64)[:, None] == 0
+    return [shorter, holes, torch.ones(1, length, dtype=torch.bool)]
 
 
 def over_rows(

@@ -15,6 +15,7 @@ import nc
 from nc.backends.native.plans import any_sizes
 from nc.backends.native.plans.affine import Affine, Unfit, fitted, placed
 from nc.backends.native.plans.family import on_line
+from nc.backends.rewrites.ragged import rewrite
 from nc.errors import InputError
 
 pytestmark = [pytest.mark.needs_plans, pytest.mark.isas]
@@ -70,6 +71,51 @@ def assert_alike(a, b):
     """Assert equality, but for sums of attention in fp32, which are in another order than with padding."""
     torch.testing.assert_close(a, b, rtol=0, atol=5e-2 if a.dim() < 2 else 0.2)
     assert (a - b).pow(2).mean() <= 1e-4 * b.pow(2).mean()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_memory_is_for_all_rows(config):
+    """Functions in C keep rows up to the next multiple of 16, and memory is for little more than a call needs."""
+    rows, padded = (converted("bert", config, padding=padding) for padding in ("skipped", "computed"))
+    if rows.engine.texts is None:
+        pytest.skip("no kernel for attention over texts")
+    for count in (1, 15, 17, 20, 24, 33, 40, 49, 56):
+        found = []
+        thread = threading.Thread(target=lambda n=count, f=found: f.append(tensors(rows(**texts(n)))))
+        thread.start()  # a thread has memory of its own, which grows with its calls
+        thread.join()
+        for a, b in zip(found[0], tensors(padded(**texts(count))), strict=True):
+            assert_alike(a, b)
+
+
+def test_inputs_with_gaps(both):
+    rows, _ = both
+    ids = torch.randint(5, 90, (4, 40))[:, ::2]
+    mask = torch.ones(1, 1, dtype=torch.long).expand(4, 20)
+    for some in (ids, ids[:1]):
+        wanted = rows(some.contiguous(), mask[: len(some)].contiguous())
+        got = rows(some, mask[: len(some)])
+        pairs = zip(tensors(got), tensors(wanted), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_graph_over_rows_that_computes_something_else_is_not_used(monkeypatch):
+    real = rewrite._take_first
+
+    def second(graph, node, firsts):
+        real(graph, node, firsts)
+        (chosen,) = (
+            n for n in graph.nodes if n.target is torch.ops.aten.index_select.default and n.args[2] is firsts
+        )
+        with graph.inserting_before(chosen):
+            other = graph.call_function(torch.ops.aten.clamp.default, (firsts,), {"min": 1})
+        other.meta.update(firsts.meta, operator_name="clamp")
+        chosen.args = (*chosen.args[:2], other)
+
+    monkeypatch.setattr(rewrite, "_take_first", second)
+    q = converted("bert", "static")
+    assert "computes something else" in q.engine.report().details["padding"]
+    assert q.engine.texts is None
 
 
 def test_the_report_says_so(both):

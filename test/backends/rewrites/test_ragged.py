@@ -196,9 +196,71 @@ class Spread(Small):
         return x + (x * attention_mask[..., None]).sum(1, keepdim=True)
 
 
+class Weak(Small):
+    """Masked scores are not hidden."""
+
+    def attend(self, x, attention_mask):
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(-2, -1)).masked_fill(attention_mask[:, None, None, :] == 0, -0.01)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)) + x
+
+
+class Scaled(Small):
+    """A factor follows what is added to scores."""
+
+    def attend(self, x, attention_mask):
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        n = x.shape[1]
+        near = torch.eye(64)[:n, :n]
+        scores = (q @ k.transpose(-2, -1) + near) / 8 + self.bias(attention_mask)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)) + x
+
+
+class ByLength(Small):
+    def result(self, x, attention_mask):
+        return x * x.shape[1]
+
+
+class ByTexts(Small):
+    def result(self, x, attention_mask):
+        return x * x.shape[0]
+
+
+class ShareOfText(Small):
+    def embed(self, input_ids):
+        n = input_ids.shape[1]
+        return self.words(input_ids) + (torch.arange(n) / n)[None, :, None]
+
+
+class FromOne(Small):
+    def embed(self, input_ids):
+        return self.words(input_ids) + self.places(torch.arange(1, input_ids.shape[1] + 1))
+
+
+class HalfWeighted(Small):
+    """Only a part of what is summed is zero for padding."""
+
+    def result(self, x, attention_mask):
+        return torch.cat([x * attention_mask[..., None], x], -1).sum(1)
+
+
+class MaskOfTokens(Small):
+    def forward(self, input_ids):
+        mask = (input_ids != 1).long()
+        return self.attend(self.embed(input_ids), mask)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
+        (Weak, "masked_fill) is between the scores and the softmax"),
+        (Scaled, "a factor follows add"),
+        (ByLength, "computes with a size of the inputs"),
+        (ByTexts, "computes with a size of the inputs"),
+        (ShareOfText, "computes with a size of the inputs"),
+        (FromOne, "gives other places than 0, 1, 2"),
+        (HalfWeighted, "reads several tokens"),
+        (MaskOfTokens, "masks are computed from input_ids, which holds tokens"),
         (MeanOfAll, "reads several tokens"),
         (Last, "reads some of the tokens"),
         (Neighbours, "over tokens"),
@@ -210,9 +272,24 @@ class Spread(Small):
     ],
 )
 def test_what_mixes_tokens_has_none(kind, why):
-    _, form = form_of(kind())
+    example = {"input_ids": texts(24, 10)["input_ids"]} if kind is MaskOfTokens else None
+    _, form = form_of(kind(), example)
     assert isinstance(form, Unavailable)
     assert why in form.reason
+
+
+class Best(Small):
+    """The number of the largest element of each token."""
+
+    def result(self, x, attention_mask):
+        return x, x.argmax(-1)
+
+
+def test_integers_of_tokens_are_computed_of_their_rows():
+    graph, form = form_of(Best())
+    assert isinstance(form, Ragged), form
+    assert not form.beforehand([*texts(9, 4).values()])
+    assert_same(graph, form, texts(9, 4))
 
 
 def test_a_range_of_all_tokens_depends_on_the_other_texts():

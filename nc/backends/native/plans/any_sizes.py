@@ -12,7 +12,7 @@ import torch
 
 from nc.backends.native.plans.affine import Sizes, Unfit
 from nc.backends.native.plans.execution_plan import ExecutionPlan
-from nc.backends.native.plans.family import FamilyInstance, PlanFamily, family_of, on_line
+from nc.backends.native.plans.family import FamilyInstance, PlanFamily, family_of
 from nc.errors import BackendError
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.primitives import Maker
@@ -21,8 +21,8 @@ from nc.kernels.onednn.runner import CompiledRunner
 #: Sizes for which plans are recorded: enough to choose the kernels of many rows, and few enough for what has
 #: to be computed meanwhile.
 _RECORDED: tuple[Sizes, ...] = ((256, 16), (320, 16), (256, 32), (384, 48))
-#: Sizes at which the family is compared with a plan of their own.
-_COMPARED: Sizes = (301, 7)
+#: Sizes at which the family is compared with plans of their own, in memory for no more rows.
+_COMPARED: tuple[Sizes, ...] = ((301, 7), (17, 3))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,8 +99,7 @@ class AnySizes:
             self._memory.instances.pop(key, None)
             found = None  # before there is more
             with torch.inference_mode(False):  # operators of torch write into this memory in any mode
-                sizes = tuple(map(on_line, most))
-                found = FamilyInstance(self._family(key), self._maker, self._runner, *sizes)
+                found = FamilyInstance(self._family(key), self._maker, self._runner, *most)
             self._memory.instances[key] = found
         return found
 
@@ -122,18 +121,19 @@ class AnySizes:
             except Unfit as error:
                 msg = f"its plans depend on sizes in a way that is not known: {error}"
                 raise BackendError(msg) from None
-            rows, texts = _COMPARED
-            texts = max(texts, math.ceil(rows / self._samples.longest))
-            inputs = self._samples.make(rows, texts)
-            with torch.inference_mode(False):
-                instance = FamilyInstance(family, self._maker, self._runner, on_line(rows), on_line(texts))
-                got = instance.run(inputs, rows, texts)
-            expected = self._by_plan(inputs)
-        for a, b in zip(expected, got, strict=True):
+            for rows, texts in _COMPARED:
+                self._compare(family, rows, max(texts, math.ceil(rows / self._samples.longest)))
+        return family
+
+    def _compare(self, family: PlanFamily, rows: int, texts: int) -> None:
+        """Raise BackendError where a family computes something else than a plan for these sizes."""
+        inputs = self._samples.make(rows, texts)
+        with torch.inference_mode(False):
+            got = FamilyInstance(family, self._maker, self._runner, rows, texts).run(inputs, rows, texts)
+        for a, b in zip(self._by_plan(inputs), got, strict=True):
             if not torch.equal(a, b):
                 msg = "a plan for any number of rows computes something else than one for its own"
                 raise BackendError(msg)
-        return family
 
 
 def _key() -> Hashable:

@@ -37,6 +37,8 @@ from nc.kernels.onednn.runner import CallTable, CompiledRunner, failed_call
 
 #: The fewest rows for which a primitive is made; fewer are as many.
 _FEWEST = 16
+#: Sizes of memory are fitted to numbers of rows that are multiples of it.
+MULTIPLE = 16
 
 
 def on_line(count: int) -> int:
@@ -135,6 +137,9 @@ def family_of(plans: Sequence[ExecutionPlan], sizes: Sequence[Sizes]) -> PlanFam
     """
     normal = [_Normal(plan) for plan in plans]
     counts = {len(each.entries) for each in normal}
+    if any(count % MULTIPLE for each in sizes for count in each):
+        msg = f"{sizes} are not multiples of {MULTIPLE}"
+        raise ValueError(msg)
     if len(counts) != 1:
         msg = f"there are {' or '.join(map(str, sorted(counts)))} calls"
         raise Unfit(msg)
@@ -237,6 +242,7 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
     if len({(p.kind, p.made_by[0]) for p in primitives}) != 1 or not primitives[0].made_by[0]:
         msg = f"{where} is computed by several kinds of primitives"
         raise Unfit(msg)
+    _check_reduced(primitives, where)
     made_by = fitted([_described(p.made_by) for p in primitives], sizes, where)
     tensors: dict[int, tuple[Layout | None, Any]] = {}
     for key, (layout, _) in found[0][1].items():
@@ -252,6 +258,22 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
         (made_by, [ref.desc for _, ref in tensors.values() if isinstance(ref, _Part)])
     )
     return _Primitive(made_by, tensors, of_rows, of_texts, where)
+
+
+def _check_reduced(primitives: Sequence[Primitive], where: str) -> None:
+    """Raise `Unfit` where a primitive sums over rows or texts, of which it computes more than there are."""
+    reduced: set[object] = set()
+    for primitive in primitives:
+        name, (source, *others), _ = primitive.made_by
+        if name in ("matmul", "layer_norm"):
+            reduced.add(source.sizes[-1])
+        elif name == "softmax":
+            reduced.add(source.sizes[others[1]])
+        elif name == "concat":
+            reduced.add(tuple(each.sizes[others[1]] for each in source))
+    if len(reduced) > 1:
+        msg = f"{where} sums over rows or texts"
+        raise Unfit(msg)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -286,12 +308,13 @@ class FamilyInstance:
         family: what to run.
         maker: of the oneDNN library.
         runner: runs tables of calls.
-        rows, texts: the most of both; multiples of 16.
+        rows, texts: the most of both; memory is for somewhat more.
     """
 
     def __init__(
         self, family: PlanFamily, maker: Maker, runner: CompiledRunner, rows: int, texts: int
     ) -> None:
+        rows, texts = (_whole(on_line(count)) for count in (rows, texts))
         self.rows, self.texts = rows, texts
         self._family, self._maker = family, maker.keeping()
         self._stream = maker.stream()
@@ -555,6 +578,11 @@ class _Run:
         failed = self._table.run([tensors[slot].data_ptr() for slot in self._slots])
         if failed:
             raise self._instance.error(self._indices, failed)
+
+
+def _whole(count: int) -> int:
+    """Return the next multiple of `MULTIPLE`, to which functions in C round up the rows that they keep."""
+    return -(-count // MULTIPLE) * MULTIPLE
 
 
 def _bytes(size: int | Affine, rows: int, texts: int) -> int:

@@ -388,7 +388,8 @@ class Recorder:
 
     def last_refusal(self) -> str:
         """Return why a kernel was passed over last, for messages; "" where none was."""
-        return f": {self._refusals[-1].kernel} refuses, {self._refusals[-1].why}" if self._refusals else ""
+        last = next((each for each in reversed(self._refusals) if each.kernel), None)
+        return "" if last is None else f": {last.kernel} refuses, {last.why}"
 
     def convolution(self, wanted: trials.Convolution, weights: Desc | Layout, node: fx.Node) -> Primitive:
         """Return a primitive whose sums are right; the plan names the kernels whose sums are not."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.rewrites.ragged.masks import HIDDEN
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import call_function, sizes_of
+from nc.graph.fx_utils import call_function, constant_value, sizes_of
 from nc.graph.views import Binary, Softmax, set_argument
 
 _aten = torch.ops.aten
@@ -21,7 +22,7 @@ _ROUNDINGS = frozenset(
 )
 
 
-class Unknown(Exception):
+class OtherAttention(Exception):
     """An attention is computed in a way of which nothing is known here; the text says which."""
 
 
@@ -95,14 +96,14 @@ def attentions(module: fx.GraphModule) -> list[TokenAttention]:
     """Return the attentions of a graph whose inputs are tokens.
 
     Raises:
-        Unknown: one is computed otherwise than known here.
+        OtherAttention: one is computed otherwise than known here.
     """
     found = []
     for node in module.graph.nodes:
         if op_name(node) == "scaled_dot_product_attention":
             found.append(_whole(node))
         elif op_name(node) in ("softmax", "_softmax") and _is_square(node):
-            found.append(_in_parts(node))
+            found.append(_in_parts(module, node))
     return found
 
 
@@ -119,56 +120,60 @@ def _whole(node: fx.Node) -> TokenAttention:
     terms = () if mask is None else (Term(node, node, mask),)
     if a["dropout_p"] or not isinstance(a["query"], fx.Node):
         msg = f"{node.name} drops values"
-        raise Unknown(msg)
+        raise OtherAttention(msg)
     return TokenAttention(
         a["query"], a["key"], a["value"], False, terms, bool(a["is_causal"]), node, frozenset(), None
     )
 
 
-def _in_parts(softmax: fx.Node) -> TokenAttention:
+def _in_parts(module: fx.GraphModule, softmax: fx.Node) -> TokenAttention:
     """Return the attention whose softmax a node is."""
     view, names = Softmax.of(softmax), sizes_of(softmax)
     if view.dim not in (-1, len(names) - 1):
         msg = f"{softmax.name} is not over keys"
-        raise Unknown(msg)
-    between, terms, node = [softmax], [], view.input
+        raise OtherAttention(msg)
+    between, terms, node, is_scaled = [softmax], [], view.input, False
     while kind_of_node(node) != "matmul":
         between.append(node)
-        before, term = _before(node)
+        before, term = _before(module, node)
         if term is not None:
+            if is_scaled:
+                msg = f"a factor follows {node.name} ({op_name(node)}), which changes scores"
+                raise OtherAttention(msg)
             terms.append(term)
+        is_scaled = is_scaled or op_name(node) in ("mul", "div")
         node = before
     between.append(node)
     query, key = Binary.of(node).sides
     if any(map(_is_square, (query, key))):
         msg = f"{node.name} is not a product of queries and keys"
-        raise Unknown(msg)
+        raise OtherAttention(msg)
     result = _weighed(softmax, between)
     value = Binary.of(result).right
     return TokenAttention(query, key, value, True, tuple(terms), False, result, frozenset(between), softmax)
 
 
-def _before(node: fx.Node) -> tuple[fx.Node, Term | None]:
-    """Return the scores that a node changes, and how; raises `Unknown`."""
+def _before(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, Term | None]:
+    """Return the scores that a node changes, and how; raises `OtherAttention`."""
     name, before, term = op_name(node), None, None
     if name == "add" and Binary.of(node).alpha == 1:
         before, other = _scores_first(*Binary.of(node).sides)
         term = Term(node, before, other) if isinstance(other, fx.Node) else None
-    elif name in ("mul", "div") and not _varies(Binary.of(node).right):
+    elif name in ("mul", "div") and _number_of(module, Binary.of(node).right) is not None:
         before = Binary.of(node).left
-    elif name == "masked_fill" and _is_low(schema_arguments(node)["value"]):
+    elif name == "masked_fill" and _is_low(module, schema_arguments(node)["value"]):
         before = schema_arguments(node)["self"]
         term = Term(node, before, schema_arguments(node)["mask"], hides=True)
     elif name == "where":
         a = schema_arguments(node)
         before = a["self"] if isinstance(a["self"], fx.Node) and _is_square(a["self"]) else None
-        if before is not None and not _varies(a["other"]):
+        if before is not None and _is_low(module, a["other"]):
             term = Term(node, before, a["condition"])
     elif name in ("to", "type_as", "contiguous", "clone"):
         before = schema_arguments(node)["self"]
     if not isinstance(before, fx.Node) or (term is not None and not isinstance(term.value, fx.Node)):
         msg = f"{node.name} ({name}) is between the scores and the softmax of an attention"
-        raise Unknown(msg)
+        raise OtherAttention(msg)
     return before, term
 
 
@@ -193,13 +198,18 @@ def _comes_from_products(node: fx.Node) -> bool:
     return False
 
 
-def _varies(value: object) -> bool:
-    """Whether a value is a tensor of several elements."""
-    return isinstance(value, fx.Node) and any(name != "1" for name in sizes_of(value))
+def _number_of(module: fx.GraphModule, value: object) -> float | None:
+    """Return a number that is the same for all inputs; None for what is not one."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    constant = constant_value(module, value)
+    return float(constant) if constant is not None and constant.numel() == 1 else None
 
 
-def _is_low(value: object) -> bool:
-    return isinstance(value, (int, float)) and value < 0
+def _is_low(module: fx.GraphModule, value: object) -> bool:
+    """Whether a score that is replaced by a value is hidden."""
+    number = _number_of(module, value)
+    return number is not None and number < HIDDEN
 
 
 def _weighed(softmax: fx.Node, between: list[fx.Node]) -> fx.Node:
@@ -209,13 +219,13 @@ def _weighed(softmax: fx.Node, between: list[fx.Node]) -> fx.Node:
         readers = list(node.users)
         if len(readers) != 1:
             msg = f"something else than one product reads the probabilities {node.name}"
-            raise Unknown(msg)
+            raise OtherAttention(msg)
         (reader,) = readers
         if kind_of_node(reader) == "matmul" and Binary.of(reader).left is node:
             return reader
         if op_name(reader) not in _ROUNDINGS or reader.all_input_nodes[0] is not node:
             msg = f"{reader.name} ({op_name(reader)}) is between a softmax and its product with values"
-            raise Unknown(msg)
+            raise OtherAttention(msg)
         between.append(reader)
         node = reader
 

@@ -105,12 +105,12 @@ def meaning(added: Computed, places: int) -> Meaning:
         Unlike: they do not hide the keys that are masked, or depend on other tokens than a query and a key.
     """
     tables = [_checked(added, mask) for mask in tried(places)]
-    count = min(places, MOST_TOKENS)
+    count = min(places, MOST_PLACES)
     table = _lowest(added(torch.ones(1, count, dtype=torch.int64)))[0]
     if not any(each.any() for each in (table, *tables)):
-        return Meaning(None)
-    count = min(places, MOST_PLACES)
-    table = table[:, :count, :count]
+        longest = torch.ones(1, min(places, MOST_TOKENS), dtype=torch.int64)
+        if not _lowest(added(longest)).any():
+            return Meaning(None)
     for small in tables:
         n = small.shape[-1]
         if n <= count and not torch.equal(small.expand_as(table[:, :n, :n]), table[:, :n, :n]):

@@ -30,7 +30,7 @@ _ALONG = frozenset({"softmax", "_softmax", "log_softmax"})
 #: Operators that look up elements of their first argument.
 _LOOK_UPS = frozenset({"gather", "index_select", "embedding"})
 _NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm"})
-_REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "any", "all", "var"})
+_REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "any", "all", "var", "argmax", "argmin"})
 #: Operators that move values, beside those of the catalogue.
 _MOVES = MOVES | {"_unsafe_view", "cat", "concat", "stack", "repeat", "alias", "detach", "expand_as", "to"}
 _MOVES |= {"view_as", "swapdims", "lift_fresh_copy", "repeat_interleave"}
@@ -55,7 +55,7 @@ class TokenOrigin:
     @staticmethod
     def nothing(shape: Sequence[int]) -> TokenOrigin:
         """Return that of a constant."""
-        none = torch.tensor(NONE).expand(tuple(shape))
+        none = torch.tensor(NONE, dtype=torch.int64).expand(tuple(shape))
         return TokenOrigin(none, none)
 
     @staticmethod
@@ -186,17 +186,22 @@ class Origins:
 
     def _note_zero(self, node: fx.Node) -> None:
         """Note whether a node is zero for padding, as products with the mask are, and what moves these."""
-        read = [source for source in node.all_input_nodes if source in self._zero]
-        name = op_name(node)
-        keeps = name in _MOVES or name in ("mul", "to", "type_as", "contiguous", "clone")
-        if read and keeps and (name == "mul" or node.all_input_nodes[0] in self._zero):
+        read = [source for source in node.all_input_nodes if gives_tensor(source)]
+        zero, name = [source in self._zero for source in read], op_name(node)
+        if name == "mul":
+            keeps = any(zero)
+        elif name in ("type_as", "expand_as", "view_as"):
+            keeps = zero[0]
+        else:
+            keeps = name in _MOVES and bool(zero) and all(zero)
+        if keeps:
             self._zero.add(node)
 
     def _found(self, node: fx.Node) -> Any:
         try:
             return self._of(node)
         except Mixed:
-            if not self._is_integer_of_tokens(node):
+            if not self._is_integer_of_tokens(node) or _reads_floats(node):
                 raise
             self.beforehand.append(node)
             return TokenOrigin.tokens(self._sizes.texts, self._sizes.length)
@@ -236,6 +241,7 @@ class Origins:
         if name in _MOVES:
             return _moved(node, args, kwargs)
         if is_pointwise(node):
+            _check_numbers(node, _flat((args, kwargs)))
             given = flat if name != "type_as" else flat[:1]  # the second only gives a dtype
             shape: Any = torch.broadcast_shapes(*(each.shape for each in given))  # type: ignore[no-untyped-call]
             return joined(given, shape, why)
@@ -243,6 +249,9 @@ class Origins:
             if not all(each.is_constant for each in flat[1:]):
                 raise _mixed(node, "has a weight that is computed from tokens")
             return _widened(first.along([-1], why), args[1].shape[0])
+        if kind_of_node(node) == "matmul" and first.shape[-1] == 1:  # nothing is summed
+            outer: Any = torch.broadcast_shapes(*(each.shape for each in flat))  # type: ignore[no-untyped-call]
+            return joined(flat, outer, why)
         if name == "quant_embedding":
             return first.moved(lambda x: x[..., None].expand(*x.shape, named["features"]))
         if name in _REDUCTIONS and named.get("dim") is not None:
@@ -283,6 +292,9 @@ class Origins:
         """Return the origin of what is computed of constants and sizes."""
         name, names = op_name(node), sizes_of(node)
         if name == "arange" and names == [self._sizes.of_length]:
+            named = schema_arguments(node)
+            if named.get("start", 0) != 0 or named.get("step", 1) != 1:
+                raise _mixed(node, "gives other places than 0, 1, 2, ...")
             self.positions[node] = 0
             place = torch.arange(self._sizes.length)
             return TokenOrigin(torch.full_like(place, NONE), place)
@@ -295,10 +307,12 @@ class Origins:
             place = torch.arange(self._sizes.length)
             return TokenOrigin(given.text, place.view(-1, *(1,) * (len(names) - dim - 1)).expand(given.shape))
         if all(each.isdigit() for each in names):
+            _check_numbers(node, [*args, *kwargs.values()])
             return TokenOrigin.nothing([int(each) for each in names])
         if name in _MOVES:
             return _moved(node, args, kwargs)
         if name in _FILLED or name == "embedding" or is_pointwise(node):
+            _check_numbers(node, [*args, *kwargs.values()])
             return TokenOrigin.nothing([self._size(node, each) for each in names])
         raise _mixed(node, "is computed from the sizes of the inputs")
 
@@ -382,14 +396,49 @@ def _set_of(x: TokenOrigin) -> set[tuple[int, int]]:
     return set(zip(x.text.flatten().tolist(), x.place.flatten().tolist(), strict=True))
 
 
+class FreeSize(int):
+    """A size that is another one for other texts."""
+
+
+class FreeNumber(float):
+    """A number that is computed of such sizes."""
+
+
 def _number(node: fx.Node, args: Any, given: Sequence[Any]) -> Any:
     """Return a size, or what is computed of sizes."""
     if op_name(node).startswith("sym_size"):
-        return Text() if isinstance(args[0], Text) else args[0].shape[args[1]]
+        if isinstance(args[0], Text):
+            return args[0]
+        size = args[0].shape[args[1]]
+        return size if sizes_of(node.all_input_nodes[0])[args[1]].isdigit() else FreeSize(size)
     if any(isinstance(value, (TokenOrigin, Text)) for value in given):
         raise _mixed(node, "reads a value of a tensor")
     target: Any = node.target
-    return target(*args)
+    found = target(*args)
+    if not any(isinstance(value, (FreeSize, FreeNumber)) for value in given):
+        return found
+    return FreeNumber(found) if isinstance(found, float) else FreeSize(found)
+
+
+def _check_numbers(node: fx.Node, values: Sequence[Any]) -> None:
+    """Raise `Mixed` where an operator computes with a size, which is another one with padding."""
+    if any(isinstance(value, (FreeSize, FreeNumber)) for value in values):
+        raise _mixed(node, "computes with a size of the inputs")
+
+
+def _reads_floats(node: fx.Node) -> bool:
+    """Whether a value is computed from floating-point ones."""
+    seen: set[fx.Node] = set()
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if gives_tensor(each) and each.meta["val"].dtype.is_floating_point:
+            return True
+        waiting += each.all_input_nodes
+    return False
 
 
 def _flat(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from nc.backends.rewrites.ragged import masks
-from nc.backends.rewrites.ragged.attentions import TokenAttention, Unknown, attentions, dead_terms
+from nc.backends.rewrites.ragged.attentions import OtherAttention, TokenAttention, attentions, dead_terms
 from nc.backends.rewrites.ragged.masks import HIDDEN, Computed, Meaning, Unlike, inputs_read, values_of
 from nc.backends.rewrites.ragged.origins import Mixed, Origins, Text, TextSizes, TokenOrigin
 from nc.graph.catalogue import op_name, schema_arguments
@@ -34,6 +34,8 @@ from nc.process.unavailable import Unavailable
 _aten = torch.ops.aten
 #: TextSizes for which origins are computed: of several texts, and of rows.
 _PROVED = ((3, 5), (1, 7))
+#: Operators that look up rows by integers.
+_LOOK_UPS = frozenset({"embedding", "quant_embedding", "index_select", "gather", "index"})
 #: More tokens than any text has.
 _ANY = 1 << 16
 
@@ -84,7 +86,7 @@ def ragged(module: fx.GraphModule, signature: Signature) -> Ragged | Unavailable
         return None
     try:
         return _rewritten(module, signature)
-    except (_No, Mixed, Unknown, Unlike) as error:
+    except (_No, Mixed, OtherAttention, Unlike) as error:
         return Unavailable(str(error))
     except Exception as error:  # an operator that is followed in another way than it works
         return Unavailable(f"it can't be followed: {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -162,6 +164,7 @@ def _read(given: fx.GraphModule, signature: Signature) -> _Read:
         raise _No(msg)
     mask = _mask_of(found)
     texts, length = _free_sizes(inputs, mask)
+    _check_mask(module, mask)
     values = functools.partial(_values, module, inputs, mask)
     places = min(_most_places(signature, module, length), _most_looked_up(module, values, length))
     meanings = _meanings(found, values, places)
@@ -170,6 +173,18 @@ def _read(given: fx.GraphModule, signature: Signature) -> _Read:
     proofs = [_proved(module, inputs, mask, found, ones, live, TextSizes(*n, texts, length)) for n in _PROVED]
     origins = proofs[0]
     return _Read(module, inputs, mask, found, meanings, ones, origins, length, places)
+
+
+def _check_mask(module: fx.GraphModule, mask: fx.Node | None) -> None:
+    """Raise `_No` where the input that masks are computed from holds tokens: then it is not 0 or 1."""
+    for node in module.graph.nodes:
+        name = op_name(node)
+        if mask is None or name not in _LOOK_UPS:
+            continue
+        indices = node.all_input_nodes[:1] if name == "quant_embedding" else node.all_input_nodes[1:]
+        if any(mask in inputs_read(index) for index in indices):
+            msg = f"masks are computed from {mask.name}, which holds tokens"
+            raise _No(msg)
 
 
 def _free_sizes(inputs: Sequence[fx.Node], mask: fx.Node | None) -> tuple[frozenset[str], str]:
@@ -549,6 +564,11 @@ def _sum_by_text(graph: fx.Graph, node: fx.Node, starts: fx.Node) -> None:
     node.replace_all_uses_with(new)
 
 
+def _size_name(node: fx.Node) -> str:
+    """Return the name of the size that a node gives."""
+    return sizes_of(node.all_input_nodes[0])[schema_arguments(node)["dim"]]
+
+
 def _name_texts(graph: fx.Graph, origins: Origins, count: int | Size, texts: frozenset[str]) -> None:
     """Let values of texts have their number as a size: that of the inputs is 1 now."""
     for node in graph.nodes:
@@ -567,12 +587,12 @@ def _count_texts(graph: fx.Graph, origins: Origins, firsts: fx.Node, texts: froz
         for source in node.all_input_nodes:
             if gives_tensor(source) or isinstance(source.meta.get("val"), (list, tuple)):
                 continue
-            if not op_name(source).startswith("sym_size") or name_of(source.meta["val"]) not in texts:
+            if not op_name(source).startswith("sym_size") or _size_name(source) not in texts:
                 msg = f"{node.name} ({op_name(node)}) of whole texts reads a size that is not their number"
                 raise _No(msg)
             if count is None:
                 last = [each for each in graph.nodes if each.op == "placeholder"][-1]
                 with graph.inserting_after(last):
                     count = call_function(graph, _aten.sym_size.int, (firsts, 0))
-                count.meta["val"] = source.meta["val"]
+                count.meta.update({"val": source.meta["val"]} if "val" in source.meta else {})
             node.replace_input_with(source, count)

@@ -86,7 +86,7 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str] =
         first, last = places[firsts], places[starts[1:].long() - 1]
         if not torch.equal(last - first + 1, counts) or (form.from_begin and bool(first.any())):
             return None
-    given = [tensor.flatten()[flat][None] for tensor in (*inputs, *form.beforehand(inputs))]
+    given = [_integers(tensor).flatten()[flat][None] for tensor in (*inputs, *form.beforehand(inputs))]
     return Rows((*given, places, starts, firsts), flat, texts, length)
 
 
@@ -114,7 +114,13 @@ def _checked(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str])
 
 def _whole(form: Ragged, inputs: Sequence[torch.Tensor], texts: int, length: int) -> Rows:
     """Return the rows of texts without padding."""
-    given = [tensor.reshape(1, -1) for tensor in (*inputs, *form.beforehand(inputs))]
+    given = [_integers(each).contiguous().view(1, -1) for each in (*inputs, *form.beforehand(inputs))]
     starts = torch.arange(0, texts * length + 1, length, dtype=torch.int32)
     places = torch.arange(length).repeat(texts)
     return Rows((*given, places, starts, starts[:-1].long()), None, texts, length)
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return integers as kernels read them, in 64 bits; other values as they are."""
+    is_integer = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    return tensor.long() if is_integer else tensor
