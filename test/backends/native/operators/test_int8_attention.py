@@ -3,6 +3,8 @@
 Sizes, strides, masks, and what is left to oneDNN.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ import nc
 from nc.backends import available_backends, cpu
 from nc.backends.native.operators import int8_attention
 from nc.graph.fx_utils import call_function
-from nc.kernels import caches
+from nc.kernels import caches, tuning
 from nc.kernels.c_code import abi, openmp
 from nc.numerics.metrics import worst_sqnr_db
 from nc.process.unavailable import Unavailable
@@ -25,6 +27,35 @@ from nc.process.unavailable import Unavailable
 _WHY = available_backends()["native"] or int8_attention.why_unavailable()
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
 LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.fixture(scope="module", autouse=True)
+def batches():
+    """Let the function compute padded batches, also with instruction sets with which oneDNN is faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_for_batches(patch, *int8_attention._ISAS)
+        yield
+
+
+def use_for_batches(patch, *isas):
+    patch.setattr(tuning, "INT8_ATTENTION", dataclasses.replace(tuning.INT8_ATTENTION, value=isas))
+
+
+#: Sums, scores and values of these need more than 16 bits.
+LARGEST = {"q": 255, "k": -128, "v": -128}
+
+
+@pytest.mark.parametrize("isa", int8_attention.isas())
+def test_instruction_sets(isa, monkeypatch):
+    """Each that this CPU has, with sizes that are no multiple of its vectors, and with the largest codes."""
+    monkeypatch.setattr(int8_attention, "_ISAS", (isa,))
+    for keys, width, wide in ((1, 1, 1), (7, 5, 9), (23, 31, 17), (33, 64, 40)):
+        case(rows=6, keys=keys, width=width, wide=wide, zeros=(130, 5, -7, 120)).check()
+    case(rows=6, keys=37, before=masks(2, 3, 6, 37)["several"], dtype=torch.float32).check()
+    q, k, v = (torch.full((1, 2, 20, 64), value) for value in LARGEST.values())
+    k[:, :, 1:] = torch.randint(-128, -120, (1, 2, 19, 64))
+    largest = Case(q.to(torch.uint8), k.to(torch.int8), v.to(torch.int8), zeros=(0, 0, 0, 120), scale=1 / 20000)
+    assert (largest.check() == 0).all()
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 15, 16, 31, 64, 80, 512])
@@ -236,13 +267,20 @@ def test_the_report_says_which_function_computed_both_products(shape):
         assert worst_sqnr_db([q.reference(each)], [q(each)]) > 40
 
 
-def test_a_cpu_without_vnni_takes_the_parts(monkeypatch):
-    sums_in_32_bits = cpu.accumulates_wide()
-    as_cpu(monkeypatch, "avx2", "avx512f")
-    assert "avx512_vnni" in int8_attention.why_unavailable()
-    assert ["avx512_vnni" in why for why in refused(case())] == [True]
-    if sums_in_32_bits:  # else oneDNN's parts saturate with these weights
+def test_where_onednn_is_faster_it_takes_the_parts(monkeypatch):
+    best = int8_attention.isas()[0]
+    use_for_batches(monkeypatch)
+    assert int8_attention.why_unavailable() == ""
+    assert int8_attention.why_not_batches() == f"oneDNN is faster with {best}"
+    assert refused(case()) == [f"oneDNN is faster with {best}"]
+    if cpu.accumulates_wide():  # else oneDNN's parts saturate with these weights
         case().check(whole=False)
+
+
+def test_a_cpu_without_avx2_takes_the_parts(monkeypatch):
+    as_cpu(monkeypatch)
+    assert int8_attention.why_unavailable() == "there is no avx2"
+    assert refused(case()) == ["there is no avx2"]
 
 
 def test_a_machine_without_the_function_takes_the_parts(monkeypatch):
