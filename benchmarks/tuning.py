@@ -157,7 +157,12 @@ def _of_rows(x: torch.Tensor, codes: torch.Tensor, outputs: int) -> Callable[[],
     return call
 
 
-PARTS = {"elements": elements, "threads": threads, "low_bit_rows": low_bit_rows, "int8_attention": int8_attention}
+PARTS = {
+    "elements": elements,
+    "threads": threads,
+    "low_bit_rows": low_bit_rows,
+    "int8_attention": int8_attention,
+}
 
 
 def main() -> None:

@@ -165,7 +165,9 @@ def _check(scores: fx.Node, probabilities: fx.Node) -> None:
 
 def _is_of_texts(scores: fx.Node) -> bool:
     """Whether scores are of texts whose rows follow each other, which no other kernel computes."""
-    return any(isinstance(x, fx.Node) and x.target is segment_bias for x in schema_arguments(scores)["others"])
+    return any(
+        isinstance(x, fx.Node) and x.target is segment_bias for x in schema_arguments(scores)["others"]
+    )
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:

@@ -26,6 +26,7 @@ from nc.process.unavailable import Unavailable
 
 _WHY = available_backends()["native"] or int8_attention.why_unavailable()
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
+_WHY_NOT_BATCHES = _WHY or int8_attention.why_not_batches()
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -41,21 +42,26 @@ def use_for_batches(patch, *isas):
     patch.setattr(tuning, "INT8_ATTENTION", dataclasses.replace(tuning.INT8_ATTENTION, value=isas))
 
 
-#: Sums, scores and values of these need more than 16 bits.
-LARGEST = {"q": 255, "k": -128, "v": -128}
-
-
 @pytest.mark.parametrize("isa", int8_attention.isas())
 def test_instruction_sets(isa, monkeypatch):
-    """Each that this CPU has, with sizes that are no multiple of its vectors, and with the largest codes."""
+    """Each that this CPU has, with sizes that are no multiple of its vectors."""
     monkeypatch.setattr(int8_attention, "_ISAS", (isa,))
     for keys, width, wide in ((1, 1, 1), (7, 5, 9), (23, 31, 17), (33, 64, 40)):
         case(rows=6, keys=keys, width=width, wide=wide, zeros=(130, 5, -7, 120)).check()
-    case(rows=6, keys=37, before=masks(2, 3, 6, 37)["several"], dtype=torch.float32).check()
-    q, k, v = (torch.full((1, 2, 20, 64), value) for value in LARGEST.values())
-    k[:, :, 1:] = torch.randint(-128, -120, (1, 2, 19, 64))
-    largest = Case(q.to(torch.uint8), k.to(torch.int8), v.to(torch.int8), zeros=(0, 0, 0, 120), scale=1 / 20000)
-    assert (largest.check() == 0).all()
+    mask = torch.zeros(2, 1, 6, 37)
+    mask[:, :, 3], mask[:, :, 4, 2] = -torch.inf, torch.nan
+    got = case(rows=6, keys=37, before=[("add", mask)], zeros=(128, 0, 0, 77)).check()
+    assert (got[:, :, 3:5] == 77).all()
+
+
+@pytest.mark.parametrize("isa", int8_attention.isas())
+def test_sums_do_not_saturate(isa, monkeypatch):
+    """Pairs of products of the largest codes need more than 16 bits."""
+    monkeypatch.setattr(int8_attention, "_ISAS", (isa,))
+    q, k, v = (torch.full((1, 2, 20, 64), code) for code in (255, -128, -128))
+    k[:, :, 10:] += 1
+    sides = q.to(torch.uint8), k.to(torch.int8), v.to(torch.int8)
+    Case(*sides, zeros=(0, 0, 0, 0), scale=1e-4, dtype=torch.float32).check()
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 15, 16, 31, 64, 80, 512])
@@ -179,7 +185,8 @@ def test_what_stands_around_the_result_stays():
 
 
 def test_keys_and_values_of_a_head_stay_in_the_second_cache(monkeypatch):
-    monkeypatch.setattr(caches, "second", lambda: 2 * (8 + 8) * 4096)
+    bytes_of_code = int8_attention._bytes_of_code(int8_attention.isas()[0])
+    monkeypatch.setattr(caches, "second", lambda: 2 * (8 + 8) * bytes_of_code * 4096)
     case(keys=4097, rows=2).check(whole=False)
     case(keys=4096, rows=2).check()
 
@@ -254,6 +261,9 @@ def test_products_that_are_no_attention_have_no_reason():
     assert [op.refused for op in q.report().ops] == [()] * 3
 
 
+@pytest.mark.skipif(
+    bool(_WHY_NOT_BATCHES), reason="profiles are measured in another process, where oneDNN is faster"
+)
 @pytest.mark.parametrize("shape", [(1, 40, 32), (3, 7, 32)])
 @pytest.mark.needs_plans
 def test_the_report_says_which_function_computed_both_products(shape):
