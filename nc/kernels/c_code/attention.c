@@ -175,13 +175,16 @@ AVX2_INLINE float sum_256(__m256 x)
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-INLINE FOR_VNNI int32_t total_512(__m512i x) { return _mm512_reduce_add_epi32(x); }
-
 AVX2_INLINE int32_t total_256(__m256i x)
 {
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+
+INLINE FOR_VNNI int32_t total_512(__m512i x)
+{
+    return total_256(_mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1)));
 }
 
 /* ---- codes in the order in which they are multiplied ---- */
