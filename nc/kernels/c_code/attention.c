@@ -108,21 +108,14 @@ INLINE FOR_VNNI __m128i some_codes_512(const void *from, int64_t n)
 
 AVX2_INLINE __m128i some_codes_256(const void *from, int64_t n) { return some_codes(from, n); }
 
-INLINE FOR_VNNI __m512i widened_512(__m128i codes) { return _mm512_cvtepu8_epi32(codes); }
-AVX2_INLINE __m256i widened_256(__m128i codes) { return _mm256_cvtepu8_epi32(codes); }
-
-/* Codes from integers from 0 to 255. */
+/* Codes from integers from 0 to 255, and zeros. */
 INLINE FOR_VNNI __m128i narrowed_512(__m512i codes) { return _mm512_cvtusepi32_epi8(codes); }
-
-AVX2_INLINE __m128i words_256(__m256i codes)
-{
-    return _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
-}
 
 AVX2_INLINE __m128i narrowed_256(__m256i codes)
 {
-    const __m128i words = words_256(codes);
-    return _mm_packus_epi16(words, words);
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+    return _mm_packus_epi16(words, _mm_setzero_si128());
 }
 
 INLINE FOR_VNNI void put_some_codes_512(char *to, int64_t n, __m512i codes)
@@ -175,29 +168,25 @@ AVX2_INLINE float sum_256(__m256 x)
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-AVX2_INLINE int32_t total_256(__m256i x)
-{
-    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
-}
-
-INLINE FOR_VNNI int32_t total_512(__m512i x)
-{
-    return total_256(_mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1)));
-}
-
 /* ---- codes in the order in which they are multiplied ---- */
 
-/* A vector of probabilities or of q, from integers from 0 to 255. */
-INLINE FOR_VNNI void put_left_512(uint8_t *to, __m512i codes)
+/* As many codes of probabilities or of q as a vector has scores. */
+INLINE FOR_VNNI void put_left_512(uint8_t *to, __m128i codes) { _mm_storeu_si128((__m128i *)to, codes); }
+
+AVX2_INLINE void put_left_vnni(uint8_t *to, __m128i codes) { _mm_storel_epi64((__m128i *)to, codes); }
+
+AVX2_INLINE void put_left_256(int16_t *to, __m128i codes)
 {
-    _mm_storeu_si128((__m128i *)to, narrowed_512(codes));
+    _mm_storeu_si128((__m128i *)to, _mm_cvtepu8_epi16(codes));
 }
 
-AVX2_INLINE void put_left_vnni(uint8_t *to, __m256i codes) { _mm_storel_epi64((__m128i *)to, narrowed_256(codes)); }
+/* Sums of 16 codes, in two parts, are added; and both parts. */
+AVX2_INLINE __m128i add_codes(__m128i sums, __m128i codes)
+{
+    return _mm_add_epi32(sums, _mm_sad_epu8(codes, _mm_setzero_si128()));
+}
 
-AVX2_INLINE void put_left_256(int16_t *to, __m256i codes) { _mm_storeu_si128((__m128i *)to, words_256(codes)); }
+AVX2_INLINE int32_t total_of(__m128i sums) { return _mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 2); }
 
 /* A key, in `memory` where its codes are widened. */
 INLINE const void *key_512(const int8_t *key, int64_t width, int8_t *memory)

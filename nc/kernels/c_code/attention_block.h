@@ -100,10 +100,10 @@ THIS void NAMED(score)(const int rows, const int blocks, const struct job *job, 
 }
 
 /* Codes from 0 to 255 of values that are multiples of the scale; what is no number becomes 0. */
-THIS INTEGERS NAMED(codes_of)(VECTOR x)
+THIS __m128i NAMED(codes_of)(VECTOR x)
 {
-    return OF_WIDTH(to_integers)(
-        OF_VECTOR(min)(OF_VECTOR(max)(x, OF_VECTOR(setzero)()), OF_VECTOR(set1)(255.0f)));
+    return OF_WIDTH(narrowed)(OF_WIDTH(to_integers)(
+        OF_VECTOR(min)(OF_VECTOR(max)(x, OF_VECTOR(setzero)()), OF_VECTOR(set1)(255.0f))));
 }
 
 /* Codes of the softmax of `rows` rows of n scores, up to whole vectors, and their sums. Rows do not wait for
@@ -112,13 +112,13 @@ THIS void NAMED(softmax)(const int rows, float *e, LEFT *codes, int64_t n, float
 {
     const int64_t keys = up(n, LANES), last = keys - LANES;
     VECTOR most[SCORE_ROWS], sum[SCORE_ROWS];
-    INTEGERS sums[SCORE_ROWS];
+    __m128i sums[SCORE_ROWS];
     for (int r = 0; r < rows; r++) {
         most[r] = OF_WIDTH(first)(OF_VECTOR(loadu)(e + r * keys + last), n - last,
             OF_VECTOR(set1)(-INFINITY));
         OF_VECTOR(storeu)(e + r * keys + last, most[r]);
         sum[r] = OF_VECTOR(setzero)();
-        sums[r] = OF_INTEGERS(set1)(0);
+        sums[r] = _mm_setzero_si128();
     }
     for (int64_t i = 0; i < last; i += LANES)
         for (int r = 0; r < rows; r++)
@@ -136,12 +136,12 @@ THIS void NAMED(softmax)(const int rows, float *e, LEFT *codes, int64_t n, float
         sum[r] = OF_VECTOR(set1)(inverse / OF_WIDTH(sum)(sum[r]));
     for (int64_t i = 0; i <= last; i += LANES)
         for (int r = 0; r < rows; r++) {
-            const INTEGERS found = NAMED(codes_of)(OF_VECTOR(mul)(OF_VECTOR(loadu)(e + r * keys + i), sum[r]));
+            const __m128i found = NAMED(codes_of)(OF_VECTOR(mul)(OF_VECTOR(loadu)(e + r * keys + i), sum[r]));
             NAMED(put_left)(codes + r * keys + i, found);
-            sums[r] = OF_INTEGERS(add)(sums[r], found);
+            sums[r] = add_codes(sums[r], found);
         }
     for (int r = 0; r < rows; r++)
-        total[r] = OF_WIDTH(total)(sums[r]);
+        total[r] = total_of(sums[r]);
 }
 
 /* Sums of values for `rows` rows and `blocks` blocks of columns, instead of scores. `total`: sums of codes of
@@ -196,15 +196,14 @@ THIS void NAMED(attend)(const int rows, const struct job *job, const struct room
     for (int r = 0; r < rows; r++) {
         const int64_t at =
             batch * how->q_strides[0] + head * how->q_strides[1] + (row + r) * how->q_strides[2];
-        INTEGERS sums = OF_INTEGERS(set1)(0);
+        __m128i sums = _mm_setzero_si128();
         /* what is written behind a row is overwritten by the next */
         for (int64_t i = 0; i < width; i += LANES) {
-            const INTEGERS codes =
-                OF_WIDTH(widened)(OF_WIDTH(some_codes)(job->tensors[1] + at + i, width - i));
+            const __m128i codes = OF_WIDTH(some_codes)(job->tensors[1] + at + i, width - i);
             NAMED(put_left)(q + r * padded + i, codes);
-            sums = OF_INTEGERS(add)(sums, codes);
+            sums = add_codes(sums, codes);
         }
-        taken[r] = OF_WIDTH(total)(sums) * (int32_t)how->k_zero_point;
+        taken[r] = total_of(sums) * (int32_t)how->k_zero_point;
     }
     for (; block + AT_ONCE <= keys / LANES; block += AT_ONCE)
         NAMED(score)(rows, AT_ONCE, job, room, q, taken, block);
