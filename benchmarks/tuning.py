@@ -1,23 +1,27 @@
 """What `nc/kernels/tuning.py` was chosen by, measured again on this machine.
 
-python benchmarks/tuning.py [elements] [threads] [low_bit_rows]
+python benchmarks/tuning.py [elements] [threads] [low_bit_rows] [int8_attention]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import statistics
 import time
+import unittest.mock
 from collections.abc import Callable
 
 import torch
 
 import nc
 from nc.backends.low_bit.compiled import C_INT8
+from nc.backends.native.operators import int8_attention as operator
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.rows import CODES, TILE, code, pack
+from nc.kernels import tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once, call_packed
 from nc.kernels.c_code.isas import NUMBERS
@@ -100,6 +104,38 @@ def low_bit_rows() -> None:
         print(f"{dtype}  {count:4d}  {inputs:6d}  {outputs:7d}  " + " ".join(f"{t:9.1f}" for t in times))
 
 
+def int8_attention() -> None:
+    """Print attention of padded batches in C and by oneDNN, 12 heads on one thread.
+
+    `INT8_ATTENTION` has the instruction sets for which C is faster. NC_MAX_ISA and ONEDNN_MAX_CPU_ISA choose
+    one.
+    """
+    torch.set_num_threads(1)
+    found = operator.isas()
+    print(f"width  keys  c {found[0]} µs  oneDNN µs")
+    for width, keys in itertools.product((32, 64), (64, 128, 256)):
+        inputs = tuple(torch.randn(8, 12, keys, width) * width**-0.25 for _ in range(3))
+        calls = []
+        for isas in (found, ()):
+            row = dataclasses.replace(tuning.INT8_ATTENTION, value=isas)
+            with unittest.mock.patch.object(tuning, "INT8_ATTENTION", row):
+                model = nc.quantize(
+                    _Attention().eval(),
+                    nc.StaticQuantConfig(),
+                    lambda prepared, inputs=inputs: prepared(*inputs),
+                    example_inputs=inputs,
+                    backend="native",
+                )
+                model(*inputs)
+            calls.append(functools.partial(model, *inputs))
+        print(f"{width:5d}  {keys:4d}  " + "  ".join(f"{t:9.1f}" for t in microseconds(*calls)))
+
+
+class _Attention(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.mT, -1) @ v
+
+
 def _of_rows(x: torch.Tensor, codes: torch.Tensor, outputs: int) -> Callable[[], object]:
     """Return a call that rounds rows and multiplies them; which weights they are takes no time."""
     found = code(CODES)
@@ -121,7 +157,12 @@ def _of_rows(x: torch.Tensor, codes: torch.Tensor, outputs: int) -> Callable[[],
     return call
 
 
-PARTS = {"elements": elements, "threads": threads, "low_bit_rows": low_bit_rows}
+PARTS = {
+    "elements": elements,
+    "threads": threads,
+    "low_bit_rows": low_bit_rows,
+    "int8_attention": int8_attention,
+}
 
 
 def main() -> None:

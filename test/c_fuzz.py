@@ -456,7 +456,8 @@ def case_int8_attention() -> str:
         longest = max(1, int(texts.diff().max())) + random.choice((0, 20))
         before = [torch.randn(1, 1, longest, longest).expand(1, heads, longest, longest)] if before else []
         behind = []
-    bytes_ = int8_attention._room(longest, width, wide)
+    isa = random.choice(int8_attention.isas())
+    bytes_ = int8_attention._room(longest, width, wide, isa)
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
     kinds, most = ["add"] * len(before) + ["mul"] * len(behind), abi.CONSTANTS.most_followers
     fields = {
@@ -477,6 +478,7 @@ def case_int8_attention() -> str:
         "parts": parts,
         "bytes": bytes_,
         "threads": count,
+        "isa": NUMBERS[isa],
         "before": len(before),
         "behind": len(behind),
         "followers": abi.padded([abi.FOLLOWER.number(kind) for kind in kinds], most),

@@ -164,7 +164,7 @@ static int work_of_all(void)
     return 0;
 }
 #elif defined(ATTENTION)
-#define NEEDS ISA_AVX512_VNNI
+#define NEEDS ISA_AVX2
 static int work_of_all(void)
 {
     enum { HEADS = 3, ROWS = 40, KEYS = 64, WIDE = 64 };
@@ -173,7 +173,8 @@ static int work_of_all(void)
         .wide = WIDE, .q_strides = {HEADS * each, each, WIDE}, .k_strides = {HEADS * size, size, WIDE},
         .v_strides = {HEADS * size, size, WIDE}, .y_strides = {HEADS * each, each, WIDE}, .q_zero_point = 1,
         .k_zero_point = 2, .v_zero_point = 3, .score = 0.001, .inverse_probability = 255, .value = 0.001,
-        .inverse = 1, .to = DTYPE_F32, .parts = 2, .bytes = bytes, .threads = TEAM);
+        .inverse = 1, .to = DTYPE_F32, .parts = 2, .bytes = bytes, .threads = TEAM,
+        .isa = NEEDS);
     void *tensors[] = {floats(HEADS * each), calloc(HEADS * each, 1), calloc(HEADS * size, 1),
         calloc(HEADS * size, 1), aligned_alloc(64, TEAM * bytes)};
     return CALL(nc_int8_attention, tensors);

@@ -1171,7 +1171,7 @@ MUTATIONS = (
     Mutation(
         "attention-zero-point",
         "attention in C takes the zero point of the values away",
-        "kernels/c_code/attention.c",
+        "kernels/c_code/attention_block.h",
         "(int)(job->how->v_zero_point * total[r])",
         "0",
         ("int8_attention",),
@@ -1179,7 +1179,7 @@ MUTATIONS = (
     Mutation(
         "attention-rest",
         "attention in C computes the rows that are left over",
-        "kernels/c_code/attention.c",
+        "kernels/c_code/attention_block.h",
         "for (; row < end; row++)",
         "for (; row + 1 < end; row++)",
         ("int8_attention",),
@@ -1190,6 +1190,14 @@ MUTATIONS = (
         "kernels/c_code/attention.c",
         "if (which != packed)",
         "if (packed < 0)",
+        ("int8_attention",),
+    ),
+    Mutation(
+        "attention-no-numbers",
+        "scores that are no numbers stay so with 256-bit registers",
+        "kernels/c_code/attention.c",
+        "_mm256_or_ps(exponential_of_8(x), _mm256_cmp_ps(x, x, _CMP_UNORD_Q))",
+        "exponential_of_8(x)",
         ("int8_attention",),
     ),
     Mutation(

@@ -36,6 +36,7 @@ class Tuned(typing.Generic[_T]):
 _AMX = "Intel Xeon with AMX, 2 cores"
 _ZEN3 = "AMD Zen 3 (AVX2), 2 cores"
 _ZEN4 = "AMD Zen 4 (AVX512-VNNI), 2 cores"
+_ZEN5 = "AMD Zen 5 (AVX512-VNNI and AVX-VNNI), virtual machine, 2 cores"
 _AVX2 = "a CPU with AVX2, 2 cores"
 _CROSSOVER = "python benchmarks/lowbit_kernels.py --crossover --rows 4 8 16 32 128 512 2048 4096"
 
@@ -78,6 +79,13 @@ CODE_PRODUCTS = Tuned(
     _ZEN4,
     "2026-11-27",
     "python benchmarks/rows.py",
+)
+INT8_ATTENTION = Tuned(
+    ("avx512_vnni", "avx_vnni"),
+    "instruction sets with which attention of int8 codes of padded batches is faster in C than by oneDNN",
+    _ZEN5,
+    "2026-11-29",
+    "python benchmarks/tuning.py int8_attention",
 )
 
 # --- C

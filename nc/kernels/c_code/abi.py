@@ -563,6 +563,7 @@ _ROWS = (
                 Field("parts", "of the rows of a head, each a task"),
                 Field("bytes", "of memory for each thread"),
                 Field("threads"),
+                Field("isa", "ISA_... of the products; the CPU has it"),
                 Field("before", "how many others follow the scores"),
                 Field("behind", "how many follow the sums of values"),
                 Field("followers", "FOLLOW_...", (CONSTANTS.most_followers,)),

@@ -1,4 +1,4 @@
-/* Attention of int8 codes at once, for CPUs with AVX512-VNNI: scores, softmax and its codes, sums of values.
+/* Attention of int8 codes at once: scores, softmax and its codes, sums of values.
  *
  * A few rows of the scores are computed at a time, so they stay in the first cache. oneDNN writes and reads
  * all of them in fp32.
@@ -14,286 +14,301 @@
 
 #define FOR_VNNI FOR_CPU("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")
 #define FOR_AVX512 FOR_VNNI
+#define FOR_AVX2 FOR_CPU("avx2,fma")
 #include "attention.h"
 #include "exponential.h"
+#include "exponential_256.h"
+#include "lanes_256.h"
 #include "texts.h"
 
-_Static_assert(WIDEST_HEAD % 16 == 0, "rows of q are read 16 codes at a time");
+enum {
+    LANES_512 = 16, /* scores in a vector */
+    LANES_vnni = WIDTH,
+    LANES_256 = WIDTH,
+    GROUP_512 = 4, /* codes whose products one instruction adds */
+    GROUP_vnni = 4,
+    GROUP_256 = 2,
+    BLOCKS_AT_ONCE_512 = 4,
+    BLOCKS_AT_ONCE_vnni = 2,
+    BLOCKS_AT_ONCE_256 = 2,
+    WIDEST_VECTOR = 16
+};
+_Static_assert(WIDEST_HEAD % WIDEST_VECTOR == 0, "rows of q are read a vector at a time");
 
 struct job {
     const struct nc_int8_attention *how;
     char *const *tensors;
 };
 
-/* Memory of one thread; keys and values in the order in which they are multiplied, 16 outputs side by side, 4
- * inputs behind each other. */
+/* Memory of one thread; keys and values in the order in which they are multiplied: the outputs of a vector side
+ * by side, inputs of a group behind each other. Codes have 2 bytes with AVX2. */
 struct room {
-    int8_t *keys, *values;
+    char *keys, *values;
     int32_t *of_keys; /* what the zero points of q and k take off each sum */
     float *scores, *sums;
-    uint8_t *codes;
+    char *codes;
 };
+
+static int64_t bytes_of_code(const struct nc_int8_attention *how) { return how->isa == ISA_AVX2 ? 2 : 1; }
 
 static struct room room_of(char *memory, const struct nc_int8_attention *how)
 {
-    const int64_t keys = up(how->keys, 16), wide = up(how->wide, 16);
+    const int64_t keys = up(how->keys, WIDEST_VECTOR), wide = up(how->wide, WIDEST_VECTOR),
+        bytes = bytes_of_code(how);
     struct room room;
-    room.keys = (int8_t *)memory;
-    room.values = room.keys + keys * up(how->width, 4);
-    room.of_keys = (int32_t *)(room.values + keys * wide);
+    room.keys = memory;
+    room.values = room.keys + keys * up(how->width, 4) * bytes;
+    room.of_keys = (int32_t *)(room.values + keys * wide * bytes);
     room.scores = (float *)(room.of_keys + keys);
     room.sums = room.scores + SCORE_ROWS * keys;
-    room.codes = (uint8_t *)(room.sums + SCORE_ROWS * wide);
+    room.codes = (char *)(room.sums + SCORE_ROWS * wide);
     return room;
 }
 
 /* Bytes of it. */
 static int64_t bytes_of_room(const struct nc_int8_attention *how)
 {
-    const int64_t keys = up(how->keys, 16), wide = up(how->wide, 16);
-    return keys * (up(how->width, 4) + wide + 4 + SCORE_ROWS * (4 + 1)) + SCORE_ROWS * wide * 4;
+    const int64_t keys = up(how->keys, WIDEST_VECTOR), wide = up(how->wide, WIDEST_VECTOR),
+        bytes = bytes_of_code(how);
+    return keys * ((up(how->width, 4) + wide + SCORE_ROWS) * bytes + 4 + SCORE_ROWS * 4) +
+           SCORE_ROWS * wide * 4;
 }
 
-/* Keys [keys, width] as [keys / 16][width / 4][16][4]; what is missing is 0. */
-FOR_VNNI static void pack_keys(const struct nc_int8_attention *how, const int8_t *k, const struct room *room)
+/* ---- vectors ---- */
+
+INLINE FOR_VNNI __m512 some_512(const float *from, int64_t n) { return _mm512_maskz_loadu_ps(lanes_of(n), from); }
+
+AVX2_INLINE __m256 some_256(const float *from, int64_t n) { return some_8(from, n); }
+
+/* The first n of x, and the others of `rest`. */
+INLINE FOR_VNNI __m512 first_512(__m512 x, int64_t n, __m512 rest)
 {
-    const int64_t width = how->width, groups = up(width, 4) / 4, zero_q = how->q_zero_point,
-        zero_k = how->k_zero_point;
-    for (int64_t block = 0; block * 16 < how->keys; block++) {
-        int8_t *to = room->keys + block * groups * 64;
-        for (int64_t j = 0; j < 16; j++) {
-            const int64_t key = block * 16 + j;
-            const int8_t *from = k + key * how->k_strides[2];
-            if (key >= how->keys) {
-                for (int64_t t = 0; t < groups; t++)
-                    memset(to + t * 64 + j * 4, 0, 4);
-                continue;
-            }
-            for (int64_t t = 0; t < width / 4; t++)
-                memcpy(to + t * 64 + j * 4, from + t * 4, 4);
-            if (width % 4) {
-                memset(to + (groups - 1) * 64 + j * 4, 0, 4);
-                memcpy(to + (groups - 1) * 64 + j * 4, from + width / 4 * 4, (size_t)(width % 4));
-            }
-        }
-        __m512i sums = _mm512_setzero_si512();
-        for (int64_t t = 0; t < groups; t++)
-            sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_loadu_si512(to + t * 64));
-        sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32((int)-zero_q));
-        _mm512_storeu_si512(room->of_keys + block * 16,
-            _mm512_add_epi32(sums, _mm512_set1_epi32((int)(width * zero_q * zero_k))));
+    return _mm512_mask_mov_ps(rest, lanes_of(n), x);
+}
+
+AVX2_INLINE __m256 first_256(__m256 x, int64_t n, __m256 rest)
+{
+    return _mm256_blendv_ps(rest, x, _mm256_castsi256_ps(first_of_8(n)));
+}
+
+INLINE FOR_VNNI void put_some_512(float *to, int64_t n, __m512 x) { _mm512_mask_storeu_ps(to, lanes_of(n), x); }
+
+AVX2_INLINE void put_some_256(float *to, int64_t n, __m256 x)
+{
+    if (n >= WIDTH)
+        _mm256_storeu_ps(to, x);
+    else
+        _mm256_maskstore_ps(to, first_of_8(n), x);
+}
+
+INLINE FOR_VNNI __m128i some_codes_512(const void *from, int64_t n)
+{
+    return _mm_maskz_loadu_epi8(lanes_of(n), from);
+}
+
+AVX2_INLINE __m128i some_codes_256(const void *from, int64_t n) { return some_codes(from, n); }
+
+/* Codes from integers from 0 to 255, and zeros. */
+INLINE FOR_VNNI __m128i narrowed_512(__m512i codes) { return _mm512_cvtusepi32_epi8(codes); }
+
+AVX2_INLINE __m128i narrowed_256(__m256i codes)
+{
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+    return _mm_packus_epi16(words, _mm_setzero_si128());
+}
+
+INLINE FOR_VNNI void put_some_codes_512(char *to, int64_t n, __m512i codes)
+{
+    _mm_mask_storeu_epi8(to, lanes_of(n), narrowed_512(codes));
+}
+
+AVX2_INLINE void put_some_codes_256(char *to, int64_t n, __m256i codes)
+{
+    const int64_t found = _mm_cvtsi128_si64(narrowed_256(codes));
+    memcpy(to, &found, (size_t)(n < WIDTH ? n : WIDTH));
+}
+
+INLINE FOR_VNNI __m512i to_integers_512(__m512 x) { return _mm512_cvtps_epi32(x); }
+AVX2_INLINE __m256i to_integers_256(__m256 x) { return _mm256_cvtps_epi32(x); }
+
+INLINE FOR_VNNI __m512 rounded_512(__m512 x)
+{
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+AVX2_INLINE __m256 rounded_256(__m256 x)
+{
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* e^x for x <= 0; what is no number stays so. */
+INLINE FOR_VNNI __m512 exponential_512(__m512 x) { return exponential_of_16(x); }
+
+AVX2_INLINE __m256 exponential_256(__m256 x)
+{
+    return _mm256_or_ps(exponential_of_8(x), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+
+INLINE FOR_VNNI float largest_512(__m512 x) { return _mm512_reduce_max_ps(x); }
+
+AVX2_INLINE float largest_256(__m256 x)
+{
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+}
+
+INLINE FOR_VNNI float sum_512(__m512 x) { return _mm512_reduce_add_ps(x); }
+
+AVX2_INLINE float sum_256(__m256 x)
+{
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+/* ---- codes in the order in which they are multiplied ---- */
+
+/* As many codes of probabilities or of q as a vector has scores. */
+INLINE FOR_VNNI void put_left_512(uint8_t *to, __m128i codes) { _mm_storeu_si128((__m128i *)to, codes); }
+
+AVX2_INLINE void put_left_vnni(uint8_t *to, __m128i codes) { _mm_storel_epi64((__m128i *)to, codes); }
+
+AVX2_INLINE void put_left_256(int16_t *to, __m128i codes)
+{
+    _mm_storeu_si128((__m128i *)to, _mm_cvtepu8_epi16(codes));
+}
+
+/* Sums of 16 codes, in two parts, are added; and both parts. */
+AVX2_INLINE __m128i add_codes(__m128i sums, __m128i codes)
+{
+    return _mm_add_epi32(sums, _mm_sad_epu8(codes, _mm_setzero_si128()));
+}
+
+AVX2_INLINE int32_t total_of(__m128i sums) { return _mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 2); }
+
+/* A key, in `memory` where its codes are widened. */
+INLINE const void *key_512(const int8_t *key, int64_t width, int8_t *memory)
+{
+    (void)width, (void)memory;
+    return key;
+}
+
+INLINE const void *key_vnni(const int8_t *key, int64_t width, int8_t *memory) { return key_512(key, width, memory); }
+
+AVX2_INLINE const void *key_256(const int8_t *key, int64_t width, int16_t *memory)
+{
+    for (int64_t i = 0; i < width; i += WIDTH)
+        _mm_storeu_si128((__m128i *)(memory + i),
+            _mm_cvtepi8_epi16(some_codes((const char *)key + i, width - i)));
+    return memory;
+}
+
+/* Codes of a group of rows behind each other, for each column of a vector. */
+INLINE FOR_VNNI void put_group_512(char *to, const __m128i *rows)
+{
+    const __m128i a = _mm_unpacklo_epi8(rows[0], rows[1]), b = _mm_unpackhi_epi8(rows[0], rows[1]);
+    const __m128i c = _mm_unpacklo_epi8(rows[2], rows[3]), d = _mm_unpackhi_epi8(rows[2], rows[3]);
+    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi16(a, c));
+    _mm_storeu_si128((__m128i *)(to + 16), _mm_unpackhi_epi16(a, c));
+    _mm_storeu_si128((__m128i *)(to + 32), _mm_unpacklo_epi16(b, d));
+    _mm_storeu_si128((__m128i *)(to + 48), _mm_unpackhi_epi16(b, d));
+}
+
+AVX2_INLINE void put_group_vnni(char *to, const __m128i *rows)
+{
+    const __m128i a = _mm_unpacklo_epi8(rows[0], rows[1]), c = _mm_unpacklo_epi8(rows[2], rows[3]);
+    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi16(a, c));
+    _mm_storeu_si128((__m128i *)(to + 16), _mm_unpackhi_epi16(a, c));
+}
+
+AVX2_INLINE void put_group_256(char *to, const __m128i *rows)
+{
+    const __m128i a = _mm_cvtepi8_epi16(rows[0]), b = _mm_cvtepi8_epi16(rows[1]);
+    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi16(a, b));
+    _mm_storeu_si128((__m128i *)(to + 16), _mm_unpackhi_epi16(a, b));
+}
+
+/* ---- rows of one head ---- */
+
+#define NAMED(name) name##_512
+#define OF_WIDTH(name) name##_512
+#define FOR_THIS FOR_VNNI
+#define VECTOR __m512
+#define OF_VECTOR(name) _mm512_##name##_ps
+#define INTEGERS __m512i
+#define OF_INTEGERS(name) _mm512_##name##_epi32
+#define LOADED(from) _mm512_loadu_si512(from)
+#define STORE(to, x) _mm512_storeu_si512(to, x)
+#define TO_NUMBERS(x) _mm512_cvtepi32_ps(x)
+#define LEFT uint8_t
+#define RIGHT int8_t
+#define ONES 0x01010101
+#define ADD_PRODUCTS VPDPBUSD_512
+#include "attention_block.h"
+#undef OF_WIDTH
+#undef FOR_THIS
+#undef VECTOR
+#undef OF_VECTOR
+#undef INTEGERS
+#undef OF_INTEGERS
+#undef LOADED
+#undef STORE
+#undef TO_NUMBERS
+
+#define OF_WIDTH(name) name##_256
+#define FOR_THIS FOR_AVX2
+#define VECTOR __m256
+#define OF_VECTOR(name) _mm256_##name##_ps
+#define INTEGERS __m256i
+#define OF_INTEGERS(name) _mm256_##name##_epi32
+#define LOADED(from) _mm256_loadu_si256((const __m256i *)(from))
+#define STORE(to, x) _mm256_storeu_si256((__m256i *)(to), x)
+#define TO_NUMBERS(x) _mm256_cvtepi32_ps(x)
+
+#if HAS_AVX_VNNI
+#define NAMED(name) name##_vnni
+#define LEFT uint8_t
+#define RIGHT int8_t
+#define ONES 0x01010101
+#define ADD_PRODUCTS VPDPBUSD_256
+#include "attention_block.h"
+#endif
+
+/* Widened codes: vpmaddubsw would add products of bytes in 16 bits, which saturate. */
+#define NAMED(name) name##_256
+#define LEFT int16_t
+#define RIGHT int16_t
+#define ONES 0x00010001
+#define ADD_PRODUCTS VPMADDWD_256
+#include "attention_block.h"
+
+#if HAS_AVX_VNNI
+#define IF_AVX_VNNI(call) call
+#else
+#define IF_AVX_VNNI(call) (void)0
+#endif
+/* Calls a function for the instruction set. */
+#define BY_ISA(name, ...)                                              \
+    switch (job->how->isa) {                                           \
+    case ISA_AVX512_VNNI: name##_512(__VA_ARGS__); break;              \
+    case ISA_AVX_VNNI: IF_AVX_VNNI(name##_vnni(__VA_ARGS__)); break;   \
+    default: name##_256(__VA_ARGS__);                                  \
     }
-}
 
-/* Values [keys, wide] as [wide / 16][keys / 4][16][4]. */
-FOR_VNNI static void pack_values(const struct nc_int8_attention *how, const int8_t *v,
-    const struct room *room)
+static void pack_head(const struct job *job, const struct room *room, int64_t batch, int64_t head)
 {
-    const int64_t groups = up(how->keys, 16) / 4;
-    for (int64_t block = 0; block * 16 < how->wide; block++) {
-        const __mmask16 lanes = lanes_of(how->wide - block * 16);
-        int8_t *to = room->values + block * groups * 64;
-        for (int64_t t = 0; t < groups; t++) {
-            __m128i rows[4];
-            for (int64_t i = 0; i < 4; i++) {
-                const int64_t key = t * 4 + i;
-                const int8_t *row = v + (key < how->keys ? key : 0) * how->v_strides[2];
-                rows[i] = _mm_maskz_loadu_epi8(key < how->keys ? lanes : 0, row + block * 16);
-            }
-            const __m128i a = _mm_unpacklo_epi8(rows[0], rows[1]), b = _mm_unpackhi_epi8(rows[0], rows[1]);
-            const __m128i c = _mm_unpacklo_epi8(rows[2], rows[3]), d = _mm_unpackhi_epi8(rows[2], rows[3]);
-            _mm_storeu_si128((__m128i *)(to + t * 64), _mm_unpacklo_epi16(a, c));
-            _mm_storeu_si128((__m128i *)(to + t * 64 + 16), _mm_unpackhi_epi16(a, c));
-            _mm_storeu_si128((__m128i *)(to + t * 64 + 32), _mm_unpacklo_epi16(b, d));
-            _mm_storeu_si128((__m128i *)(to + t * 64 + 48), _mm_unpackhi_epi16(b, d));
-        }
-    }
+    BY_ISA(pack_head, job, room, batch, head)
 }
 
-/* What follows a product: `n` columns of one row. */
-INLINE FOR_VNNI void follow(const struct job *job, int64_t first, int64_t count, int64_t batch, int64_t head,
-    int64_t row, float *x, int64_t n)
-{
-    for (int64_t i = first; i < first + count; i++) {
-        const int64_t kind = job->how->followers[i], *strides = job->how->follower_strides[i];
-        const float *from =
-            (const float *)job->tensors[5 + i] + batch * strides[0] + head * strides[1] + row * strides[2];
-        for (int64_t j = 0; j < n; j += 16) {
-            const __m512 y =
-                strides[3] ? _mm512_maskz_loadu_ps(lanes_of(n - j), from + j) : _mm512_set1_ps(*from);
-            const __m512 old = _mm512_loadu_ps(x + j);
-            _mm512_storeu_ps(x + j, kind == FOLLOW_ADD ? _mm512_add_ps(old, y) : _mm512_mul_ps(old, y));
-        }
-    }
-}
-
-/* Scores of `rows` rows with `blocks` blocks of keys. `taken`: what the zero point of k takes off each sum of
- * a row. */
-INLINE FOR_VNNI void score(const int rows, const int blocks, const struct job *job, const struct room *room,
-    const uint8_t *q, const int32_t *taken, int64_t block)
-{
-    const int64_t groups = up(job->how->width, 4) / 4, keys = up(job->how->keys, 16);
-    const __m512 factor = _mm512_set1_ps((float)job->how->score);
-    __m512i sums[SCORE_ROWS][BLOCKS_AT_ONCE];
-    multiply(rows, blocks, q, groups * 4, room->keys + block * groups * 64, groups * 64, groups, sums);
-    for (int r = 0; r < rows; r++) {
-        const __m512i off = _mm512_set1_epi32(taken[r]);
-        for (int c = 0; c < blocks; c++) {
-            const __m512i exact = _mm512_add_epi32(sums[r][c],
-                _mm512_sub_epi32(_mm512_loadu_si512(room->of_keys + (block + c) * 16), off));
-            _mm512_storeu_ps(room->scores + r * keys + (block + c) * 16,
-                _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
-        }
-    }
-}
-
-/* uint8 codes of values that are multiples of the scale; what is no number becomes 0. */
-INLINE FOR_VNNI __m128i codes_of_16(__m512 x)
-{
-    const __m512 limited = _mm512_min_ps(_mm512_max_ps(x, _mm512_setzero_ps()), _mm512_set1_ps(255.0f));
-    return _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(limited));
-}
-
-/* Codes of the softmax of `rows` rows of n scores, up to the next multiple of 16, and their sums. Rows do not
- * wait for each other. */
-INLINE FOR_VNNI void softmax(const int rows, float *e, uint8_t *codes, int64_t n, float inverse,
-    int64_t *total)
-{
-    const int64_t keys = up(n, 16), last = keys - 16;
-    __m512 most[SCORE_ROWS], sum[SCORE_ROWS];
-    __m128i sums[SCORE_ROWS];
-    for (int r = 0; r < rows; r++) {
-        most[r] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes_of(n - last), e + r * keys + last);
-        _mm512_storeu_ps(e + r * keys + last, most[r]);
-        sum[r] = _mm512_setzero_ps();
-        sums[r] = _mm_setzero_si128();
-    }
-    for (int64_t i = 0; i < last; i += 16)
-        for (int r = 0; r < rows; r++)
-            most[r] = _mm512_max_ps(most[r], _mm512_loadu_ps(e + r * keys + i));
-    for (int r = 0; r < rows; r++)
-        most[r] = _mm512_set1_ps(_mm512_reduce_max_ps(most[r]));
-    for (int64_t i = 0; i <= last; i += 16)
-        for (int r = 0; r < rows; r++) {
-            const __m512 x = exponential_of_16(_mm512_sub_ps(_mm512_loadu_ps(e + r * keys + i), most[r]));
-            _mm512_storeu_ps(e + r * keys + i, x);
-            sum[r] = _mm512_add_ps(sum[r], x);
-        }
-    for (int r = 0; r < rows; r++)
-        sum[r] = _mm512_set1_ps(inverse / _mm512_reduce_add_ps(sum[r]));
-    for (int64_t i = 0; i <= last; i += 16)
-        for (int r = 0; r < rows; r++) {
-            const __m128i found = codes_of_16(_mm512_mul_ps(_mm512_loadu_ps(e + r * keys + i), sum[r]));
-            _mm_storeu_si128((__m128i *)(codes + r * keys + i), found);
-            sums[r] = _mm_add_epi64(sums[r], _mm_sad_epu8(found, _mm_setzero_si128()));
-        }
-    for (int r = 0; r < rows; r++)
-        total[r] = _mm_extract_epi64(sums[r], 0) + _mm_extract_epi64(sums[r], 1);
-}
-
-/* Sums of values for `rows` rows and `blocks` blocks of columns, instead of scores. `total`: sums of codes of
- * probabilities. */
-INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *job, const struct room *room,
-    const int64_t *total, int64_t block)
-{
-    const int64_t keys = up(job->how->keys, 16), wide = up(job->how->wide, 16);
-    const __m512 factor = _mm512_set1_ps((float)job->how->value);
-    __m512i sums[SCORE_ROWS][BLOCKS_AT_ONCE];
-    multiply(rows, blocks, room->codes, keys, room->values + block * keys * 16, keys * 16, keys / 4, sums);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < blocks; c++) {
-            const __m512i exact =
-                _mm512_sub_epi32(sums[r][c], _mm512_set1_epi32((int)(job->how->v_zero_point * total[r])));
-            _mm512_storeu_ps(room->sums + r * wide + (block + c) * 16,
-                _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
-        }
-}
-
-/* A row of the result: in fp32, or as codes. */
-INLINE FOR_VNNI void put(const struct job *job, const float *x, int64_t at)
-{
-    const struct nc_int8_attention *how = job->how;
-    const __m512 inverse = _mm512_set1_ps((float)job->how->inverse),
-        zero = _mm512_set1_ps((float)how->y_zero_point);
-    const __m512 low = _mm512_sub_ps(_mm512_setzero_ps(), zero),
-        high = _mm512_sub_ps(_mm512_set1_ps(255.0f), zero);
-    for (int64_t i = 0; i < how->wide; i += 16) {
-        const __mmask16 lanes = lanes_of(how->wide - i);
-        __m512 y = _mm512_loadu_ps(x + i);
-        if (how->to == DTYPE_F32) {
-            _mm512_mask_storeu_ps((float *)job->tensors[0] + at + i, lanes, y);
-            continue;
-        }
-        y = _mm512_roundscale_ps(_mm512_mul_ps(y, inverse), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        y = _mm512_add_ps(_mm512_min_ps(_mm512_max_ps(y, low), high), zero);
-        _mm_mask_storeu_epi8((uint8_t *)job->tensors[0] + at + i, lanes,
-            _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(y)));
-    }
-}
-
-/* Some rows of one head. */
-INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct room *room, int64_t batch,
-    int64_t head, int64_t row)
-{
-    const struct nc_int8_attention *how = job->how;
-    const int64_t width = how->width, padded = up(width, 4), keys = up(how->keys, 16),
-        wide = up(how->wide, 16);
-    uint8_t q[SCORE_ROWS * WIDEST_HEAD + 16];
-    int32_t taken[SCORE_ROWS];
-    int64_t total[SCORE_ROWS], block = 0;
-    for (int r = 0; r < rows; r++) {
-        const int64_t at =
-            batch * how->q_strides[0] + head * how->q_strides[1] + (row + r) * how->q_strides[2];
-        const uint8_t *from = (const uint8_t *)job->tensors[1] + at;
-        __m128i sums = _mm_setzero_si128();
-        /* what is written behind a row is overwritten by the next */
-        for (int64_t i = 0; i < width; i += 16) {
-            const __m128i codes = _mm_maskz_loadu_epi8(lanes_of(width - i), from + i);
-            _mm_storeu_si128((__m128i *)(q + r * padded + i), codes);
-            sums = _mm_add_epi64(sums, _mm_sad_epu8(codes, _mm_setzero_si128()));
-        }
-        taken[r] = (_mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 2)) * (int32_t)how->k_zero_point;
-    }
-    for (; block + 4 <= keys / 16; block += 4)
-        score(rows, 4, job, room, q, taken, block);
-    for (; block < keys / 16; block++)
-        score(rows, 1, job, room, q, taken, block);
-    for (int r = 0; r < rows; r++)
-        follow(job, 0, how->before, batch, head, row + r, room->scores + r * keys, how->keys);
-    softmax(rows, room->scores, room->codes, how->keys, (float)job->how->inverse_probability, total);
-    for (block = 0; block + 4 <= wide / 16; block += 4)
-        weigh(rows, 4, job, room, total, block);
-    if (block + 2 <= wide / 16) {
-        weigh(rows, 2, job, room, total, block);
-        block += 2;
-    }
-    if (block < wide / 16)
-        weigh(rows, 1, job, room, total, block);
-    for (int r = 0; r < rows; r++) {
-        follow(job, how->before, how->behind, batch, head, row + r, room->sums + r * wide, how->wide);
-        put(job, room->sums + r * wide,
-            batch * how->y_strides[0] + head * how->y_strides[1] + (row + r) * how->y_strides[2]);
-    }
-}
-
-FOR_VNNI static void pack_head(const struct job *job, const struct room *room, int64_t batch, int64_t head)
-{
-    const struct nc_int8_attention *how = job->how;
-    pack_keys(how, (const int8_t *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1], room);
-    pack_values(how, (const int8_t *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1],
-        room);
-}
-
-FOR_VNNI static void attend_rows(const struct job *job, const struct room *room, int64_t batch, int64_t head,
+static void attend_rows(const struct job *job, const struct room *room, int64_t batch, int64_t head,
     int64_t row, int64_t end)
 {
-    for (; row + SCORE_ROWS <= end; row += SCORE_ROWS)
-        attend(SCORE_ROWS, job, room, batch, head, row);
-    for (; row < end; row++)
-        attend(1, job, room, batch, head, row);
+    BY_ISA(attend_rows, job, room, batch, head, row, end)
 }
 
-FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
+static void work(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
     const struct nc_int8_attention *how = job->how;
@@ -322,7 +337,7 @@ struct part_of_texts {
     char *room;
 };
 
-FOR_VNNI static void attend_text(void *data, int64_t text, int64_t head, int64_t first, int64_t end)
+static void attend_text(void *data, int64_t text, int64_t head, int64_t first, int64_t end)
 {
     const struct part_of_texts *part = data;
     const struct nc_int8_attention *all = part->all->job->how;
@@ -354,7 +369,7 @@ int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int cou
 {
     TAKES(nc_int8_attention);
     struct job job = {how, tensors};
-    EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
+    EXPECT(how->isa >= ISA_AVX2 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->before >= 0 && how->before <= MOST_FOLLOWERS, OTHER_SIZE);
     EXPECT(how->behind >= 0 && how->behind <= MOST_FOLLOWERS - how->before, OTHER_SIZE);
     EXPECT(count == 5 + how->before + how->behind + (how->texts != 0), OTHER_TENSORS);
@@ -379,4 +394,4 @@ int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int cou
     return OK;
 }
 
-int64_t nc_isas(void) { return 1 << ISA_AVX512_VNNI; }
+int64_t nc_isas(void) { return 1 << ISA_AVX2 | HAS_AVX_VNNI << ISA_AVX_VNNI | 1 << ISA_AVX512_VNNI; }

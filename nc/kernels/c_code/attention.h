@@ -1,5 +1,4 @@
-/* What attentions with AVX-512 share; FOR_AVX512 is defined where this is included, and FOR_VNNI where codes
- * are multiplied. */
+/* What attentions with AVX-512 share; FOR_AVX512 is defined where this is included. */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -31,37 +30,3 @@ INLINE FOR_AVX512 __m512 masked(int64_t kind, const char *mask, int64_t step, in
     }
     return _mm512_mask_mov_ps(unseen, lanes, x);
 }
-
-#ifdef FOR_VNNI
-/* Blocks of 16 outputs whose sums are in registers. */
-enum { BLOCKS_AT_ONCE = 4 };
-
-/* sums + products of 64 codes, four by four. */
-INLINE FOR_VNNI __m512i add_products(__m512i sums, __m512i x, __m512i w)
-{
-    VPDPBUSD_512(sums, x, w);
-    return sums;
-}
-
-/* Sums of `rows` rows of codes, `groups` of four, with `blocks` blocks of 16 outputs that are `block` bytes
- * apart. */
-INLINE FOR_VNNI void multiply(const int rows, const int blocks, const uint8_t *x, int64_t stride,
-    const int8_t *w, int64_t block, int64_t groups, __m512i (*sums)[BLOCKS_AT_ONCE])
-{
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < blocks; c++)
-            sums[r][c] = _mm512_setzero_si512();
-    for (int64_t t = 0; t < groups; t++) {
-        __m512i right[BLOCKS_AT_ONCE];
-        for (int c = 0; c < blocks; c++)
-            right[c] = _mm512_loadu_si512(w + c * block + t * 64);
-        for (int r = 0; r < rows; r++) {
-            int32_t four;
-            memcpy(&four, x + r * stride + t * 4, 4);
-            const __m512i left = _mm512_set1_epi32(four);
-            for (int c = 0; c < blocks; c++)
-                sums[r][c] = add_products(sums[r][c], left, right[c]);
-        }
-    }
-}
-#endif

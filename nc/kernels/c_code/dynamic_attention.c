@@ -30,6 +30,15 @@
 #include "texts.h"
 #include "transpose.h"
 
+enum { BLOCKS_AT_ONCE = 4 };
+#define NAMED(name) name
+#define FOR_THIS FOR_VNNI
+#define INTEGERS __m512i
+#define OF_INTEGERS(name) _mm512_##name##_epi32
+#define LOADED(from) _mm512_loadu_si512(from)
+#define ADD_PRODUCTS VPDPBUSD_512
+#include "multiply_codes.h"
+
 #define TINY 0x1p-100f /* as in nc.numerics.affine */
 
 /* Rows that are rounded together. */

@@ -5,22 +5,9 @@
  *
  * FOR_AVX2 and the tables of gelu.py, `of_erf` and `of_tanh`, are defined where this is included.
  */
-#define AVX2_INLINE static inline __attribute__((always_inline)) FOR_AVX2
+#include "lanes_256.h"
 #include "activation_256.h"
 #include "by_activation.h"
-enum { WIDTH = 8 };
-
-/* The first n of 8 lanes. */
-AVX2_INLINE __m256i first_of_8(int64_t n)
-{
-    const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n < WIDTH ? (int32_t)n : WIDTH), number);
-}
-
-AVX2_INLINE __m256 some_8(const float *x, int64_t n)
-{
-    return n >= WIDTH ? _mm256_loadu_ps(x) : _mm256_maskload_ps(x, first_of_8(n));
-}
 
 /* What results are made of besides sums. */
 struct after_256 {
@@ -37,17 +24,6 @@ struct after_256 {
         _mm256_set1_ps((float)(how)->inverse), _mm256_set1_ps((float)(how)->zero_point), scale, bias,      \
         other, y, (float)(how)->alpha, (float)(how)->beta, (how)->activation, (how)->added, (how)->to,     \
         (how)->outputs, (how)->to == DTYPE_S8 ? (int64_t)0x8080808080808080 : 0}
-
-/* 8 codes from `from` on, or `n` where there are fewer. */
-AVX2_INLINE __m128i some_codes(const char *from, int64_t n)
-{
-    int64_t codes = 0;
-    if (n >= WIDTH)
-        memcpy(&codes, from, WIDTH);
-    else
-        memcpy(&codes, from, (size_t)n);
-    return _mm_cvtsi64_si128(codes);
-}
 
 /* 8 results in fp32, of `n` outputs, before they are quantized. */
 AVX2_INLINE __m256 result_of_8(const struct after_256 *a, const int64_t op, __m256i sum, __m256 scale,

@@ -48,6 +48,15 @@
 #define VDPBF16PS_512(sums, x, w) __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w))
 #endif
 
+/* sums += products of words two by two. */
+#define VPMADDWD_256(sums, x, w)                                                                            \
+    do {                                                                                                    \
+        __m256i products;                                                                                   \
+        __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"                                                  \
+                : "+x"(sums), "=&x"(products)                                                               \
+                : "x"(x), "x"(w));                                                                          \
+    } while (0)
+
 /* Compilers don't know that loads of tiles read memory: what was written before this is in it. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 

@@ -25,7 +25,7 @@ ISAS = {
 NUMBERS = {name: number for number, name in enumerate(ISAS)}
 #: Source → instruction sets that it has code for, by a compiler that knows them.
 OF_SOURCES = {
-    "attention": ("avx512_vnni",),
+    "attention": ("avx2", "avx_vnni", "avx512_vnni"),
     "depthwise": ("avx2",),
     "dynamic_attention": ("avx512_vnni",),
     "flash": ("avx2", "avx512", "avx512_bf16"),

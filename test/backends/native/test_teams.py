@@ -83,7 +83,7 @@ CALLS = {
     "norm": (norm, ""),
     "image": (image, ""),
     "rounding": (rounding, ""),
-    "attention": (attention, int8_attention.why_unavailable() if not _WHY else ""),
+    "attention": (attention, int8_attention.why_not_batches() if not _WHY else ""),
     "code product": (product, row_format.why_unavailable(row_format.CODES) if not _WHY else ""),
     "low-bit": (low_bit, "" if HERE else "this CPU has none of the instruction sets"),
 }

@@ -35,6 +35,7 @@ REMEMBERED = (
     (compiled, "_code"),
     (compiled_blocks, "_code"),
     (c_functions, "_functions"),
+    (int8_attention, "_library"),
     (int8_attention, "_function"),
     (float_attention, "_function"),
     (flash, "code"),
@@ -404,10 +405,11 @@ def test_all_that_a_target_may_use_is_asked_for(monkeypatch, missing):
     monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2", "avx512f", "avx512_vnni"))
     everything = frozenset({"fma", "f16c", "avx512bw", "avx512vl"})
     monkeypatch.setattr(cpu, "flags", lambda: everything)
-    assert int8_attention.why_unavailable() == ""
+    assert int8_attention.isas() == ("avx512_vnni", "avx2")
     assert compiled.usable() == ("avx512_vnni", "avx512", "avx2")
     monkeypatch.setattr(cpu, "flags", lambda: everything - {missing})
-    assert int8_attention.why_unavailable() == f"the CPU has no {missing}"
+    assert int8_attention.isas() == (() if missing == "fma" else ("avx2",))
+    assert int8_attention.why_unavailable() == ("there is no fma" if missing == "fma" else "")
     assert compiled.usable() == (() if missing == "fma" else ("avx2",))
 
 

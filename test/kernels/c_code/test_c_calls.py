@@ -305,6 +305,7 @@ WRONG = {
         ("parts", (), 0, "size"),
         ("bytes", (), 64, "size"),
         ("threads", (), 0, "size"),
+        *(("isa", (), isa, "instruction set") for isa in (-1, 2, 4, 6)),
         ("before", (), -1, "size"),
         ("behind", (), 17, "size"),
         ("to", (), 1, "dtype"),

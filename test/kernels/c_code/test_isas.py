@@ -86,7 +86,7 @@ def code_of_each_library():
         "low_bit": compiled.usable()[0],
         "low_bit_blocks": compiled_blocks.usable()[0],
         "recurrent": recurrent._code().isa(),
-        "attention": "" if int8_attention.why_unavailable() else "avx512_vnni",
+        "attention": int8_attention.isas()[0],
         "steps": list(isas.ISAS)[steps],
         "rows": row_format.isas(row_format.CODES)[0],
     }
@@ -94,9 +94,9 @@ def code_of_each_library():
 
 #: Limit → what each library takes, in the order of `code_of_each_library`, on a CPU that has it.
 TAKEN = {
-    "avx2": ("avx2", "avx2", "avx2", "", "avx2", "avx2"),
-    "avx_vnni": ("avx_vnni", "avx2", "avx2", "", "avx2", "avx_vnni"),
-    "avx512": ("avx512", "avx512", "avx2", "", "avx512", "avx2"),
+    "avx2": ("avx2", "avx2", "avx2", "avx2", "avx2", "avx2"),
+    "avx_vnni": ("avx_vnni", "avx2", "avx2", "avx_vnni", "avx2", "avx_vnni"),
+    "avx512": ("avx512", "avx512", "avx2", "avx2", "avx512", "avx2"),
     "avx512_vnni": ("avx512_vnni", "avx512", "avx512_vnni", "avx512_vnni", "avx512", "avx512_vnni"),
     "avx512_bf16": ("avx512_bf16", "avx512", "avx512_vnni", "avx512_vnni", "avx512", "avx512_vnni"),
     "amx": ("amx", "amx", "avx512_vnni", "avx512_vnni", "avx512", "amx"),

@@ -1,4 +1,4 @@
-"""Attention of int8 codes as one function in C (`nc/kernels/c_code/attention.c`), on CPUs with AVX512-VNNI.
+"""Attention of int8 codes as one function in C (`nc/kernels/c_code/attention.c`), on CPUs with AVX2.
 
 Its two products and the softmax between them have kernels of oneDNN too, which write all scores to memory in
 fp32 and read them again. They do what the function can't.
@@ -6,6 +6,7 @@ fp32 and read them again. They do what the function can't.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -28,17 +29,20 @@ from nc.backends.native.plans.ways import PlannedOperator, Refused, need, why_re
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
-from nc.kernels import caches
+from nc.kernels import caches, tuning
 from nc.kernels.c_code import abi
-from nc.kernels.c_code.calls import Function
-from nc.kernels.c_code.isas import ISAS
+from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.calls import Function, function_of
+from nc.kernels.c_code.isas import ISAS, NUMBERS
+from nc.kernels.c_code.limit import used
 from nc.kernels.onednn.descriptions import contiguous_strides
+from nc.ops import segment_bias
 from nc.process.unavailable import Unavailable
 
 #: In profiles.
 NAME = "int8_attention"
-#: A feature of the CPUs that it is for: those with it have AVX-512 F, BW and VL.
-_ISA = "avx512_vnni"
+#: Instruction sets that it has code for, the best one first.
+_ISAS = ("avx512_vnni", "avx_vnni", "avx2")
 #: Rows of scores at once, the widest head, and how many tensors may follow the two products.
 _ROWS, _WIDEST = abi.CONSTANTS.score_rows, abi.CONSTANTS.widest_head
 _MOST_FOLLOWERS = abi.CONSTANTS.most_followers
@@ -79,19 +83,40 @@ class _Attention:
 
 
 @functools.cache
+def _library() -> ctypes.CDLL | Unavailable:
+    """Return the library on torch's threads, or why there is none."""
+    return load_on_threads("attention")
+
+
+@functools.cache
 def _function() -> Function | Unavailable:
     """Return the function in C, or why there is none."""
-    return c_functions.with_isa("attention", NAME, _ISA)
+    library = _library()
+    return library if isinstance(library, Unavailable) else function_of(library, NAME)
+
+
+def isas() -> tuple[str, ...]:
+    """Return the instruction sets that this CPU has and the function may use, the best one first."""
+    library = _library()
+    names = () if isinstance(library, Unavailable) else used(library)
+    return tuple(name for name in _ISAS if name in names and not cpu.code_lacks(ISAS[name]))
 
 
 def why_unavailable() -> str:
     """Why there is no such function here; "" when there is one."""
-    if missing := cpu.code_lacks(ISAS[_ISA]):
-        return f"the CPU has no {', '.join(missing)}"
     if c_functions.why_unavailable():
         return c_functions.why_unavailable()
     found = _function()
-    return found.reason if isinstance(found, Unavailable) else ""
+    if isinstance(found, Unavailable):
+        return found.reason
+    least = _ISAS[-1]
+    return "" if isas() else f"there is no {', '.join(cpu.code_lacks(ISAS[least])) or f'code for {least}'}"
+
+
+def why_not_batches() -> str:
+    """Why attention of padded batches is computed in parts here; "" when the function computes it."""
+    missing, best = why_unavailable(), next(iter(isas()), "")
+    return missing or ("" if best in tuning.INT8_ATTENTION.value else f"oneDNN is faster with {best}")
 
 
 def is_scores(node: fx.Node) -> bool:
@@ -124,7 +149,7 @@ def _scores_of(node: fx.Node) -> fx.Node | None:
 
 def _check(scores: fx.Node, probabilities: fx.Node) -> None:
     """Raise `Refused` for an attention that the function does not compute, as far as the graph tells that."""
-    missing = why_unavailable()
+    missing = why_unavailable() if _is_of_texts(scores) else why_not_batches()
     need(not missing, missing)
     softmax = only_user(scores)
     weigh = only_user(probabilities)
@@ -136,6 +161,13 @@ def _check(scores: fx.Node, probabilities: fx.Node) -> None:
     while between is not weigh:
         need(not works_in_place(between), "something is changed in place meanwhile")
         between = between.next
+
+
+def _is_of_texts(scores: fx.Node) -> bool:
+    """Whether scores are of texts whose rows follow each other, which no other kernel computes."""
+    return any(
+        isinstance(x, fx.Node) and x.target is segment_bias for x in schema_arguments(scores)["others"]
+    )
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
@@ -153,11 +185,12 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
 
 def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """Return the result of an attention; raises `Refused` for what the function can't."""
-    chain, called = _chain(a["left"]), _function()
-    if isinstance(called, Unavailable):
-        raise Refused(called.reason)
+    chain, called, missing = _chain(a["left"]), _function(), why_unavailable()
+    if isinstance(called, Unavailable) or missing:
+        raise Refused(missing)
+    isa = isas()[0]
     need(a["output_dtype"] in (torch.uint8, torch.float32), f"its result is {a['output_dtype']}")
-    found = _read(recorder, chain, a)
+    found = _read(recorder, chain, a, isa)
     (batch, heads, rows, width), (keys, wide) = found.q.tensor.shape, found.v.tensor.shape[2:]
     sizes = (batch, heads, rows, wide)[4 - node.meta["val"].dim() :]
     if found.texts is not None:
@@ -169,7 +202,8 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     )
     threads = recorder.threads
     parts = 1 if found.texts is not None else parts_of_rows(batch * heads, rows, threads)
-    room = recorder.new((threads, _room(keys, width, wide)), (_room(keys, width, wide), 1), torch.uint8)
+    size = _room(keys, width, wide, isa)
+    room = recorder.new((threads, size), (size, 1), torch.uint8)
     followers = (*found.before, *found.behind)
     fields = {
         "texts": found.texts is not None,
@@ -195,6 +229,7 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
         "parts": parts,
         "bytes": room.tensor.shape[1],
         "threads": threads,
+        "isa": NUMBERS[isa],
         "before": len(found.before),
         "behind": len(found.behind),
         "followers": abi.padded([abi.FOLLOWER.number(how) for how, _ in followers], _MOST_FOLLOWERS),
@@ -218,7 +253,9 @@ def _chain(left: Any) -> tuple[Later, Later, Later]:
     return left, softmax, scores
 
 
-def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str, Any]) -> _Attention:
+def _read(
+    recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str, Any], isa: str
+) -> _Attention:
     """Return what is to be computed; raises `Refused` for what the function can't."""
     probabilities, softmax, scores = chain
     first, dims = scores.named, softmax.node.meta["val"].dim()
@@ -241,7 +278,8 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
     batch, heads = (n if m == 1 else m for m, n in zip(q.tensor.shape[:2], k.tensor.shape[:2], strict=True))
     need(batch * heads * rows, "it has no row")
     need(0 < width <= _WIDEST and 0 < wide <= _WIDEST, f"a head is wider than {_WIDEST}")
-    most = caches.second() // 2 // (width + wide)  # keys and values of a head should stay in the second cache
+    # keys and values of a head should stay in the second cache
+    most = caches.second() // 2 // ((width + wide) * _bytes_of_code(isa))
     longest = keys if texts is None else texts.longest
     need(keys and longest <= most, f"it has no key, or more than {most}")
     need(len(before) + len(behind) <= _MOST_FOLLOWERS, f"more than {_MOST_FOLLOWERS} tensors follow products")
@@ -301,13 +339,19 @@ def _repeated(x: PlanTensor, sizes: tuple[int, ...], *, follows: bool = False) -
     return PlanTensor(whole, x.root)
 
 
-def _room(keys: int, width: int, wide: int) -> int:
-    """Bytes of memory for a thread: keys, values, what zero points take off.
+def _bytes_of_code(isa: str) -> int:
+    """Bytes of a code of keys, values and probabilities: AVX2 sums products of 16 bits exactly."""
+    return 2 if isa == "avx2" else 1
+
+
+def _room(keys: int, width: int, wide: int, isa: str) -> int:
+    """Bytes of memory for a thread.
 
     They hold keys, values, what zero points take off, and of some rows scores, codes and sums.
     """
     padded, columns = math.ceil(keys / 16) * 16, math.ceil(wide / 16) * 16
-    return aligned(padded * (math.ceil(width / 4) * 4 + columns + 4 + _ROWS * (4 + 1)) + _ROWS * columns * 4)
+    codes = (math.ceil(width / 4) * 4 + columns + _ROWS) * _bytes_of_code(isa)
+    return aligned(padded * (codes + 4 + _ROWS * 4) + _ROWS * columns * 4)
 
 
 def _of_4_dims(x: PlanTensor) -> PlanTensor:

@@ -307,7 +307,7 @@ def _is_attention_in_c(node: fx.Node) -> bool:
     oneDNN and torch would need the mask written out.
     """
     if node.target is product():
-        return not int8_attention.why_unavailable()
+        return not int8_attention.why_not_batches()
     if node.target is dynamic_attention.dynamic_attention():
         return not dynamic_attention.why_unavailable()
     return _is_attention(node) and not float_attention.why_unavailable()

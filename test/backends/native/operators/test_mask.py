@@ -46,7 +46,7 @@ def strides(request, monkeypatch):
 
 def repeat(patch):
     patch.setattr(masks, "_READERS", {*masks._READERS, "output"})
-    patch.setattr(int8_attention, "why_unavailable", lambda: "")
+    patch.setattr(int8_attention, "why_not_batches", lambda: "")
 
 
 def planned(function, run_by=None, otherwise=lambda: pytest.fail("no plan")):
@@ -404,7 +404,7 @@ def test_a_token_that_the_table_has_not():
 
 def test_a_cast_to_the_same_dtype_is_no_reader(monkeypatch):
     """It gives the mask itself, and who reads that sees its strides."""
-    monkeypatch.setattr(int8_attention, "why_unavailable", lambda: "")
+    monkeypatch.setattr(int8_attention, "why_not_batches", lambda: "")
     x = mask(3, 1)
 
     def function(x):
