@@ -566,7 +566,7 @@ def _sum_by_text(graph: fx.Graph, node: fx.Node, starts: fx.Node) -> None:
 
 def _size_name(node: fx.Node) -> str:
     """Return the name of the size that a node gives."""
-    return sizes_of(node.all_input_nodes[0])[schema_arguments(node)["dim"]]
+    return sizes_of(node.all_input_nodes[0])[int(schema_arguments(node)["dim"])]
 
 
 def _name_texts(graph: fx.Graph, origins: Origins, count: int | Size, texts: frozenset[str]) -> None:
