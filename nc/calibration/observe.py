@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nc.graph.fx_utils import copy_module, sizes_of
+from nc.graph.fx_utils import call_function, copy_module, sizes_of
 from nc.graph.placement import Edge, works_in_place
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Key, Statistic
@@ -118,7 +118,7 @@ def observed_module(
                 continue
             inputs = (node for node in graph.nodes if node.op == "placeholder")
             mask = next(node for node in inputs if node.name == padding.mask)
-            real = graph.call_function(without_padding, (mapping[watch.node], mask, *dims))
+            real = call_function(graph, without_padding, (mapping[watch.node], mask, *dims))
         with graph.inserting_after(real):
             graph.call_module(names[key], (real,))
     copy.recompile()

@@ -152,8 +152,11 @@ def test_verify_reaches_load(folder, monkeypatch):
 
     monkeypatch.setattr("nc.hf.model.load", noted)
     nc_hf.load(folder, verify="off", verify_sizes=False)
-    nc_hf.load(folder)
-    assert given == [{"verify": "off", "verify_sizes": False}, {"verify": "raise", "verify_sizes": True}]
+    nc_hf.load(folder, padding="computed")
+    assert given == [
+        {"verify": "off", "verify_sizes": False, "padding": "skipped"},
+        {"verify": "raise", "verify_sizes": True, "padding": "computed"},
+    ]
 
 
 def test_a_quantized_model_is_not_pushed(folder, tmp_path):

@@ -94,8 +94,12 @@ class TokenOrigin:
         return found
 
 
-def joined(origins: Sequence[TokenOrigin], shape: Sequence[int], why: str) -> TokenOrigin:
+def joined(origins: Sequence[TokenOrigin], why: str) -> TokenOrigin:
     """Return the origin of what is computed of several values, element by element; raises `Mixed`."""
+    dims = max(each.text.dim() for each in origins)
+    shapes = [(1,) * (dims - each.text.dim()) + tuple(each.shape) for each in origins]
+    # torch.broadcast_shapes imports sympy
+    shape = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*shapes, strict=True))
     found = TokenOrigin.nothing(shape)
     for each in origins:
         wide = each.moved(lambda x: x.expand(tuple(shape)))
@@ -243,15 +247,13 @@ class Origins:
         if is_pointwise(node):
             _check_numbers(node, _flat((args, kwargs)))
             given = flat if name != "type_as" else flat[:1]  # the second only gives a dtype
-            shape: Any = torch.broadcast_shapes(*(each.shape for each in given))  # type: ignore[no-untyped-call]
-            return joined(given, shape, why)
+            return joined(given, why)
         if kind_of_node(node) == "linear" or name == "quant_linear":
             if not all(each.is_constant for each in flat[1:]):
                 raise _mixed(node, "has a weight that is computed from tokens")
             return _widened(first.along([-1], why), args[1].shape[0])
         if kind_of_node(node) == "matmul" and first.shape[-1] == 1:  # nothing is summed
-            outer: Any = torch.broadcast_shapes(*(each.shape for each in flat))  # type: ignore[no-untyped-call]
-            return joined(flat, outer, why)
+            return joined(flat, why)
         if name == "quant_embedding":
             return first.moved(lambda x: x[..., None].expand(*x.shape, named["features"]))
         if name in _REDUCTIONS and named.get("dim") is not None:

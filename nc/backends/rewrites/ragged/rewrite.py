@@ -197,7 +197,11 @@ def _free_sizes(inputs: Sequence[fx.Node], mask: fx.Node | None) -> tuple[frozen
     if any(name.isdigit() for each in names for name in each):
         msg = "its inputs have fixed sizes"
         raise _No(msg)
-    return frozenset(each[0] for each in names), tokens[0][1]
+    texts, length = frozenset(each[0] for each in names), tokens[0][1]
+    if length in texts:
+        msg = "its inputs have as many texts as tokens"
+        raise _No(msg)
+    return texts, length
 
 
 def _mask_of(found: Sequence[TokenAttention]) -> fx.Node | None:
