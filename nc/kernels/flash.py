@@ -10,7 +10,8 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -351,8 +352,12 @@ def _compute(
     return y
 
 
-#: torch.compile leaves it as a call, without a look at what calls C.
-_attention: Callable[..., torch.Tensor] = torch.compiler.disable(_compute)  # type: ignore[no-untyped-call]
+def _attention(*arguments: Any) -> torch.Tensor:
+    """Call `_compute`, which torch.compile leaves as a call, without a look at what calls C."""
+    if torch.compiler.is_compiling():  # `disable` imports the compiler
+        found: torch.Tensor = torch.compiler.disable(_compute)(*arguments)  # type: ignore[no-untyped-call]
+        return found
+    return _compute(*arguments)
 
 
 @functools.lru_cache(maxsize=64)
