@@ -121,6 +121,9 @@ class AnySizes:
             except Unfit as error:
                 msg = f"its plans depend on sizes in a way that is not known: {error}"
                 raise BackendError(msg) from None
+            except IndexError as error:
+                msg = f"it does not take texts of other lengths made of the example's tokens: {error}"
+                raise BackendError(msg) from None
             for rows, texts in _COMPARED:
                 self._compare(family, rows, max(texts, math.ceil(rows / self._samples.longest)))
         return family

@@ -218,9 +218,9 @@ def _most_places(signature: Signature, module: fx.GraphModule, length: str) -> i
     conditions = signature.conditions
     high = _ANY
     for node in module.graph.nodes:
-        if op_name(node) == "slice" and length in sizes_of(node) and node.all_input_nodes[0].op == "get_attr":
-            constant = getattr(module, str(node.all_input_nodes[0].target))
-            high = min(high, int(constant.shape[sizes_of(node).index(length)]))
+        if op_name(node) == "slice" and length in sizes_of(node):
+            size = sizes_of(node.all_input_nodes[0])[sizes_of(node).index(length)]
+            high = min(high, int(size)) if size.isdigit() else high
     tensors = [i for i, leaf in enumerate(signature.leaves) if len(leaf.dims) == 2]
 
     def fits(n: int) -> bool:
