@@ -5,6 +5,7 @@ import torch
 from models import library
 from torch import fx, nn
 
+from nc.backends import cpu
 from nc.backends.native import planned as model
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.operators.matmul import product
@@ -91,7 +92,9 @@ class Case:
     def check(self, whole=True):
         """The plan's result, twice.
 
-        Probabilities whose codes are a tie within rounding to fp32 may have the other one.
+        Probabilities whose codes are a tie within rounding to fp32 may have the other one. Where oneDNN sums in
+        16 bits its parts saturate with these codes (`nc.graph.saturation` keeps models from that), so their
+        values are not compared.
         """
         call = self.planned()
         expected = self.exact()
@@ -100,6 +103,8 @@ class Case:
             (got,) = call(*self.inputs)
             assert got.shape == expected.shape
             assert got.dtype is self.dtype
+            if not whole and not cpu.accumulates_wide():
+                continue
             error = (got.double() - expected).abs()
             rounding = 0.5001 if self.dtype is torch.uint8 else 1e-5 * expected.abs().max().item()
             assert (error <= rounding + 2 * near).all()

@@ -46,6 +46,11 @@ ENCODERS = {
     ),
     "bart": ("BartConfig", "BartModel", _BART),
     "m2m100": ("M2M100Config", "M2M100Model", _BART),
+    "clip": (
+        "CLIPTextConfig",
+        "CLIPTextModelWithProjection",
+        {"projection_dim": 32, "vocab_size": 100, "eos_token_id": 99, **_SMALL},
+    ),
     # what is not computed by rows
     "fnet": ("FNetConfig", "FNetModel", {k: v for k, v in _SMALL.items() if k != "num_attention_heads"}),
     "convbert": ("ConvBertConfig", "ConvBertModel", _SMALL),
@@ -70,10 +75,11 @@ def encoder(name: str) -> nn.Module:
 
 
 def texts(*lengths: int, width: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return texts of these lengths, padded to the longest one or to `width`."""
+    """Return texts of these lengths, padded to the longest one or to `width`; the last tokens are 99."""
     generator = torch.Generator().manual_seed(seed)
     width = max(width, *lengths)
     ids = torch.randint(5, 90, (len(lengths), width), generator=generator)
+    ids[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = 99
     return masked(ids, torch.arange(width)[None, :] < torch.tensor(lengths)[:, None])
 
 

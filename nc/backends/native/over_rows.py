@@ -66,8 +66,9 @@ def samples_of(form: Ragged, example: Sequence[torch.Tensor]) -> SampleInputs:
         torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
         firsts = starts[:-1].long()
         places = (torch.arange(rows) - firsts.repeat_interleave(counts)) % form.longest
-        tokens = [tensor[:, torch.arange(rows) % tensor.shape[1]] for tensor in example[:-3]]
-        return *tokens, places, starts, firsts
+        count = len(example) - 3 - form.picked
+        tokens = [tensor[:, torch.arange(rows) % tensor.shape[1]] for tensor in example[:count]]
+        return *tokens, *[firsts] * form.picked, places, starts, firsts
 
     return SampleInputs(
         lambda inputs: (int(inputs[-3].shape[0]), int(inputs[-1].shape[0])), make, form.longest

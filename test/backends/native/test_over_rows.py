@@ -267,7 +267,8 @@ def test_other_masks(both):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
-    "name", ["roberta", "mpnet", "modernbert", "distilbert", "t5", "albert", "bert-answers", "bert-tags"]
+    "name",
+    ["roberta", "mpnet", "modernbert", "distilbert", "t5", "albert", "bert-answers", "bert-tags", "clip"],
 )
 def test_architectures(name, config):
     rows, padded = converted(name, config), converted(name, config, padding="computed")
@@ -275,7 +276,7 @@ def test_architectures(name, config):
     if rows.engine.texts is None:
         assert "no kernel here computes" in said
         return
-    for lengths in ((24, 10, 17, 3), (1,), (90, 3)):
+    for lengths in ((24, 10, 17, 3), (1,), (70, 3)):
         inputs = texts(*lengths)
         real = inputs["attention_mask"].bool()
         for a, b in zip(tensors(rows(**inputs)), tensors(padded(**inputs)), strict=True):

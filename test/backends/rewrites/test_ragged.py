@@ -55,7 +55,17 @@ def assert_same(graph, form, inputs):
     "name",
     [
         *("bert", "roberta", "distilbert", "mpnet", "modernbert", "t5"),
-        *("bert-classes", "bert-tags", "bert-answers", "xlm-roberta", "electra", "albert", "bart", "m2m100"),
+        *(
+            "bert-classes",
+            "bert-tags",
+            "bert-answers",
+            "xlm-roberta",
+            "electra",
+            "albert",
+            "bart",
+            "m2m100",
+            "clip",
+        ),
     ],
 )
 def test_encoders_have_a_graph_over_rows(name):
@@ -395,3 +405,56 @@ def test_the_most_tokens_are_those_that_have_positions(kind):
     assert_same(graph, form, texts(64, 9, 64))
     with pytest.raises(InputError, match="the model has positions for 64"):
         rows_of(form, list(texts(65).values()))
+
+
+def test_a_picked_token_is_a_real_one():
+    """CLIP reads the first end of a text, wherever the mask hides it."""
+    graph, form = form_of(encoder("clip"))
+    inputs = texts(20, 7, 12)
+    assert form.picked == 1
+    rows = rows_of(form, list(inputs.values()))
+    assert rows.inputs[-4].tolist() == [19, 26, 38]
+    holes = dict(inputs)
+    holes["attention_mask"] = inputs["attention_mask"].clone()
+    holes["attention_mask"][0, 3:9] = 0
+    assert rows_of(form, list(holes.values())) is None or assert_same(graph, form, holes) is None
+    hidden = dict(inputs)
+    hidden["attention_mask"] = inputs["attention_mask"].clone()
+    hidden["attention_mask"][1, 6] = 0
+    assert rows_of(form, list(hidden.values())) is None
+
+
+class LastPicked(Small):
+    """Takes the last token that is no padding, as decoders that classify texts do."""
+
+    def result(self, x, attention_mask):
+        last = (torch.arange(attention_mask.shape[1]) * attention_mask).argmax(-1)
+        return x[torch.arange(x.shape[0]), last]
+
+
+class NumberedTexts(Small):
+    def result(self, x, attention_mask):
+        return x + torch.arange(x.shape[0])[:, None, None]
+
+
+class PlacesOfTexts(Small):
+    def result(self, x, attention_mask):
+        return x[:, 0] + attention_mask.argmax(-1)[:, None]
+
+
+class TurnedPick(Small):
+    def result(self, x, attention_mask):
+        return x.transpose(0, 1)[attention_mask.argmax(-1), torch.arange(x.shape[0])]
+
+
+def test_the_last_token_is_picked():
+    graph, form = form_of(LastPicked(), texts(24, 10, 17))
+    assert_same(graph, form, texts(33, 1, 20))
+    left = {name: value.flip(1) for name, value in texts(33, 1, 20).items()}
+    assert_same(graph, form, left)
+
+
+@pytest.mark.parametrize("kind", [NumberedTexts, PlacesOfTexts, TurnedPick])
+def test_numbers_and_places_of_texts_are_in_no_values(kind):
+    _, form = form_of(kind(), texts(24, 10, 17))
+    assert isinstance(form, Unavailable)

@@ -244,6 +244,7 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
         raise Unfit(msg)
     _check_reduced(primitives, where)
     made_by = fitted([_described(p.made_by) for p in primitives], sizes, where)
+    _check_strides(made_by, where)
     tensors: dict[int, tuple[Layout | None, Any]] = {}
     for key, (layout, _) in found[0][1].items():
         ref = fitted([each[1][key][1] for each in found], sizes, where)
@@ -274,6 +275,22 @@ def _check_reduced(primitives: Sequence[Primitive], where: str) -> None:
     if len(reduced) > 1:
         msg = f"{where} sums over rows or texts"
         raise Unfit(msg)
+
+
+def _check_strides(value: Any, where: str) -> None:
+    """Raise `Unfit` where rows decide where other values are: they differ for more rows than there are."""
+    if isinstance(value, _Described):
+        value = value.desc
+    if isinstance(value, Desc):
+        if any(
+            isinstance(stride, Affine) and size != 1
+            for size, stride in zip(value.sizes, value.strides, strict=True)
+        ):
+            msg = f"{where} has strides that depend on sizes"
+            raise Unfit(msg)
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_strides(each, where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ class Origins:
     Attributes:
         values: by node; `Text` for values of whole texts, and sizes as numbers.
         firsts: nodes that take the first token of each text.
+        picks: nodes that take one token of each text, and the node that gives the places of these.
         sums: nodes that sum a value over the tokens of a text, which is zero for padding.
         positions: nodes that give places, or rows of a table by places; with the dimension of places.
         beforehand: nodes with one integer for each token that depends on others: they are computed with
@@ -157,6 +158,7 @@ class Origins:
         self._module, self._sizes, self._skipped = module, sizes, skipped
         self.values: dict[fx.Node, Any] = dict(given)
         self.firsts: list[fx.Node] = []
+        self.picks: dict[fx.Node, fx.Node] = {}
         self.sums: list[fx.Node] = []
         self.positions: dict[fx.Node, int] = {}
         self.beforehand: list[fx.Node] = []
@@ -223,6 +225,8 @@ class Origins:
         flat = [value for value in given if isinstance(value, TokenOrigin)]
         if not gives_tensor(node) and not isinstance(node.meta.get("val"), (list, tuple)):
             return _number(node, args, given)
+        if any(isinstance(value, (TextNumbers, TextPlaces)) for value in given):
+            return self._picked(node, args, given)
         if any(isinstance(value, Text) for value in given):
             if any(each.has_tokens for each in flat):
                 raise _mixed(node, "reads a value of a text for each of its tokens")
@@ -273,6 +277,19 @@ class Origins:
             return Text()
         raise _mixed(node, "reads some of the tokens")
 
+    def _picked(self, node: fx.Node, args: Any, given: Sequence[Any]) -> Any:
+        """Return what is left where one token of each text is taken, `x[arange(texts), places]`."""
+        if op_name(node) == "to" and isinstance(args[0], TextPlaces):
+            return args[0]
+        x, indices = args[0], args[1] if len(args) > 1 else ()
+        is_pick = op_name(node) == "index" and isinstance(x, TokenOrigin) and len(indices) == len(_PICK)
+        if not is_pick or not all(map(isinstance, indices, _PICK)):
+            raise _mixed(node, "reads numbers or places of whole texts")
+        if not is_of_tokens(x, self._sizes):
+            raise _mixed(node, "takes tokens of what is not [texts, tokens, ...]")
+        self.picks[node] = called_with(node)[0][1][1]
+        return Text()
+
     def _reduced(self, node: fx.Node, x: TokenOrigin, named: Mapping[str, Any], why: str) -> Any:
         """Return what is left of a value whose elements are summed along dimensions, or the like."""
         given = named["dim"]
@@ -281,6 +298,14 @@ class Origins:
             found = x.along(dims, why)
         except Mixed:
             names = sizes_of(node.all_input_nodes[0])
+            is_along = len(names) == 2 and names[dims[0]] == self._sizes.of_length
+            if (
+                op_name(node) == "argmax"
+                and is_along
+                and not named.get("keepdim")
+                and not _reads_floats(node)
+            ):
+                return TextPlaces()
             is_sum = op_name(node) == "sum" and dims == [1] and names[1] == self._sizes.of_length
             if not is_sum or node.all_input_nodes[0] not in self._zero or named.get("dtype") is not None:
                 raise
@@ -293,10 +318,14 @@ class Origins:
     def _of_constants(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Return the origin of what is computed of constants and sizes."""
         name, names = op_name(node), sizes_of(node)
-        if name == "arange" and names == [self._sizes.of_length]:
+        if name == "arange" and len(names) == 1 and not names[0].isdigit():
             named = schema_arguments(node)
             if named.get("start", 0) != 0 or named.get("step", 1) != 1:
                 raise _mixed(node, "gives other places than 0, 1, 2, ...")
+            if names[0] in self._sizes.of_texts:
+                return TextNumbers()
+            if names[0] != self._sizes.of_length:
+                raise _mixed(node, f"has the size {names[0]}")
             self.positions[node] = 0
             place = torch.arange(self._sizes.length)
             return TokenOrigin(torch.full_like(place, NONE), place)
@@ -328,9 +357,29 @@ class Origins:
         raise _mixed(node, f"has the size {name}")
 
 
+def is_of_tokens(x: TokenOrigin, sizes: TextSizes) -> bool:
+    """Whether a value [texts, length, ...] has in each row what is of this token."""
+    tokens = TokenOrigin.tokens(sizes.texts, sizes.length)
+    if x.shape[:2] != tokens.shape:
+        return False
+    shape = (*tokens.shape, *(1,) * (x.text.dim() - 2))
+    pairs = ((tokens.text, x.text), (tokens.place, x.place))
+    return all(torch.equal(want.reshape(shape).expand(have.shape), have) for want, have in pairs)
+
+
 class Text:
     """A value of a whole text, or of all texts: nothing about it changes."""
 
+
+class TextNumbers:
+    """The numbers of the texts, 0, 1, 2, ..."""
+
+
+class TextPlaces:
+    """The place of one token in each text, int64 [texts]: it is computed with padding."""
+
+
+_PICK = (TextNumbers, TextPlaces)
 
 _WHY = "{} ({}) reads several tokens"
 

@@ -13,7 +13,7 @@ from torch import fx
 from nc.backends.rewrites.ragged import masks
 from nc.backends.rewrites.ragged.attentions import OtherAttention, TokenAttention, attentions, dead_terms
 from nc.backends.rewrites.ragged.masks import HIDDEN, Computed, Meaning, Unlike, inputs_read, values_of
-from nc.backends.rewrites.ragged.origins import Mixed, Origins, Text, TextSizes, TokenOrigin
+from nc.backends.rewrites.ragged.origins import Mixed, Origins, Text, TextSizes, TokenOrigin, is_of_tokens
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.fx_utils import (
     add_constant,
@@ -45,15 +45,18 @@ class Ragged:
     """A graph over rows of tokens.
 
     Its inputs are the user's as one text, [1, rows], then the values that are computed `beforehand`,
-    likewise; `places`, int64 [rows], the place of each row in its text; `starts`, int32 [texts + 1], where
-    each text begins, and the number of rows; and `firsts`, int64 [texts], the same without the last.
+    likewise; the rows that are picked, int64 [texts] each; `places`, int64 [rows], the place of each row in
+    its text; `starts`, int32 [texts + 1], where each text begins, and the number of rows; and `firsts`,
+    int64 [texts], the same without the last.
 
     Attributes:
         module: the graph; what it gives for tokens is [1, rows, ...].
-        beforehand: flat inputs → integers of tokens that depend on other tokens, [texts, length].
+        beforehand: flat inputs → integers of tokens that depend on other tokens, [texts, length], then places
+            of picked tokens, [texts].
         mask: number of the flat input that masks tokens; None: no token is masked.
         of_tokens: for each output, whether it has a row for each token; else it has one for each text.
         firsts: outputs read the first token of each text, which must be a real one.
+        picked: number of tokens of each text that outputs read by their places; they must be real ones.
         length: name of the size that is the length of padded texts.
         longest: the most tokens of a text in this graph.
         positions: the most tokens of a text in the other one; None: any number.
@@ -66,6 +69,7 @@ class Ragged:
     mask: int | None
     of_tokens: tuple[bool, ...]
     firsts: bool
+    picked: int
     length: str
     longest: int
     positions: int | None
@@ -131,7 +135,8 @@ def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
     outputs = [read.origins.values[leaf] for leaf in returned(read.module)]
     of_tokens = tuple(isinstance(value, TokenOrigin) and value.has_tokens for value in outputs)
     before = [node for node in read.origins.beforehand if node in _live(read.module, read.found, read.ones)]
-    beforehand = functools.partial(_beforehand, *_apart(read.module, read.inputs, before))
+    picked = list(dict.fromkeys(read.origins.picks.values()))
+    beforehand = functools.partial(_beforehand, *_apart(read.module, read.inputs, [*before, *picked]))
     _change(read, before)
     tables = [each for each in read.meanings.values() if each.table is not None]
     return Ragged(
@@ -140,6 +145,7 @@ def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
         mask=None if read.mask is None else list(read.inputs).index(read.mask),
         of_tokens=of_tokens,
         firsts=bool(read.origins.firsts),
+        picked=len(picked),
         length=read.length,
         longest=read.longest,
         positions=None if read.places == _ANY else read.places,
@@ -182,9 +188,14 @@ def _check_mask(module: fx.GraphModule, mask: fx.Node | None) -> None:
         if mask is None or name not in _LOOK_UPS:
             continue
         indices = node.all_input_nodes[:1] if name == "quant_embedding" else node.all_input_nodes[1:]
-        if any(mask in inputs_read(index) for index in indices):
+        if any(mask in inputs_read(index) for index in indices if not _is_place(index)):
             msg = f"masks are computed from {mask.name}, which holds tokens"
             raise _No(msg)
+
+
+def _is_place(node: fx.Node) -> bool:
+    """Whether a node gives the place of a largest value, whatever the values are."""
+    return op_name(node) == "argmax" or (op_name(node) == "to" and _is_place(node.all_input_nodes[0]))
 
 
 def _free_sizes(inputs: Sequence[fx.Node], mask: fx.Node | None) -> tuple[frozenset[str], str]:
@@ -414,12 +425,8 @@ def _check_output(leaf: Any, origins: Origins, sizes: TextSizes) -> None:
     value = origins.values[leaf] if isinstance(leaf, fx.Node) else None
     if isinstance(value, Text):
         return
-    tokens = TokenOrigin.tokens(sizes.texts, sizes.length)
-    if isinstance(value, TokenOrigin) and value.shape[:2] == tokens.shape:
-        shape = (*tokens.shape, *(1,) * (value.text.dim() - 2))
-        pairs = ((tokens.text, value.text), (tokens.place, value.place))
-        if all(torch.equal(want.reshape(shape).expand(have.shape), have) for want, have in pairs):
-            return
+    if isinstance(value, TokenOrigin) and is_of_tokens(value, sizes):
+        return
     msg = f"an output, {leaf}, has neither a row for each token nor one for each text"
     raise Mixed(msg)
 
@@ -471,6 +478,12 @@ def _change(read: _Read, before: Sequence[fx.Node]) -> None:
         with graph.inserting_after(last):
             added[name] = graph.placeholder(name)
         added[name].meta["val"] = Traced(dtype, shape)
+    rows_of_picked = {}
+    for node in reversed(dict.fromkeys(read.origins.picks.values())):
+        with graph.inserting_after(last):
+            given = graph.placeholder(f"{node.name}_rows")
+        given.meta["val"] = Traced(torch.int64, (Size("texts", 2),))
+        rows_of_picked[node] = given
     for node in reversed(before):
         with graph.inserting_after(last):
             given = graph.placeholder(f"{node.name}_of_tokens")
@@ -478,12 +491,17 @@ def _change(read: _Read, before: Sequence[fx.Node]) -> None:
         node.replace_all_uses_with(given)
     for node, same in read.ones.items():
         node.replace_all_uses_with(same)
+    for node in graph.nodes:
+        if op_name(node) == "contiguous":  # a copy that no later operator needs: none reads strides
+            node.replace_all_uses_with(schema_arguments(node)["self"])
     _keep_texts_apart(read, added["starts"], added["places"])
     for node, dim in read.origins.positions.items():
         if node.users:
             _place(graph, node, dim, added["places"])
     for node in read.origins.firsts:
         _take_first(graph, node, added["firsts"])
+    for node, place in read.origins.picks.items():
+        _take(graph, node, schema_arguments(node)["self"], rows_of_picked[place])
     for node in read.origins.sums:
         _sum_by_text(graph, node, added["starts"])
     texts = frozenset(sizes_of(node)[0] for node in read.inputs)
@@ -548,11 +566,16 @@ def _take_first(graph: fx.Graph, node: fx.Node, firsts: fx.Node) -> None:
     if schema_arguments(node)["dim"] not in (1, 1 - len(sizes_of(source))):
         msg = f"{node.name} takes the first token of values that are not [texts, tokens, ...]"
         raise _No(msg)
+    _take(graph, node, source, firsts)
+
+
+def _take(graph: fx.Graph, node: fx.Node, source: fx.Node, numbers: fx.Node) -> None:
+    """Let a node give one row of each text, by their numbers."""
     dtype = source.meta["val"].dtype
     rest = [without_env(n) for n in source.meta["val"].shape[2:]]
-    count = firsts.meta["val"].shape[0]
+    count = numbers.meta["val"].shape[0]
     with graph.inserting_before(node):
-        rows = call_function(graph, _aten.index_select.default, (source, 1, firsts))
+        rows = call_function(graph, _aten.index_select.default, (source, 1, numbers))
         rows.meta["val"] = Traced(dtype, (1, count, *rest))
         one = call_function(graph, _aten.select.int, (rows, 0, 0))
         one.meta["val"] = Traced(dtype, (count, *rest))

@@ -52,8 +52,8 @@ class Rows:
 def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str] = ()) -> Rows | None:
     """Return the rows of padded texts; None for those that the graph over rows does not take.
 
-    Those are texts without real tokens, longer ones than it knows places of, and with models that add to
-    scores by places, texts whose real tokens do not follow each other.
+    Those are texts without real tokens, longer ones than it knows places of, texts of which the model picks
+    padding, and with models that add to scores by places, texts whose real tokens do not follow each other.
 
     Args:
         form: the graph over rows.
@@ -77,7 +77,10 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str] =
         return _whole(form, inputs, texts, length)
     if not all(lengths) or (form.firsts and not bool(seen[:, 0].all())):
         return None
+    extra, picked = _extra(form, inputs)
     flat = seen.flatten().nonzero().flatten()
+    if not all(bool(seen.flatten()[each].all()) for each in picked):
+        return None
     places = flat % length
     starts = torch.zeros(texts + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
@@ -86,8 +89,19 @@ def rows_of(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str] =
         first, last = places[firsts], places[starts[1:].long() - 1]
         if not torch.equal(last - first + 1, counts) or (form.from_begin and bool(first.any())):
             return None
-    given = [_integers(tensor).flatten()[flat][None] for tensor in (*inputs, *form.beforehand(inputs))]
-    return Rows((*given, places, starts, firsts), flat, texts, length)
+    given = [_integers(tensor).flatten()[flat][None] for tensor in (*inputs, *extra)]
+    picked = [torch.searchsorted(flat, each) for each in picked]
+    return Rows((*given, *picked, places, starts, firsts), flat, texts, length)
+
+
+def _extra(
+    form: Ragged, inputs: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return integers of tokens computed with padding, and where in [texts * length] picked tokens are."""
+    found = form.beforehand(inputs)
+    count = len(found) - form.picked
+    texts, length = inputs[0].shape
+    return found[:count], [places + torch.arange(texts) * length for places in found[count:]]
 
 
 def _checked(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str]) -> torch.Tensor:
@@ -114,10 +128,11 @@ def _checked(form: Ragged, inputs: Sequence[torch.Tensor], paths: Sequence[str])
 
 def _whole(form: Ragged, inputs: Sequence[torch.Tensor], texts: int, length: int) -> Rows:
     """Return the rows of texts without padding."""
-    given = [_integers(each).contiguous().view(1, -1) for each in (*inputs, *form.beforehand(inputs))]
+    extra, picked = _extra(form, inputs)
+    given = [_integers(each).contiguous().view(1, -1) for each in (*inputs, *extra)]
     starts = torch.arange(0, texts * length + 1, length, dtype=torch.int32)
     places = torch.arange(length).repeat(texts)
-    return Rows((*given, places, starts, starts[:-1].long()), None, texts, length)
+    return Rows((*given, *picked, places, starts, starts[:-1].long()), None, texts, length)
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:

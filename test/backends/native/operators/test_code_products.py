@@ -37,7 +37,7 @@ each_isa = pytest.mark.parametrize("isa", isas_to_test() if not _WHY else [])
 @pytest.fixture
 def without_vnni(monkeypatch):
     """A CPU that has AVX2 only: graphs are quantized for it, and run as on one."""
-    monkeypatch.setattr(cpu, "machine_features", lambda: ("avx2",))
+    as_cpu(monkeypatch, "avx2")
 
 
 def inputs_for(isa, fours):
