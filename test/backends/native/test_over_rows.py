@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import threading
 
 import pytest
@@ -31,7 +32,11 @@ def on_threads(count):
         torch.set_num_threads(before)
 
 
-CONFIGS = {"static": nc.StaticQuantConfig, "dynamic": nc.DynamicQuantConfig}
+CONFIGS = {
+    "static": nc.StaticQuantConfig,
+    "dynamic": nc.DynamicQuantConfig,
+    "bf16": functools.partial(nc.StaticQuantConfig, w_dtype="bf16", act_dtype="bf16"),
+}
 
 
 def converted(name, config, **options):
@@ -122,7 +127,9 @@ def test_the_report_says_so(both):
     rows, padded = both
     assert rows.engine.report().details["padding"].startswith("not computed")
     assert "padding" not in padded.engine.report().details
-    assert {op.ran for op in rows.engine.report().ops if op.operator.endswith("dense")} == {"int8"}
+    ran = [{op.operator: op.ran for op in model.engine.report().ops} for model in both]
+    assert ran[0] == ran[1]
+    assert "fp32" not in {how for operator, how in ran[0].items() if operator.endswith("dense")}
 
 
 def test_lengths(both):

@@ -56,7 +56,6 @@ def of_texts(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
         raise Refused(code.reason)
     texts = sides.texts
     assert texts is not None, "callers ask before"
-    need(node.target is _sdpa, "its products are rounded to bf16, and its rows are of several texts")
     query, key, value = (side.tensor for side in sides.tensors)
     batch, heads, rows, width = query.shape
     wide = value.shape[3]

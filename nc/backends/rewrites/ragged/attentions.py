@@ -169,8 +169,8 @@ def _before(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, Term | None
         before = a["self"] if isinstance(a["self"], fx.Node) and _is_square(a["self"]) else None
         if before is not None and _is_low(module, a["other"]):
             term = Term(node, before, a["condition"])
-    elif name in ("to", "type_as", "contiguous", "clone"):
-        before = schema_arguments(node)["self"]
+    elif name in ("to", "type_as", "contiguous", "clone", "to_bf16", "from_bf16"):
+        before = node.all_input_nodes[0]
     if not isinstance(before, fx.Node) or (term is not None and not isinstance(term.value, fx.Node)):
         msg = f"{node.name} ({name}) is between the scores and the softmax of an attention"
         raise OtherAttention(msg)
