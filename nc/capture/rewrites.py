@@ -261,7 +261,7 @@ def _is_asked_copy(node: fx.Node) -> bool:
 
 
 def functionalise(module: fx.GraphModule) -> None:
-    """`x.relu_()` → `relu(x)`, if x is a new value and no view of it exists.
+    """`x.relu_()` → `relu(x)`, if x is a new value, or the only view of one, and no view of it exists.
 
     Other operators in place stay as they are.
 
@@ -273,20 +273,25 @@ def functionalise(module: fx.GraphModule) -> None:
         if functional is None:
             continue
         target = first_input(node)
-        if (
-            target is None
-            or target.op in ("placeholder", "get_attr")
-            or may_be_view(target)
-            or _promotes(node, target)
-        ):
+        if target is None or not _is_new_memory(target) or _promotes(node, target):
             continue
-        # the result of an operator that stays in place is memory that others read too
-        if works_in_place(target) or any(may_be_view(user) for user in target.users):
+        if any(may_be_view(user) for user in target.users):
             continue
         retarget(node, functional)
         for user in list(target.users):
             if user is not node and order[user] > order[node]:
                 user.replace_input_with(target, node)
+
+
+def _is_new_memory(target: fx.Node) -> bool:
+    """Whether a value is new, or a view of a new value that nothing else reads."""
+    while may_be_view(target):
+        source = first_input(target)
+        if source is None or len(source.users) > 1:
+            return False
+        target = source
+    # the result of an operator that stays in place is memory that others read too
+    return target.op not in ("placeholder", "get_attr") and not works_in_place(target)
 
 
 def _promotes(node: fx.Node, target: fx.Node) -> bool:

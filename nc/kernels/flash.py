@@ -26,6 +26,22 @@ DTYPES = {torch.float32: abi.DTYPE.number("f32"), torch.bfloat16: abi.DTYPE.numb
 #: The widest head.
 WIDEST = abi.CONSTANTS.flash_widest
 
+#: Fields of calls without masks by places, pages, and what is added to scores.
+PLAIN: Mapping[str, abi.Value] = {
+    "causal": False,
+    "left": -1,
+    "right": -1,
+    "softcap": 0.0,
+    "block_size": 0,
+    "most_blocks": 0,
+    "block_strides": (0, 0),
+    "added_places": 0,
+    "added_strides": (0, 0),
+    "distances": 0,
+    "query_columns": 0,
+    "key_columns": 0,
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
@@ -76,17 +92,33 @@ def why_unavailable() -> str:
     return found.reason if isinstance(found, Unavailable) else ""
 
 
-def room(width: int, wide: int) -> int:
+def room(width: int, wide: int, *, distances: bool = False) -> int:
     """Return the bytes of memory that each thread needs, whatever the lengths are.
 
     Args:
         width: of the heads of queries and keys.
         wide: of the heads of values.
+        distances: something is added to scores by the distance of a key from its query.
     """
     rows, keys = abi.CONSTANTS.flash_rows, abi.CONSTANTS.flash_keys
     columns = math.ceil(wide / 16) * 16
     floats = keys * (width + columns) + rows * (WIDEST + 16 + keys + 16 + columns + 17)
+    floats += (rows + keys) * (rows + keys + 16) if distances else 0
     return math.ceil(4 * floats / 64) * 64
+
+
+def panels(vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors of distances as the function in C reads them.
+
+    Args:
+        vectors: fp32 [heads, columns, width].
+
+    Returns:
+        fp32 [heads, columns / 16 rounded up, width, 16]; 0 for columns that are not there.
+    """
+    heads, columns, width = vectors.shape
+    filled = torch.nn.functional.pad(vectors, (0, 0, 0, -columns % 16))
+    return filled.view(heads, -1, 16, width).mT.contiguous()
 
 
 def flash_attn_varlen_func(
@@ -308,6 +340,7 @@ def _compute(
         if not table.shape[1] or not k.shape[1]:  # there is room for no key
             return y.zero_()
     fields: Mapping[str, abi.Value] = {
+        **PLAIN,
         "texts": len(starts) - 1,
         "heads": heads,
         "group": heads // k.shape[-2],
@@ -325,8 +358,6 @@ def _compute(
         "block_size": 0 if table is None else k.shape[1],
         "most_blocks": 0 if table is None else table.shape[1],
         "block_strides": (0, 0) if table is None else (k.stride(0), v.stride(0)),
-        "added_places": 0,
-        "added_strides": (0, 0),
         "bytes": room(width, wide),
         "threads": threads,
         "isa": found.isas[q.dtype],

@@ -397,6 +397,12 @@ segment_sum = _operator(
         dtype=x.dtype if x.is_floating_point() else torch.int64,
     ),
 )
+segment_attention = _operator(
+    "segment_attention(Tensor query, Tensor key, Tensor value, Tensor starts, Tensor? of_queries, Tensor? of_keys, "
+    "Tensor? query_columns, Tensor? key_columns, float scale) -> Tensor",
+    segments.segment_attention,
+    lambda query, key, value, *rest: query.new_empty((*query.shape[:-1], value.shape[-1])),
+)
 
 #: Of integers.
 QUANTIZE = frozenset({quantize_per_tensor, quantize_tensor, quantize_per_channel, quantize_per_group})

@@ -114,9 +114,9 @@ class PlannedModel:
         judge: PlanJudge | None = None,
         samples: SampleInputs | None = None,
     ) -> None:
-        self._recorder = functools.partial(
-            Recorder, operators=operators.table() if known is None else known, follow=follow
-        )
+        table = operators.table() if known is None else known
+        any_rows = samples is not None
+        self._recorder = functools.partial(Recorder, operators=table, follow=follow, any_rows=any_rows)
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
         self.checks = PlanChecks(judge, lambda *inputs: self._otherwise().call(*inputs))

@@ -623,13 +623,17 @@ _ROWS = (
                     "added_places", "of a query or key, by which something is added to scores; 0: nothing is"
                 ),
                 Field("added_strides", "of head and row of that; columns lie consecutively", (2,)),
+                Field("distances", "the most rows of a text, with what is added by distance; 0: nothing is"),
+                Field("query_columns", "whose products with queries are added; 0: none are"),
+                Field("key_columns", "likewise with keys"),
                 *(Field("bytes", "of memory for each thread"), Field("threads")),
                 Field("isa", "ISA_AVX2, ISA_AVX512, or for bf16 ISA_AVX512_BF16; the CPU has it"),
             ),
         ),
         least=7,
-        most=9,
-        index="starts do not rise from 0 to the number of rows, or a page is none of the cache",
+        most=11,
+        index="starts do not rise from 0 to the number of rows, a page is none of the cache, or columns of "
+        "distances change by more than 1",
     ),
     FunctionRow(
         "dynamic_attention",

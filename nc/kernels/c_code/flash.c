@@ -32,9 +32,17 @@ enum {
     IN_SLOT_bf16 = 2,
     IN_SLOT_256 = 1,
     LINE = FLASH_KEYS + 16, /* from row to row of scores: no power of 2, whose rows would share cache lines */
-    QUERY = FLASH_WIDEST + 16 /* likewise of queries */
+    QUERY = FLASH_WIDEST + 16, /* likewise of queries */
+    AWAY = FLASH_ROWS + FLASH_KEYS + COLUMNS /* columns for the distances within a block, in whole panels */
 };
 _Static_assert(FLASH_ROWS % TILE_ROWS == 0 && FLASH_KEYS % 64 == 0, "no part of a block is left over");
+
+/* What is added to scores by distance: the products of queries, or of keys, with the column of the distance. */
+struct by_distance {
+    const float *panels; /* [heads][columns / 16][width][16] */
+    const int32_t *column; /* by key - query + how->distances - 1; neighbours differ by 1 at most */
+    int64_t columns; /* 0: nothing is added */
+};
 
 struct job {
     const struct nc_flash *how;
@@ -42,6 +50,7 @@ struct job {
     const int32_t *starts_q, *starts_k; /* starts_k: lengths, if there are pages */
     const int32_t *table; /* numbers of pages; NULL without pages */
     const float *added; /* to scores, by places of query and key in their text; NULL: nothing */
+    struct by_distance of_queries, of_keys;
     double cost; /* of all */
 };
 
@@ -65,6 +74,8 @@ struct room {
     float *results; /* [FLASH_ROWS][wide, filled up], before they are divided by the sums */
     float *sums; /* [FLASH_ROWS][16] of exponentials, by lanes */
     float *most; /* [FLASH_ROWS], the largest scores */
+    float *of_queries; /* [FLASH_ROWS][AWAY], see struct by_distance; only if there are distances */
+    float *of_keys; /* [FLASH_KEYS][AWAY] */
 };
 
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -81,6 +92,8 @@ static struct room room_of(char *memory, const struct nc_flash *how)
     room.results = room.scores + FLASH_ROWS * LINE;
     room.sums = room.results + FLASH_ROWS * wide;
     room.most = room.sums + FLASH_ROWS * 16;
+    room.of_queries = room.most + FLASH_ROWS;
+    room.of_keys = room.of_queries + FLASH_ROWS * AWAY;
     return room;
 }
 
@@ -88,7 +101,8 @@ static struct room room_of(char *memory, const struct nc_flash *how)
 static int64_t bytes_of_room(const struct nc_flash *how)
 {
     const int64_t wide = up(how->wide, COLUMNS);
-    return 4 * (FLASH_KEYS * (how->width + wide) + FLASH_ROWS * (QUERY + LINE + wide + 16 + 1));
+    const int64_t floats = FLASH_KEYS * (how->width + wide) + FLASH_ROWS * (QUERY + LINE + wide + 16 + 1);
+    return 4 * (floats + (how->distances ? (FLASH_ROWS + FLASH_KEYS) * AWAY : 0));
 }
 
 INLINE int64_t bytes_of(const struct nc_flash *how) { return how->dtype == DTYPE_F32 ? 4 : 2; }
@@ -142,6 +156,15 @@ INLINE const float *added_to(const struct job *job, const struct text *text, int
     if (!job->added)
         return NULL;
     return job->added + (text->head * group + query % group) * strides[0] + query / group * strides[1];
+}
+
+/* Columns of the distances between some queries and some keys, in whole panels; `key` is the first one. */
+INLINE struct span columns_of(const struct job *job, const struct by_distance *by, int64_t query, int64_t rows,
+    int64_t key, int64_t keys)
+{
+    const int32_t *column = by->column + job->how->distances - 1;
+    const int64_t a = column[key - (query + rows - 1)], b = column[key + keys - 1 - query];
+    return (struct span){least_of(a, b) / COLUMNS * COLUMNS, up(most_of(a, b) + 1, COLUMNS)};
 }
 
 INLINE uint16_t to_bf16(float value)
@@ -355,15 +378,35 @@ static int are_pages(const struct job *job)
     return 1;
 }
 
+/* Whether columns rise or fall by 1 at most from distance to distance, and exist. */
+static int are_columns(const struct by_distance *by, int64_t distances)
+{
+    int rises = 0, falls = 0;
+    for (int64_t i = 0; by->columns && i < 2 * distances - 1; i++) {
+        const int64_t step = i ? (int64_t)by->column[i] - by->column[i - 1] : 0;
+        if (by->column[i] < 0 || by->column[i] >= by->columns || step > 1 || step < -1)
+            return 0;
+        rises |= step > 0;
+        falls |= step < 0;
+    }
+    return !(rises && falls);
+}
+
 /* tensors: y, q, k, v, starts of queries, starts of keys (pages: lengths) in int32; memory for all threads, of
- * 64-byte pieces; pages [texts, most_blocks] in int32; what is added to scores, fp32 */
+ * 64-byte pieces; pages [texts, most_blocks] in int32; what is added to scores, fp32; panels and columns of
+ * queries, then of keys, see struct by_distance */
 int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *tensors)
 {
     TAKES(nc_flash);
     EXPECT(how->isa >= ISA_AVX2 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
     EXPECT(how->dtype == DTYPE_BF16 || (how->dtype == DTYPE_F32 && how->isa != ISA_AVX512_BF16), OTHER_DTYPE);
     EXPECT(how->most_blocks >= 0 && how->added_places >= 0, OTHER_TENSORS);
-    EXPECT(count == nc_flash_least + (how->most_blocks > 0) + (how->added_places > 0), OTHER_TENSORS);
+    EXPECT(how->query_columns >= 0 && how->key_columns >= 0 && how->distances >= 0, OTHER_TENSORS);
+    const int of_distances = 2 * ((how->query_columns > 0) + (how->key_columns > 0));
+    const int others = (how->most_blocks > 0) + (how->added_places > 0);
+    EXPECT(count == nc_flash_least + others + of_distances, OTHER_TENSORS);
+    EXPECT(!of_distances == !how->distances && !(of_distances && others), OTHER_TENSORS);
+    EXPECT(!of_distances || (how->dtype == DTYPE_F32 && how->group == 1), OTHER_DTYPE);
     EXPECT(how->texts >= 0 && how->rows >= 0 && how->keys >= 0 && how->heads > 0, OTHER_SIZE);
     EXPECT(how->group > 0 && how->heads % how->group == 0 && how->threads > 0, OTHER_SIZE);
     EXPECT(how->width > 0 && how->width <= FLASH_WIDEST, OTHER_SIZE);
@@ -371,7 +414,17 @@ int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *t
     EXPECT(how->left >= -1 && how->right >= -1 && how->softcap >= 0, OTHER_SIZE);
     EXPECT(bytes_of_room(how) <= how->bytes, OTHER_SIZE);
     struct job job = {how, tensors, (const int32_t *)tensors[4], (const int32_t *)tensors[5], NULL,
-        how->added_places ? (const float *)tensors[count - 1] : NULL, 0};
+        how->added_places ? (const float *)tensors[count - 1] : NULL,
+        {.columns = how->query_columns}, {.columns = how->key_columns}, 0};
+    char *const *next = tensors + nc_flash_least;
+    for (int i = 0; of_distances && i < 2; i++) {
+        struct by_distance *by = i ? &job.of_keys : &job.of_queries;
+        if (!by->columns)
+            continue;
+        by->panels = (const float *)*next++;
+        by->column = (const int32_t *)*next++;
+        EXPECT(are_columns(by, how->distances), OTHER_INDEX);
+    }
     EXPECT(are_starts(job.starts_q, how->texts, how->rows), OTHER_INDEX);
     if (how->most_blocks) {
         job.table = (const int32_t *)tensors[7];
@@ -383,6 +436,7 @@ int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *t
     for (int64_t number = 0; number < how->texts; number++) {
         const struct text text = text_of(&job, number);
         EXPECT(!job.added || most_of(text.rows, text.keys) <= how->added_places, OTHER_SIZE);
+        EXPECT(!of_distances || (text.rows == text.keys && text.rows <= how->distances), OTHER_SIZE);
         job.cost += (double)heads * cost_of_head(&job, &text);
     }
     /* as much work as some ten thousand products is done before other threads wake up */

@@ -147,18 +147,17 @@ INLINE FOR_THIS void NAMED(multiply_all)(const int rows, int64_t vectors, const 
 #undef MULTIPLY
 }
 
-/* Scores of some rows, of panels of keys. */
-INLINE FOR_THIS void NAMED(some_scores)(const int rows, const float *queries, const float *keys, int64_t deep,
-    int64_t panels, float *scores)
+/* Products of some rows with panels. */
+INLINE FOR_THIS void NAMED(multiply_panels)(const int rows, const float *x, int64_t x_row, int64_t deep,
+    const float *w, int64_t panels, float *y, int64_t y_row)
 {
     if (LANES == COLUMNS)
-        NAMED(multiply_all)
-        (rows, panels, queries, QUERY, deep, keys, deep * COLUMNS, COLUMNS, scores, LINE, NULL);
+        NAMED(multiply_all)(rows, panels, x, x_row, deep, w, deep * COLUMNS, COLUMNS, y, y_row, NULL);
     else
         for (int64_t panel = 0; panel < panels; panel++)
             NAMED(multiply_all)
-            (rows, COLUMNS / LANES, queries, QUERY, deep, keys + panel * deep * COLUMNS, LANES, COLUMNS,
-                scores + panel * COLUMNS, LINE, NULL);
+            (rows, COLUMNS / LANES, x, x_row, deep, w + panel * deep * COLUMNS, LANES, COLUMNS,
+                y + panel * COLUMNS, y_row, NULL);
 }
 
 /* DO_ROWS(count, call) makes a call with the number of rows as a constant. */
@@ -176,9 +175,25 @@ _Static_assert(TILE_ROWS == 6, "DO_ROWS has a case for each number of rows");
 static FOR_THIS void NAMED(scores)(int64_t rows, const float *queries, const float *keys, int64_t deep,
     int64_t panels, float *scores)
 {
-#define SCORES(n) NAMED(some_scores)(n, queries, keys, deep, panels, scores)
+#define SCORES(n) NAMED(multiply_panels)(n, queries, QUERY, deep, keys, panels, scores, LINE)
     DO_ROWS(rows, SCORES)
 #undef SCORES
+}
+
+/* Products of queries or keys with the columns of distances, see struct by_distance. */
+static FOR_THIS void NAMED(by_distance)(int64_t rows, const float *x, int64_t x_row, int64_t deep,
+    const float *panels, int64_t count, float *y)
+{
+    enum { SOME = 4 }; /* panels that stay in the first cache for all rows */
+#define BY_DISTANCE(n) NAMED(multiply_panels)(n, x + r * x_row, x_row, deep, w, some, to + r * AWAY, AWAY)
+    for (int64_t panel = 0; panel < count; panel += SOME) {
+        const int64_t some = least_of(SOME, count - panel);
+        const float *w = panels + panel * deep * COLUMNS;
+        float *to = y + panel * COLUMNS;
+        for (int64_t r = 0; r < rows; r += TILE_ROWS)
+            DO_ROWS(least_of(TILE_ROWS, rows - r), BY_DISTANCE)
+    }
+#undef BY_DISTANCE
 }
 
 static FOR_THIS void NAMED(add_values)(int64_t rows, const float *weights, int64_t n, const float *values,
@@ -268,6 +283,33 @@ INLINE struct span NAMED(seen_here)(const struct nc_flash *how, const struct tex
     return (struct span){most_of(0, seen.first - key), least_of(count, seen.last - key)};
 }
 
+/* Adds to the scores of a block what depends on distances. */
+static FOR_THIS void NAMED(add_by_distance)(const struct job *job, const struct room *room,
+    const struct text *text, int64_t query, int64_t rows, int64_t key, int64_t count)
+{
+    const struct nc_flash *how = job->how;
+    for (int of_keys = 0; of_keys < 2; of_keys++) {
+        const struct by_distance *by = of_keys ? &job->of_keys : &job->of_queries;
+        if (!by->columns)
+            continue;
+        const struct span some = columns_of(job, by, query, rows, key, count);
+        const float *x = of_keys ? (const float *)key_at(job, 2, text, key)
+                                 : (const float *)query_at(job, job->tensors[1], how->q_strides, text, query);
+        const int64_t x_row = of_keys ? how->k_strides[0] : how->q_strides[0];
+        const float *panels = by->panels + (text->head * up(by->columns, COLUMNS) + some.first) * how->width;
+        float *products = of_keys ? room->of_keys : room->of_queries;
+        NAMED(by_distance)
+        (of_keys ? count : rows, x, x_row, how->width, panels, (some.last - some.first) / COLUMNS, products);
+        for (int64_t r = 0; r < rows; r++) {
+            const int32_t *column = by->column + how->distances - 1 + key - (query + r);
+            const float *from = products + (of_keys ? 0 : r * AWAY);
+            float *scores = room->scores + r * LINE;
+            for (int64_t i = 0; i < count; i++)
+                scores[i] += from[column[i] - some.first + (of_keys ? i * AWAY : 0)];
+        }
+    }
+}
+
 /* A block of keys, for all queries of a block. */
 static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *room, const struct text *text,
     int64_t query, int64_t rows, int64_t key, int64_t count)
@@ -295,6 +337,8 @@ static FOR_THIS void NAMED(add_keys)(const struct job *job, const struct room *r
                 (of_tile, room->queries + row * QUERY, room->keys + n * deep, deep,
                     (least_of(SOME, count - n) + COLUMNS - 1) / COLUMNS, room->scores + row * LINE + n);
         }
+    if (IN_SLOT == 1 && how->distances)
+        NAMED(add_by_distance)(job, room, text, query, rows, key, count);
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, of_tile = rows * (tile + 1) / tiles - row;
         const struct span seen = NAMED(seen_here)(how, text, query + row, of_tile, key, count);

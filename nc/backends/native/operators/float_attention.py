@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.attention import Sides, call_attention, sides_of
 from nc.backends.native.plans.operands import PlanTensor
+from nc.backends.native.plans.products import named_codes
 from nc.backends.native.plans.readers import strides_of
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.texts import texts_of
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
+from nc.graph.catalogue import schema_arguments
 from nc.kernels import flash
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS
 from nc.kernels.onednn.descriptions import contiguous_strides
+from nc.ops import segment_attention
 from nc.process.unavailable import Unavailable
 
 _aten = torch.ops.aten
@@ -51,26 +54,83 @@ def why_unavailable() -> str:
 
 def of_texts(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`aten::scaled_dot_product_attention` of texts whose rows follow each other (`flash.c`)."""
-    code, sides = flash.code(), _checked_sides(recorder, node, a)
-    if isinstance(code, Unavailable):
-        raise Refused(code.reason)
+    sides = _checked_sides(recorder, node, a)
     texts = sides.texts
     assert texts is not None, "callers ask before"
+    heads = sides.query.tensor.shape[1]
+    table = texts.table
+    added = None if table is None else table.tensor.expand(1, heads, *table.tensor.shape[2:])
+    fields = {
+        "factor": a["scale"] if a["scale"] is not None else sides.query.tensor.shape[3] ** -0.5,
+        "added_places": 0 if added is None else added.shape[3],
+        "added_strides": (0, 0) if added is None else (added.stride(1), added.stride(2)),
+    }
+    sizes = (*sides.query.tensor.shape[:3], sides.value.tensor.shape[3])
+    strides = strides_of(node, sizes)
+    strides = strides if strides[-1] == 1 else contiguous_strides(sizes)
+    others = [] if table is None else [table]
+    return _call_flash(recorder, node, sides, texts.starts, fields, others, strides)
+
+
+def by_distance(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`nc::segment_attention` in C (`flash.c`)."""
+    given = [recorder.read(a[name]) for name in ("query", "key", "value")]
+    dims = given[0].tensor.dim()
+    need(dims in (3, 4), "its tensors have other than three or four dimensions")
+    sides = Sides(*(PlanTensor(x.tensor.view((1,) * (4 - dims) + x.tensor.shape), x.root) for x in given), None)
+    sides.check(node)
+    need(sides.key.tensor.shape[1] == sides.query.tensor.shape[1], "heads share keys")
+    fields: dict[str, abi.Value] = {"factor": a["scale"]}
+    others: list[PlanTensor | torch.Tensor] = []
+    for vectors, column in (("of_queries", "query_columns"), ("of_keys", "key_columns")):
+        tensor = recorder.optional_constant(a[vectors])
+        if tensor is None:
+            continue
+        weight = named_codes(schema_arguments(node)[vectors], tensor)
+        (panels,) = recorder.weights.formed(weight, "distances", lambda w=weight: (flash.panels(w.tensor),))
+        columns = recorder.constant(a[column])
+        fields |= {column: tensor.shape[1], "distances": columns.shape[0] // 2 + 1}
+        others += [panels, columns]
+    result = _call_flash(recorder, node, sides, recorder.read(a["starts"]), fields, others)
+    return result if dims == 4 else PlanTensor(result.tensor[0], result.root)
+
+
+def _call_flash(
+    recorder: Recorder,
+    node: fx.Node,
+    sides: Sides,
+    starts: PlanTensor,
+    given: Mapping[str, abi.Value],
+    others: Sequence[PlanTensor | torch.Tensor],
+    strides: Sequence[int] = (),
+) -> PlanTensor:
+    """Append a call of `flash.c` for texts whose rows follow each other.
+
+    Args:
+        recorder: of the plan.
+        node: of the graph.
+        sides: what it reads, of four dimensions.
+        starts: int32, [texts + 1].
+        given: fields that not every such call has.
+        others: tensors that it reads besides.
+        strides: of the result; heads of a row are next to each other by default.
+    """
+    code = flash.code()
+    if isinstance(code, Unavailable):
+        raise Refused(code.reason)
     query, key, value = (side.tensor for side in sides.tensors)
     batch, heads, rows, width = query.shape
     wide = value.shape[3]
     need(batch == 1, "its rows are of several texts, and it has a batch besides")
     need(max(width, wide) <= flash.WIDEST, f"its heads have more than {flash.WIDEST} elements")
     sizes = (*query.shape[:3], wide)
-    strides = strides_of(node, sizes)
-    result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), torch.float32)
-    size = flash.room(width, wide)
+    result = recorder.new(sizes, strides or _rows_first(heads, rows, wide), torch.float32)
+    size = flash.room(width, wide, distances="distances" in given)
     room = recorder.new((recorder.threads, size), (size, 1), torch.uint8)
-    table = texts.table
-    added = None if table is None else table.tensor.expand(1, heads, *table.tensor.shape[2:])
     named = {"q": query, "k": key, "v": value, "y": result.tensor}
     fields: dict[str, abi.Value] = {
-        "texts": texts.count,
+        **flash.PLAIN,
+        "texts": starts.tensor.shape[0] - 1,
         "heads": heads,
         "group": heads // key.shape[1],
         "rows": rows,
@@ -78,24 +138,20 @@ def of_texts(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
         "width": width,
         "wide": wide,
         "dtype": flash.DTYPES[torch.float32],
-        "causal": False,
-        "left": -1,
-        "right": -1,
         **{f"{name}_strides": (tensor.stride(2), tensor.stride(1)) for name, tensor in named.items()},
-        "softcap": 0.0,
-        "factor": a["scale"] if a["scale"] is not None else width**-0.5,
-        "block_size": 0,
-        "most_blocks": 0,
-        "block_strides": (0, 0),
-        "added_places": 0 if added is None else added.shape[3],
-        "added_strides": (0, 0) if added is None else (added.stride(1), added.stride(2)),
         "bytes": size,
         "threads": recorder.threads,
         "isa": code.isas[torch.float32],
+        **given,
     }
-    tensors = [result, *sides.tensors, texts.starts, texts.starts, room, *([] if table is None else [table])]
+    tensors = [result, *sides.tensors, starts, starts, room, *others]
     recorder.call_function(code.function, fields, tensors, node, factors=3)
     return result
+
+
+def _rows_first(heads: int, rows: int, wide: int) -> tuple[int, ...]:
+    """Return strides of [1, heads, rows, wide] whose heads of a row are next to each other."""
+    return heads * rows * wide, wide, heads * wide, 1
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
@@ -139,4 +195,7 @@ def _room(keys: int, width: int, wide: int) -> int:
     return aligned((padded * (width + columns + rows) + depth * rows) * 4)
 
 
-OPERATORS = (PlannedOperator((_sdpa,), {"C": attention}),)
+OPERATORS = (
+    PlannedOperator((_sdpa,), {"C": attention}),
+    PlannedOperator((segment_attention,), {"C": by_distance}),
+)

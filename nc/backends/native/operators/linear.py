@@ -44,7 +44,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     sizes = *x.tensor.shape[:-1], outputs
     if not x.tensor.numel():
         return recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"] or torch.uint8)
-    rows = _as_rows(recorder, x, node)
+    rows = as_rows(recorder, x, node)
     other, binary = recorder.optional(a.get("other")), a.get("binary_post_op", "none")
     if binary == "sum":  # into the memory of the other side, which the graph has made free
         if other is None or other.root is None or not other.tensor.is_contiguous():
@@ -59,7 +59,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     if binary == "sum":
         post_ops = (Sum(a["other_scale"], a["other_zp"], result.tensor.dtype), *post)
     elif binary == "add":
-        added = _as_rows(recorder, recorder.read(other), node)
+        added = as_rows(recorder, recorder.read(other), node)
         need(added.tensor.shape == flat.tensor.shape, "what it adds has another shape than its result")
         post_ops = (BinaryOp("add", added.desc), *post)
         tensors[POST_OP | SRC_1] = added
@@ -87,7 +87,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     return recorder.first_possible({"C": in_rows_of_codes, "oneDNN": by_onednn})
 
 
-def _as_rows(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:
+def as_rows(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:
     """Return a tensor [..., K] as rows, copied where need be."""
     rows = _rows(x)
     if rows is not None:

@@ -21,8 +21,10 @@ from nc.kernels.onednn.runner import CompiledRunner
 #: Sizes for which plans are recorded: enough to choose the kernels of many rows, and few enough for what has
 #: to be computed meanwhile.
 _RECORDED: tuple[Sizes, ...] = ((256, 16), (320, 16), (256, 32), (384, 48))
-#: Sizes at which the family is compared with plans of their own, in memory for no more rows.
-_COMPARED: tuple[Sizes, ...] = ((301, 7), (17, 3))
+#: Sizes at which the family is compared with a plan of their own, which has the kernels of many rows and texts,
+#: and how many of these texts are computed again without the others.
+_COMPARED: Sizes = (320, 128)
+_WITHOUT_OTHERS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +34,13 @@ class SampleInputs:
     Attributes:
         sizes: inputs → rows and texts.
         make: rows and texts → inputs.
+        first: inputs and a number of texts → inputs that are only these first texts.
         longest: the most rows of a text.
     """
 
     sizes: Callable[[Sequence[torch.Tensor]], Sizes]
     make: Callable[[int, int], Sequence[torch.Tensor]]
+    first: Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]
     longest: int
 
 
@@ -124,19 +128,30 @@ class AnySizes:
             except IndexError as error:
                 msg = f"it does not take texts of other lengths made of the example's tokens: {error}"
                 raise BackendError(msg) from None
-            for rows, texts in _COMPARED:
-                self._compare(family, rows, max(texts, math.ceil(rows / self._samples.longest)))
+            self._compare(family)
         return family
 
-    def _compare(self, family: PlanFamily, rows: int, texts: int) -> None:
-        """Raise BackendError where a family computes something else than a plan for these sizes."""
-        inputs = self._samples.make(rows, texts)
-        with torch.inference_mode(False):
-            got = FamilyInstance(family, self._maker, self._runner, rows, texts).run(inputs, rows, texts)
-        for a, b in zip(self._by_plan(inputs), got, strict=True):
+    def _compare(self, family: PlanFamily) -> None:
+        """Raise BackendError where a family computes something else than a plan, or than for fewer texts.
+
+        Each run has memory for no more rows than it needs.
+        """
+        rows, texts = _COMPARED
+        inputs = self._samples.make(rows, max(texts, math.ceil(rows / self._samples.longest)))
+        fewer = self._samples.first(inputs, _WITHOUT_OTHERS)
+        got, of_fewer = self._computed(family, inputs), self._computed(family, fewer)
+        for a, b, part in zip(self._by_plan(inputs), got, of_fewer, strict=True):
             if not torch.equal(a, b):
                 msg = "a plan for any number of rows computes something else than one for its own"
                 raise BackendError(msg)
+            if not torch.equal(b[tuple(slice(n) for n in part.shape)], part):
+                msg = "a plan for any number of rows computes something else for fewer texts"
+                raise BackendError(msg)
+
+    def _computed(self, family: PlanFamily, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        rows, texts = self._samples.sizes(inputs)
+        with torch.inference_mode(False):
+            return FamilyInstance(family, self._maker, self._runner, rows, texts).run(inputs, rows, texts)
 
 
 def _key() -> Hashable:

@@ -63,24 +63,28 @@ class Sides:
         """Query, key and value."""
         return [self.query, self.key, self.value]
 
+    def check(self, node: fx.Node) -> None:
+        """Raise `Refused` for what no function takes."""
+        query, key, value = tensors = [side.tensor for side in self.tensors]
+        mask = self.mask
+        need(all(x.dtype is torch.float32 for x in tensors), "one of its tensors is not fp32")
+        need(all(x.dim() == 4 for x in tensors), "its tensors have other than four dimensions")
+        negated = any(x.is_neg() for x in tensors) or (mask is not None and mask.tensor.is_neg())
+        need(not negated, "a view negates a tensor, which memory does not show")
+        fit = key.shape[3] == query.shape[3] and key.shape[2] == value.shape[2]
+        check_sizes(fit, node, query.shape, key.shape, value.shape)
+        need(all(x.numel() for x in tensors), "one of its tensors is empty")
+        batches = key.shape[:2] == value.shape[:2] and key.shape[0] == query.shape[0]
+        need(batches, "its tensors have other batches or heads")
+        need(all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors), "rows of its tensors have gaps")
+
 
 def sides_of(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Sides:
     """Return what an attention reads; raises `Refused` for what no function takes."""
     read, texts = recorder.read, texts_of(recorder, a["attn_mask"])
     mask = recorder.optional(a["attn_mask"]) if texts is None else texts.table
     found = Sides(read(a["query"]), read(a["key"]), read(a["value"]), mask, texts)
-    query, key, value = (side.tensor for side in found.tensors)
-    tensors = [query, key, value]
-    need(all(x.dtype is torch.float32 for x in tensors), "one of its tensors is not fp32")
-    need(all(x.dim() == 4 for x in tensors), "its tensors have other than four dimensions")
-    negated = any(x.is_neg() for x in tensors) or (mask is not None and mask.tensor.is_neg())
-    need(not negated, "a view negates a tensor, which memory does not show")
-    fit = key.shape[3] == query.shape[3] and key.shape[2] == value.shape[2]
-    check_sizes(fit, node, query.shape, key.shape, value.shape)
-    need(all(x.numel() for x in tensors), "one of its tensors is empty")
-    batches = key.shape[:2] == value.shape[:2] and key.shape[0] == query.shape[0]
-    need(batches, "its tensors have other batches or heads")
-    need(all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors), "rows of its tensors have gaps")
+    found.check(node)
     return found
 
 

@@ -37,6 +37,8 @@ from nc.kernels.onednn.runner import CallTable, CompiledRunner, failed_call
 
 #: The fewest rows for which a primitive is made; fewer are as many.
 _FEWEST = 16
+#: The fewest rows and texts that there is memory for.
+_ROOM = 128
 #: Sizes of memory are fitted to numbers of rows that are multiples of it.
 MULTIPLE = 16
 
@@ -83,12 +85,21 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Primitive:
-    """A call of a primitive: how it is made, for each argument its tensor, and the layout of constants."""
+    """A call of a primitive.
+
+    Attributes:
+        made_by: how it is made.
+        tensors: for each argument its tensor, and the layout of constants.
+        of_rows, of_texts: whether it depends on their number.
+        kernel: oneDNN's name of it, for many rows: other kernels round in another order.
+        where: the operator, for messages.
+    """
 
     made_by: Any
     tensors: Mapping[int, tuple[Layout | None, _Part | torch.Tensor]]
     of_rows: bool
     of_texts: bool
+    kernel: str
     where: str
 
 
@@ -258,7 +269,7 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
     of_rows, of_texts = depends(
         (made_by, [ref.desc for _, ref in tensors.values() if isinstance(ref, _Part)])
     )
-    return _Primitive(made_by, tensors, of_rows, of_texts, where)
+    return _Primitive(made_by, tensors, of_rows, of_texts, primitives[-1].kernel, where)
 
 
 def _check_reduced(primitives: Sequence[Primitive], where: str) -> None:
@@ -331,7 +342,7 @@ class FamilyInstance:
     def __init__(
         self, family: PlanFamily, maker: Maker, runner: CompiledRunner, rows: int, texts: int
     ) -> None:
-        rows, texts = (_whole(on_line(count)) for count in (rows, texts))
+        rows, texts = (_whole(max(on_line(count), _ROOM)) for count in (rows, texts))
         self.rows, self.texts = rows, texts
         self._family, self._maker = family, maker.keeping()
         self._stream = maker.stream()
@@ -442,13 +453,30 @@ class FamilyInstance:
         m = min(on_line(texts), self.texts) if entry.of_texts else 0
         found = self._variants.get((index, n, m))
         if found is None:
-            found = self._variants[index, n, m] = self._made(entry, n, m)
+            found = self._variants[index, n, m] = self._made(entry, *self._with_same_kernel(entry, n, m))
         handle, given, count = found
         return handle, ctypes.addressof(given), count
 
-    def _made(self, entry: _Primitive, rows: int, texts: int) -> tuple[int, Any, int]:
+    def _primitive(self, entry: _Primitive, rows: int, texts: int) -> Primitive:
         name, args, kwargs = _laid_out(placed(entry.made_by, rows, texts), self._maker)
         primitive: Primitive = getattr(self._maker, name)(*args, **kwargs)
+        return primitive
+
+    def _with_same_kernel(self, entry: _Primitive, rows: int, texts: int) -> Sizes:
+        """Return the fewest rows and texts, from these on, for which the kernel is that of many rows.
+
+        A text then has the same bits in batches of all sizes. Where memory ends before, these are returned.
+        """
+        n, m = rows, texts
+        while self._primitive(entry, n, m).kernel != entry.kernel:
+            more = min(on_line(n + 1), self.rows) if n else 0, min(on_line(m + 1), self.texts) if m else 0
+            if more == (n, m):
+                return rows, texts
+            n, m = more
+        return n, m
+
+    def _made(self, entry: _Primitive, rows: int, texts: int) -> tuple[int, Any, int]:
+        primitive = self._primitive(entry, rows, texts)
         memories = {}
         for key, (layout, ref) in entry.tensors.items():
             if isinstance(ref, torch.Tensor):

@@ -120,6 +120,7 @@ class Recorder:
         follow: what is computed from constants of the module alone is computed in each call, so that changes
             of them are seen.
         threads: those that functions in C divide their work among; None: as many as torch uses.
+        any_rows: the plan is one of those that a family is made of, for any number of rows.
     """
 
     def __init__(
@@ -130,10 +131,11 @@ class Recorder:
         operators: Mapping[Any, PlannedOperator],
         follow: bool = False,
         threads: int | None = None,
+        any_rows: bool = False,
     ) -> None:
         self.threads = openmp.threads() if threads is None else threads
         self.module, self.maker, self.weights, self.follow = module, maker.keeping(), weights, follow
-        self.operators = operators
+        self.operators, self.any_rows = operators, any_rows
         self._entries: list[Entry] = []
         self._blocks: list[Block] = []
         #: For each slot, the bytes in front of its tensor.

@@ -9,17 +9,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.rewrites.ragged.distances import (
+    ROUNDINGS,
+    ByDistance,
+    by_distance,
+    number_of,
+    scaled,
+    unrounded,
+)
 from nc.backends.rewrites.ragged.masks import HIDDEN
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import call_function, constant_value, sizes_of
+from nc.graph.fx_utils import call_function, sizes_of
 from nc.graph.views import Binary, Softmax, set_argument
 
 _aten = torch.ops.aten
 #: Operators that may stand between a softmax and its product with values.
-_ROUNDINGS = frozenset(
-    {"quantize_per_tensor", "dequantize_per_tensor", "quantize_dequantize_dynamic", "to_bf16", "from_bf16"}
-    | {"dropout", "to"}
-)
+_AFTER_SOFTMAX = ROUNDINGS | {"dropout", "to"}
+_RESHAPES = ("reshape", "view", "_unsafe_view")
 
 
 class OtherAttention(Exception):
@@ -57,6 +63,9 @@ class TokenAttention:
         result: the node that gives the result.
         between: nodes from the scores to before the result.
         softmax: of the scores; None where the attention is one operator.
+        scores: the products of queries and keys; likewise.
+        distances: what is added to them by distance. Queries, keys and values are then those before rounding.
+        scale: of the products of these queries and keys.
     """
 
     query: fx.Node
@@ -68,6 +77,14 @@ class TokenAttention:
     result: fx.Node
     between: frozenset[fx.Node]
     softmax: fx.Node | None
+    scores: fx.Node | None = None
+    distances: tuple[ByDistance, ...] = ()
+    scale: float = 1.0
+
+    @property
+    def sides(self) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
 
     def set_term(self, graph: fx.Graph, value: fx.Node) -> None:
         """Let a value be all that is added to the scores."""
@@ -132,16 +149,23 @@ def _in_parts(module: fx.GraphModule, softmax: fx.Node) -> TokenAttention:
     if view.dim not in (-1, len(names) - 1):
         msg = f"{softmax.name} is not over keys"
         raise OtherAttention(msg)
-    between, terms, node, is_scaled = [softmax], [], view.input, False
+    between, terms, node, scale = [softmax], [], view.input, 1.0
+    distances: list[ByDistance] = []
+    is_scaled = False
     while kind_of_node(node) != "matmul":
         between.append(node)
-        before, term = _before(module, node)
-        if term is not None:
-            if is_scaled:
-                msg = f"a factor follows {node.name} ({op_name(node)}), which changes scores"
-                raise OtherAttention(msg)
-            terms.append(term)
-        is_scaled = is_scaled or op_name(node) in ("mul", "div")
+        before, added = _before(module, node)
+        if added is not None and is_scaled:
+            msg = f"a factor follows {node.name} ({op_name(node)}), which changes scores"
+            raise OtherAttention(msg)
+        if isinstance(added, Term):
+            terms.append(added)
+        elif added is not None:
+            distances += added
+        if op_name(node) in ("mul", "div"):
+            is_scaled = True
+            number = number_of(module, Binary.of(node).right) or 0.0
+            scale = scale * number if op_name(node) == "mul" else scale / number
         node = before
     between.append(node)
     query, key = Binary.of(node).sides
@@ -149,17 +173,54 @@ def _in_parts(module: fx.GraphModule, softmax: fx.Node) -> TokenAttention:
         msg = f"{node.name} is not a product of queries and keys"
         raise OtherAttention(msg)
     result = _weighed(softmax, between)
-    value = Binary.of(result).right
-    return TokenAttention(query, key, value, True, tuple(terms), False, result, frozenset(between), softmax)
+    found = TokenAttention(
+        query, key, Binary.of(result).right, True, tuple(terms), False, result, frozenset(between), softmax, node
+    )
+    return _with_distances(module, found, distances, scale) if distances else found
 
 
-def _before(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, Term | None]:
+def _with_distances(
+    module: fx.GraphModule, found: TokenAttention, distances: Sequence[ByDistance], scale: float
+) -> TokenAttention:
+    """Return an attention with scores by distance; raises `OtherAttention` where these are of other rows."""
+    query, key = scaled(module, found.query), scaled(module, found.key)
+    other = query.turned or not key.turned
+    if other or any(each.rows is not (key if each.of_keys else query).node for each in distances):
+        msg = f"{found.result.name} adds products of other than its queries and keys to scores"
+        raise OtherAttention(msg)
+    return dataclasses.replace(
+        found,
+        query=query.node,
+        key=key.node,
+        value=unrounded(found.value),
+        turned=False,
+        distances=tuple(distances),
+        scale=scale * query.factor * key.factor,
+    )
+
+
+def leave_rounding_out(found: Sequence[TokenAttention]) -> None:
+    """Let attentions with scores by distance read values before they are rounded."""
+    for each in found:
+        for product in (each.scores, each.result) if each.distances else ():
+            assert product is not None, "it is in parts"
+            for side in product.all_input_nodes:
+                product.replace_input_with(side, unrounded(side))
+
+
+def _before(
+    module: fx.GraphModule, node: fx.Node
+) -> tuple[fx.Node, Term | Sequence[ByDistance] | None]:
     """Return the scores that a node changes, and how; raises `OtherAttention`."""
     name, before, term = op_name(node), None, None
     if name == "add" and Binary.of(node).alpha == 1:
+        for before, other in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
+            distances = by_distance(module, other)
+            if distances and isinstance(before, fx.Node):
+                return before, distances
         before, other = _scores_first(*Binary.of(node).sides)
         term = Term(node, before, other) if isinstance(other, fx.Node) else None
-    elif name in ("mul", "div") and _number_of(module, Binary.of(node).right) is not None:
+    elif name in ("mul", "div") and number_of(module, Binary.of(node).right) is not None:
         before = Binary.of(node).left
     elif name == "masked_fill" and _is_low(module, schema_arguments(node)["value"]):
         before = schema_arguments(node)["self"]
@@ -169,7 +230,7 @@ def _before(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, Term | None
         before = a["self"] if isinstance(a["self"], fx.Node) and _is_square(a["self"]) else None
         if before is not None and _is_low(module, a["other"]):
             term = Term(node, before, a["condition"])
-    elif name in ("to", "type_as", "contiguous", "clone", "to_bf16", "from_bf16"):
+    elif name in ("to", "type_as", "contiguous", "clone", "to_bf16", "from_bf16") or _keeps_pairs(node):
         before = node.all_input_nodes[0]
     if not isinstance(before, fx.Node) or (term is not None and not isinstance(term.value, fx.Node)):
         msg = f"{node.name} ({name}) is between the scores and the softmax of an attention"
@@ -198,17 +259,14 @@ def _comes_from_products(node: fx.Node) -> bool:
     return False
 
 
-def _number_of(module: fx.GraphModule, value: object) -> float | None:
-    """Return a number that is the same for all inputs; None for what is not one."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    constant = constant_value(module, value)
-    return float(constant) if constant is not None and constant.numel() == 1 else None
+def _keeps_pairs(node: fx.Node) -> bool:
+    """Whether a node gives other sizes to what is before queries and keys."""
+    return op_name(node) in _RESHAPES and sizes_of(node)[-2:] == sizes_of(node.all_input_nodes[0])[-2:]
 
 
 def _is_low(module: fx.GraphModule, value: object) -> bool:
     """Whether a score that is replaced by a value is hidden."""
-    number = _number_of(module, value)
+    number = number_of(module, value)
     return number is not None and number < HIDDEN
 
 
@@ -223,7 +281,8 @@ def _weighed(softmax: fx.Node, between: list[fx.Node]) -> fx.Node:
         (reader,) = readers
         if kind_of_node(reader) == "matmul" and Binary.of(reader).left is node:
             return reader
-        if op_name(reader) not in _ROUNDINGS or reader.all_input_nodes[0] is not node:
+        is_known = op_name(reader) in _AFTER_SOFTMAX or _keeps_pairs(reader)
+        if not is_known or reader.all_input_nodes[0] is not node:
             msg = f"{reader.name} ({op_name(reader)}) is between a softmax and its product with values"
             raise OtherAttention(msg)
         between.append(reader)

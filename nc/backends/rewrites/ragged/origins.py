@@ -144,8 +144,8 @@ class Origins:
         picks: nodes that take one token of each text, and the node that gives the places of these.
         sums: nodes that sum a value over the tokens of a text, which is zero for padding.
         positions: nodes that give places, or rows of a table by places; with the dimension of places.
-        beforehand: nodes with one integer for each token that depends on others: they are computed with
-            padding.
+        beforehand: nodes with one integer for each token that depends on others, or on sizes: they are
+            computed with padding.
     """
 
     def __init__(
@@ -342,6 +342,9 @@ class Origins:
             return TokenOrigin.nothing([int(each) for each in names])
         if name in _MOVES:
             return _moved(node, args, kwargs)
+        if name in _FILLED and self._is_integer_of_tokens(node):
+            self.beforehand.append(node)
+            return TokenOrigin.tokens(self._sizes.texts, self._sizes.length)
         if name in _FILLED or name == "embedding" or is_pointwise(node):
             _check_numbers(node, [*args, *kwargs.values()])
             return TokenOrigin.nothing([self._size(node, each) for each in names])

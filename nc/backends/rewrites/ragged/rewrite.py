@@ -11,7 +11,14 @@ import torch
 from torch import fx
 
 from nc.backends.rewrites.ragged import masks
-from nc.backends.rewrites.ragged.attentions import OtherAttention, TokenAttention, attentions, dead_terms
+from nc.backends.rewrites.ragged.attentions import (
+    OtherAttention,
+    TokenAttention,
+    attentions,
+    dead_terms,
+    leave_rounding_out,
+)
+from nc.backends.rewrites.ragged.distances import Distances, distances_of
 from nc.backends.rewrites.ragged.masks import HIDDEN, Computed, Meaning, Unlike, inputs_read, values_of
 from nc.backends.rewrites.ragged.origins import Mixed, Origins, Text, TextSizes, TokenOrigin, is_of_tokens
 from nc.graph.catalogue import op_name, schema_arguments
@@ -21,14 +28,16 @@ from nc.graph.fx_utils import (
     call_operator,
     copy_module,
     drop_unused,
+    give_values_of,
     gives_tensor,
     sizes_of,
+    take_over,
 )
 from nc.graph.placement import works_in_place
 from nc.graph.signature import Signature
 from nc.graph.tensor_meta import Size, Traced, name_of, without_env
 from nc.graph.views import Binary, returned
-from nc.ops import segment_bias, segment_sum
+from nc.ops import segment_attention, segment_bias, segment_sum
 from nc.process.unavailable import Unavailable
 
 _aten = torch.ops.aten
@@ -51,6 +60,7 @@ class Ragged:
 
     Attributes:
         module: the graph; what it gives for tokens is [1, rows, ...].
+        padded: the one over padded texts that computes the same, where that is not the given one.
         beforehand: flat inputs → integers of tokens that depend on other tokens, [texts, length], then places
             of picked tokens, [texts].
         mask: number of the flat input that masks tokens; None: no token is masked.
@@ -65,6 +75,7 @@ class Ragged:
     """
 
     module: fx.GraphModule
+    padded: fx.GraphModule | None
     beforehand: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     mask: int | None
     of_tokens: tuple[bool, ...]
@@ -106,6 +117,7 @@ class _Read:
         mask: that one of them that masks tokens.
         found: attentions.
         meanings: of what is added to the scores of each of them.
+        distances: what some of them add by distance.
         ones: products of rows with what is 1 for real tokens, and the rows.
         origins: of its values.
         length: name of the size that is the length of texts.
@@ -117,6 +129,7 @@ class _Read:
     mask: fx.Node | None
     found: Sequence[TokenAttention]
     meanings: Mapping[TokenAttention, Meaning]
+    distances: Mapping[TokenAttention, Distances]
     ones: Mapping[fx.Node, fx.Node]
     origins: Origins
     length: str
@@ -126,7 +139,8 @@ class _Read:
     def longest(self) -> int:
         """Return the most tokens of a text in the graph over rows."""
         tables = [each.table.shape[-1] for each in self.meanings.values() if each.table is not None]
-        return min(self.places, masks.MOST_TOKENS, *tables)
+        distances = [each.most for each in self.distances.values()]
+        return min(self.places, masks.MOST_TOKENS, *tables, *distances)
 
 
 def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
@@ -137,10 +151,12 @@ def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
     before = [node for node in read.origins.beforehand if node in _live(read.module, read.found, read.ones)]
     picked = list(dict.fromkeys(read.origins.picks.values()))
     beforehand = functools.partial(_beforehand, *_apart(read.module, read.inputs, [*before, *picked]))
+    padded = copy_module(read.module, lazy=True)[0] if read.distances else None
     _change(read, before)
     tables = [each for each in read.meanings.values() if each.table is not None]
     return Ragged(
         module=read.module,
+        padded=padded,
         beforehand=beforehand,
         mask=None if read.mask is None else list(read.inputs).index(read.mask),
         of_tokens=of_tokens,
@@ -149,7 +165,7 @@ def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
         length=read.length,
         longest=read.longest,
         positions=None if read.places == _ANY else read.places,
-        together=bool(tables),
+        together=bool(tables) or bool(read.distances),
         from_begin=not all(each.by_distance for each in tables),
     )
 
@@ -168,17 +184,19 @@ def _read(given: fx.GraphModule, signature: Signature) -> _Read:
     if not found:
         msg = "it has no attention over tokens"
         raise _No(msg)
+    leave_rounding_out(found)
     mask = _mask_of(found)
     texts, length = _free_sizes(inputs, mask)
     _check_mask(module, mask)
     values = functools.partial(_values, module, inputs, mask)
     places = min(_most_places(signature, module, length), _most_looked_up(module, values, length))
     meanings = _meanings(found, values, places)
+    distances = _distances(found, values, places, meanings)
     ones = {} if mask is None else _always_one(module, mask, values, length, places)
     live = _live(module, found, ones)
     proofs = [_proved(module, inputs, mask, found, ones, live, TextSizes(*n, texts, length)) for n in _PROVED]
     origins = proofs[0]
-    return _Read(module, inputs, mask, found, meanings, ones, origins, length, places)
+    return _Read(module, inputs, mask, found, meanings, distances, ones, origins, length, places)
 
 
 def _check_mask(module: fx.GraphModule, mask: fx.Node | None) -> None:
@@ -323,6 +341,28 @@ def _meaning(attention: TokenAttention, values: Callable[[fx.Node], Computed], p
         raise _No(msg) from None
 
 
+def _distances(
+    found: Sequence[TokenAttention],
+    values: Callable[[fx.Node], Computed],
+    places: int,
+    meanings: Mapping[TokenAttention, Meaning],
+) -> dict[TokenAttention, Distances]:
+    """Return what attentions add to scores by distance."""
+    known = {}
+    for each in found:
+        if not each.distances:
+            continue
+        try:
+            if meanings[each].table is not None:
+                msg = "something is added by places besides"
+                raise Unlike(msg)
+            known[each] = distances_of(each.distances, values, places)
+        except Unlike as error:
+            msg = f"scores of {each.result.name}: {error}"
+            raise _No(msg) from None
+    return known
+
+
 def _always_one(
     module: fx.GraphModule,
     mask: fx.Node,
@@ -356,13 +396,15 @@ def _live(
 ) -> set[fx.Node]:
     """Return the nodes that are needed once masks are left out."""
     dropped = dead_terms(found)
+    read_instead = {node: [rows] for node, rows in ones.items()}
+    read_instead |= {each.result: list(each.sides) for each in found if each.distances}
     needed: set[fx.Node] = set()
     waiting = [leaf for leaf in returned(module) if isinstance(leaf, fx.Node)]
     while waiting:
         node = waiting.pop()
         if node not in needed:
             needed.add(node)
-            read = [ones[node]] if node in ones else node.all_input_nodes
+            read = read_instead.get(node, node.all_input_nodes)
             waiting += [source for source in read if source not in dropped.get(node, ())]
     return needed
 
@@ -397,7 +439,7 @@ def _attended(origins: Origins, each: TokenAttention, sizes: TextSizes) -> Token
     Keys and values must be all tokens of a text; raises `Mixed`.
     """
     why = f"{each.result.name} is not an attention of tokens to all tokens of their text"
-    sides = [origins.values.get(side) for side in (each.query, each.key, each.value)]
+    sides = [origins.values.get(side) for side in each.sides]
     query, key, value = sides
     if (
         not isinstance(query, TokenOrigin)
@@ -517,6 +559,9 @@ def _keep_texts_apart(read: _Read, starts: fx.Node, places: fx.Node) -> None:
     graph = read.module.graph
     made: list[tuple[torch.Tensor | None, fx.Node]] = []
     for each in read.found:
+        if each.distances:
+            _attend_by_distance(read, each, starts)
+            continue
         table = read.meanings[each].table
         same = (node for known, node in made if _is_same(known, table))
         bias = next(same, None)
@@ -524,6 +569,27 @@ def _keep_texts_apart(read: _Read, starts: fx.Node, places: fx.Node) -> None:
             bias = _bias(read, table, starts, places)
             made.append((table, bias))
         each.set_term(graph, bias)
+
+
+def _attend_by_distance(read: _Read, each: TokenAttention, starts: fx.Node) -> None:
+    """Let one operator compute an attention with scores by distance."""
+    graph, distances = read.module.graph, read.distances[each]
+    constants = [
+        None if value is None else add_constant(read.module, each.result, f"{each.result.name}_{name}", value, name)
+        for name, value in (
+            ("of_queries", distances.of_queries),
+            ("of_keys", distances.of_keys),
+            ("query_columns", distances.query_columns),
+            ("key_columns", distances.key_columns),
+        )
+    ]
+    with graph.inserting_before(each.result):
+        call = call_operator(graph, segment_attention, *each.sides, starts, *constants, each.scale)
+    take_over(call, each.result)
+    give_values_of(call, each.result)
+    inner = [node for node in (*each.between, each.result) if "operator" in node.meta]
+    call.meta["operators"] = [node.meta["operator"] for node in inner]
+    each.result.replace_all_uses_with(call)
 
 
 def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
