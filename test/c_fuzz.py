@@ -626,11 +626,21 @@ def flash_isas() -> dict[torch.dtype, list[int]]:
     return {dtype: [isa for isa in used if isa <= best] for dtype, best in flash.code().isas.items()}
 
 
+def vectors_of_distances(heads: int, width: int, places: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Vectors of few or all distances, and which belongs to each of them; or none."""
+    columns = random.choice((0, 1, 5, 2 * places - 1))
+    if not columns:
+        return None
+    column = (torch.arange(2 * places - 1) - places + 1 + columns // 2).clamp(0, columns - 1).int()
+    return torch.randn(heads, columns, width), column.flip(0).contiguous() if random.random() < 0.5 else column
+
+
 def case_flash() -> str:
     code, texts = flash.code(), random.choice((0, 1, 3))
     queries = [random.choice((0, 1, 2, 7, 33, 100)) for _ in range(texts)]
     lengths = [random.choice((0, 1, n, n + 3, 40, 150)) for n in queries]
     of_key, group, size = random.choice((1, 2)), random.choice((1, 2, 5)), random.choice((0, 0, 1, 5, 16))
+    lengths = queries if random.random() < 0.3 else lengths
     width, wide = random.choice((1, 4, 7, 33, 64)), random.choice((1, 15, 16, 33, 64, 100))
     dtype, heads, count = random.choice(FLOATS), of_key * group, threads()
     q, y = rows_of((sum(queries), heads, width), dtype), rows_of((sum(queries), heads, wide), dtype)
@@ -649,21 +659,31 @@ def case_flash() -> str:
     places = max([1, *queries, *lengths]) + random.choice((0, 5))
     added = torch.randn(random.choice((1, heads)), places, places) if random.random() < 0.3 else None
     strides = (0, 0) if added is None else added.expand(heads, places, places).stride()[:2]
+    plain = added is None and not size and group == 1 and lengths == queries and dtype is torch.float32
+    distances = [None, None]
+    if plain and not scores["causal"] and not scores["softcap"] and scores["left"] == scores["right"] == -1:
+        distances = [vectors_of_distances(heads, width, places) for _ in range(2)]
+    given = [each for each in distances if each is not None]
     fields = {
+        **flash.PLAIN,
+        **{"distances": places if given else 0},
+        **{f"{name}_columns": each[0].shape[1] for name, each in zip(("query", "key"), distances) if each},
         **{"texts": texts, "heads": heads, "group": group, "rows": len(q), "width": width, "wide": wide},
         **{"keys": len(k) * (size or 1), "dtype": DTYPES[dtype], "block_size": size, "most_blocks": most},
         **{f"{name}_strides": x.stride()[-3:-1] for name, x in (("q", q), ("k", k), ("v", v), ("y", y))},
         **{"block_strides": (k.stride(0), v.stride(0)) if size else (0, 0), **scores},
         **{"added_places": 0 if added is None else places, "added_strides": strides},
-        **{"bytes": flash.room(width, wide), "threads": count},
+        **{"bytes": flash.room(width, wide, distances=bool(given)), "threads": count},
         "isa": random.choice(flash_isas()[dtype]),
     }
-    room = torch.zeros(count, flash.room(width, wide), dtype=torch.uint8)
+    room = torch.zeros(count, fields["bytes"], dtype=torch.uint8)
     others = ([table] if size else []) + ([] if added is None else [added])
+    others += [tensor for vectors, column in given for tensor in (flash.panels(vectors), column)]
     call(code.function, fields, [y, q, k, v, starts, keys, room, *others], writes=(0, 6))
     key, value = ragged.gathered(k, v, table, lengths) if size else (k, v)
     ends = starts_of(lengths).tolist()
-    expected = ragged.attention(q, key, value, starts.tolist(), ends, **scores, added=added)
+    more = {"added": added, "distances": distances}
+    expected = ragged.attention(q, key, value, starts.tolist(), ends, **scores, **more)
     slack = 2.0**-8 if dtype is torch.bfloat16 else 3e-6
     close(y, expected, slack, slack)
     return f"{queries} {lengths} {fields}"

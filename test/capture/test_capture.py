@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 import nc
 from nc import CaptureError, InputError, NCWarning, StaticQuantConfig, describe, prepare
 from nc.graph.catalogue import op_name
+from nc.graph.placement import works_in_place
 
 
 def kinds(graph):
@@ -546,6 +547,19 @@ INPLACE = [
     out_of_chunks,
     two_changes_through_a_view,
 ]
+
+
+def scaled_view_of_a_new_value(self, x):
+    y = self.a(x).view(-1, 2, 2).transpose(1, 2)
+    y.div_(3.0)
+    return self.b(y.flatten(1))
+
+
+def test_a_view_that_nothing_else_reads_is_a_new_value():
+    """DeBERTa divides a view of what a linear gives."""
+    model = Function(scaled_view_of_a_new_value, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    graph = check(model, torch.randn(3, 4), relative=1e-6, others=[(torch.randn(5, 4),)])
+    assert not works_in_place(graph.module)
 
 
 @pytest.mark.parametrize("forward", INPLACE, ids=lambda f: f.__name__)

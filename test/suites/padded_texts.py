@@ -18,6 +18,14 @@ _BART = {
     "decoder_attention_heads": 4,
 }
 
+_DISENTANGLED = {
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    **_SMALL,
+}
+
 #: Name → configuration's class, model's class, and what the configuration is made with.
 ENCODERS = {
     "bert": ("BertConfig", "BertModel", _SMALL),
@@ -50,6 +58,19 @@ ENCODERS = {
         "CLIPTextConfig",
         "CLIPTextModelWithProjection",
         {"projection_dim": 32, "vocab_size": 100, "eos_token_id": 99, **_SMALL},
+    ),
+    "deberta": ("DebertaConfig", "DebertaModel", _DISENTANGLED),
+    "deberta-v2": (
+        "DebertaV2Config",
+        "DebertaV2Model",
+        {"position_buckets": 16, "share_att_key": True, "norm_rel_ebd": "layer_norm", **_DISENTANGLED},
+    ),
+    # a table of its own for keys, token types, and places besides
+    "deberta-v2-tags": (
+        "DebertaV2Config",
+        "DebertaV2ForTokenClassification",
+        {**_DISENTANGLED, "position_buckets": 256, "pos_att_type": ["c2p"], "type_vocab_size": 2,
+         "position_biased_input": True},
     ),
     # what is not computed by rows
     "fnet": ("FNetConfig", "FNetModel", {k: v for k, v in _SMALL.items() if k != "num_attention_heads"}),

@@ -1,10 +1,24 @@
 """Attention of texts of different lengths in float64, by its definition: what functions in C are compared with."""
 
+import itertools
+
 import torch
 
 
 def attention(
-    q, k, v, starts_q, starts_k, *, factor, causal=False, left=-1, right=-1, softcap=0.0, added=None
+    q,
+    k,
+    v,
+    starts_q,
+    starts_k,
+    *,
+    factor,
+    causal=False,
+    left=-1,
+    right=-1,
+    softcap=0.0,
+    added=None,
+    distances=(None, None),
 ):
     """The attention of each text by itself, with all its scores.
 
@@ -13,6 +27,8 @@ def attention(
         starts_q, starts_k: where texts begin, and where the last one ends.
         factor, causal, left, right, softcap: see `nc.kernels.flash.Scores`.
         added: to scores, [heads or 1, places, places], by places of query and key in their text; or None.
+        distances: for queries and for keys, vectors [heads, columns, width] whose products with them are added,
+            and the column for each distance of key and query [2 * distances - 1]; or None.
     """
     y = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     for n in range(len(starts_q) - 1):
@@ -24,6 +40,12 @@ def attention(
             scores = softcap * torch.tanh(scores / softcap)
         count, length = scores.shape[1:]
         scores = scores if added is None else scores + added[:, :count, :length].double()
+        of_distance = torch.arange(length) - torch.arange(count)[:, None]
+        for x, given, is_key in ((query, distances[0], False), (key, distances[1], True)):
+            for i, j in itertools.product(range(count), range(length)) if given is not None else ():
+                vectors, column = given
+                column = column[of_distance[i, j] + len(column) // 2]
+                scores[:, i, j] += (x[:, j if is_key else i] * vectors[:, column].double()).sum(-1)
         # the last query is beside the last key
         apart = torch.arange(length) - (torch.arange(count)[:, None] + length - count)
         hidden = apart > (0 if causal else right if right >= 0 else length + count)

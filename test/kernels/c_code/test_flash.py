@@ -9,7 +9,7 @@ from suites import ragged
 from nc.errors import BackendError, BackendUnavailableError, InputError, UnsupportedError
 from nc.kernels import flash
 from nc.kernels.c_code import abi, build, limit
-from nc.kernels.c_code.calls import EXECUTE, call_once, in_memory
+from nc.kernels.c_code.calls import EXECUTE, call_once, call_packed, in_memory
 from nc.kernels.c_code.isas import NUMBERS
 from nc.kernels.flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from nc.process.unavailable import Unavailable
@@ -110,6 +110,59 @@ def test_what_is_no_number_stays_with_its_queries(isa, dtype):
     wrong[1, 0] = wrong[2:132, 1] = True
     assert (y.isnan().any(2) == wrong).all()
     assert (y.isnan().all(2) == wrong).all()
+
+
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(("most", "columns"), [(200, 399), (200, 40), (90, 7)])
+def test_scores_by_distance(isa, which, most, columns):
+    """Of all distances, of buckets of them, and of few, which the far ones share."""
+    queries, heads, width = [1, 90, 0, min(most, 150), 17], 2, 24
+    q, k, v = random_tensors(sum(queries), sum(queries), heads, width=width, wide=20)
+    starts, distances = starts_of(queries), []
+    for turn, is_given in enumerate(which):
+        column = ((torch.arange(2 * most - 1) - most + 1) // 3 + columns // 2).clamp(0, columns - 1).int()
+        if columns == 2 * most - 1:
+            column = torch.arange(columns).int()
+        column = column.flip(0).contiguous() if turn else column
+        distances.append((torch.randn(heads, columns, width), column) if is_given else None)
+    y = by_distance(q, k, v, starts, distances, most)
+    expected = ragged.attention(q, k, v, starts.tolist(), starts.tolist(), factor=0.25, distances=distances)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("column", "number"), [(3, 40), (3, -1), (3, 9), (0, 2)], ids=["high", "low", "far", "falls"]
+)
+def test_columns_of_distances_that_are_none(column, number):
+    q, k, v = random_tensors(4, 4)
+    columns = torch.arange(7, dtype=torch.int32)
+    columns[column] = number
+    with pytest.raises(IndexError, match="columns of distances"):
+        by_distance(q, k, v, starts_of([4]), [(torch.randn(2, 40, 16), columns), None], 4)
+
+
+def by_distance(q, k, v, starts, distances, most):
+    """Call the function in C with scores by distance."""
+    found = flash.code()
+    (rows, heads, width), wide = q.shape, v.shape[2]
+    y = torch.empty(rows, heads, wide)
+    fields = {
+        **flash.PLAIN,
+        **{"texts": len(starts) - 1, "heads": heads, "group": 1, "rows": rows, "keys": rows},
+        **{"width": width, "wide": wide, "dtype": flash.DTYPES[torch.float32], "factor": 0.25},
+        **{f"{name}_strides": x.stride()[:2] for name, x in (("q", q), ("k", k), ("v", v), ("y", y))},
+        **{"bytes": flash.room(width, wide, distances=True), "threads": 2, "distances": most},
+        "isa": found.isas[torch.float32],
+    }
+    others = []
+    for name, given in zip(("query_columns", "key_columns"), distances, strict=True):
+        if given is not None:
+            fields[name] = given[0].shape[1]
+            others += [flash.panels(given[0]), given[1]]
+    room = torch.empty(2 * fields["bytes"], dtype=torch.uint8)
+    packed = abi.FUNCTIONS["flash"].packed(**fields)
+    call_packed(found.function, packed, [y, q, k, v, starts, starts, room, *others])
+    return y
 
 
 def test_slices_of_one_projection_are_read_where_they_are(isa):
