@@ -19,6 +19,7 @@ import torch
 
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, NCError
+from nc.formats.checks import checked_path
 from nc.storage.atomic import replaced
 from nc.text.json_text import parsed
 
@@ -57,7 +58,7 @@ def _is_of(kind: Kind, path: Path) -> bool:
 
 def read(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of a file; ArtefactMissingError if there is none."""
-    if not Path(path).is_file():
+    if not checked_path("path", path).is_file():
         msg = f"{path}: there is no such file; `prepared.statistics.save(path)` writes one."
         raise ArtefactMissingError(msg)
     return Path(path).read_bytes()
