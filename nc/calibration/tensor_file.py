@@ -21,6 +21,7 @@ from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, NCError
 from nc.formats.checks import checked_path
 from nc.storage.atomic import replaced
+from nc.storage.json_values import check_letters
 from nc.text.json_text import parsed
 
 #: Name and version of a kind of file.
@@ -40,7 +41,9 @@ def write(
 
     Raises:
         ArtefactError: something else than an earlier file of this kind is there, or it cannot be written.
+        InputError: a name in it can't be read again.
     """
+    check_letters(document, tensors)
     with replaced(path, functools.partial(_is_of, kind)) as staged:
         safetensors.torch.save_file(tensors, staged, _metadata(kind, document, tensors))
 
