@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 from nc.api.quantized import QuantizedModel, checked
@@ -17,6 +16,7 @@ from nc.backends.exporting import export
 from nc.backends.narrowing import narrowed
 from nc.backends.onnx import OnnxReport
 from nc.errors import UnsupportedError
+from nc.formats.checks import checked_path
 from nc.graph.qdq import QDQGraph
 from nc.process.warn import warn
 
@@ -177,13 +177,13 @@ def exported(
 
     Returns what the exporter tells.
     """
-    graph = _alone(checked(q_model, step).graph)
+    graph, target = _alone(checked(q_model, step).graph), checked_path("path", path)
     exporter, engine = exporter_for(format, q_model.backend)
     if engine is None:
-        return export(exporter, format, graph, q_model.engine, Path(path), options)
+        return export(exporter, format, graph, q_model.engine, target, options)
     check_available(engine)
     check_bf16(engine, graph)
-    return export(exporter, format, narrowed(graph, engine), None, Path(path), options)
+    return export(exporter, format, narrowed(graph, engine), None, target, options)
 
 
 def _alone(graph: QDQGraph) -> QDQGraph:

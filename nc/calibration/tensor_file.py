@@ -19,7 +19,9 @@ import torch
 
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, NCError
+from nc.formats.checks import checked_path
 from nc.storage.atomic import replaced
+from nc.storage.json_values import check_letters
 from nc.text.json_text import parsed
 
 #: Name and version of a kind of file.
@@ -39,7 +41,9 @@ def write(
 
     Raises:
         ArtefactError: something else than an earlier file of this kind is there, or it cannot be written.
+        InputError: a name in it can't be read again.
     """
+    check_letters(document, tensors)
     with replaced(path, functools.partial(_is_of, kind)) as staged:
         safetensors.torch.save_file(tensors, staged, _metadata(kind, document, tensors))
 
@@ -57,7 +61,7 @@ def _is_of(kind: Kind, path: Path) -> bool:
 
 def read(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of a file; ArtefactMissingError if there is none."""
-    if not Path(path).is_file():
+    if not checked_path("path", path).is_file():
         msg = f"{path}: there is no such file; `prepared.statistics.save(path)` writes one."
         raise ArtefactMissingError(msg)
     return Path(path).read_bytes()

@@ -10,6 +10,9 @@ from pathlib import Path
 from nc.errors import ConfigError, InputError
 from nc.text.plain import shown
 
+#: Bytes of a path and of one name in it, as Linux limits them.
+_MOST_OF_PATH, _MOST_OF_NAME = 4095, 255
+
 
 def is_number(value: object) -> bool:
     """Whether a value is one finite real number, NumPy's included."""
@@ -47,7 +50,7 @@ def check_callable(name: str, value: object, what: str) -> None:
 
 
 def checked_path(name: str, value: object) -> Path:
-    """Return a path; raises InputError for what is none, such as None and an empty text.
+    """Return a path; raises InputError for what is none, such as None, an empty text and one too long.
 
     Args:
         name: of the argument.
@@ -55,11 +58,21 @@ def checked_path(name: str, value: object) -> Path:
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if not isinstance(value, str) or not value or "\0" in value:
+    if not isinstance(value, str) or not _names_a_file(value):
         got = shown(value) if isinstance(value, str) else kind_of(value)
         msg = f"Expected {name} to be a path, but got {got}."
         raise InputError(msg)
     return Path(value)
+
+
+def _names_a_file(text: str) -> bool:
+    """Whether Linux can have a file of that name."""
+    try:
+        data = os.fsencode(text)
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+    parts = map(len, data.split(b"/"))
+    return 0 < len(data) <= _MOST_OF_PATH and max(parts) <= _MOST_OF_NAME and b"\0" not in data
 
 
 def kind_of(value: object) -> str:

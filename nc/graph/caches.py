@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from nc.errors import UnsupportedError
+
 _MODULE = "transformers.cache_utils"
 #: Members of each class, by its qualified name.
 MEMBERS: Mapping[str, tuple[str, str]] = {
@@ -122,6 +124,10 @@ def _register(cls: type, name: str) -> None:
 def _layers(cache: Any) -> list[Any]:
     for layer in cache.layers:
         if type(layer).__name__ not in _LAYERS:
-            msg = f"a key-value cache holds a {type(layer).__name__}, which is not a known type"
-            raise TypeError(msg)
+            msg = (
+                f"A key-value cache holds a {type(layer).__name__}, which is not a known type.\n"
+                "nc reads caches with nothing but keys and values: call the model with use_cache=False, and "
+                "without a cache."
+            )
+            raise UnsupportedError(msg)
     return [layer for layer in cache.layers if layer.keys is not None]

@@ -21,6 +21,7 @@ from nc.api.exports import exported
 from nc.api.quantized import QuantizedModel
 from nc.backends.onnx import OnnxReport
 from nc.errors import ConfigError, StateError
+from nc.formats.checks import checked_path
 from nc.hf import checksums
 from nc.hf.folder import ARTEFACT, CONFIG, is_result, read_by_others, replaceable, written
 from nc.hf.low_bit_files import check_target, write_low_bit
@@ -115,7 +116,7 @@ def export(
         msg = f"There is no format {format!r}; there are {', '.join((*PROGRAMS, *FORMATS))}."
         raise ConfigError(msg)
     check_target(target, format)
-    destination = replaceable(resolved(out), RECORD)
+    destination = replaceable(resolved(checked_path("out", out)), RECORD)
     with written(destination, RECORD) as staged:
         if format in PROGRAMS:
             with _folder_of(model) as (source, quantized):

@@ -13,6 +13,7 @@ import torch
 from nc.api.quantized import QuantizedModel
 from nc.api.workflow import quantize as quantize_model
 from nc.errors import ArtefactError, ConfigError, InputError
+from nc.formats.checks import checked_path
 from nc.hf import checksums
 from nc.hf.data import batches_of
 from nc.hf.encoder_decoder import is_encoder_decoder, load_parts, quantize_parts
@@ -57,9 +58,9 @@ def quantize(
         ArtefactError: something else than an earlier result lies at `out`, or the folder of the model needs
             code that is not trusted.
     """
-    target = replaceable(resolved(out), CONFIG, ARTEFACT)
+    target = replaceable(resolved(checked_path("out", out)), CONFIG, ARTEFACT)
     if isinstance(model, (str, os.PathLike)):
-        model = _opened(Path(model), trust_remote_code)
+        model = _opened(checked_path("model", model), trust_remote_code)
     _check_kind(model)
     why_none = ""
     if processor is None:
@@ -130,16 +131,17 @@ def load(
         InputError: an entry of `warm` does not fit the model, or `lengths` are no numbers of tokens.
         VerificationError, BackendError: as for `nc.load`.
     """
-    if not is_result(Path(folder), CONFIG, ARTEFACT):
+    place = checked_path("folder", folder)
+    if not is_result(place, CONFIG, ARTEFACT):
         msg = (
             f"{folder} is not a folder of nc.hf.quantize: it has no {CONFIG}, or no folder {ARTEFACT!r}. "
             "transformers loads folders of float models."
         )
         raise ArtefactError(msg)
-    checksums.check(Path(folder))
+    checksums.check(place)
     options: dict[str, Any] = {"verify": verify, "verify_sizes": verify_sizes, "padding": padding}
-    if (Path(folder) / ENCODER).is_dir():
-        return load_parts(Path(folder), warm, lengths, **options)
+    if (place / ENCODER).is_dir():
+        return load_parts(place, warm, lengths, **options)
     return load_model(folder, warm, lengths, trust_remote_code=trust_remote_code, **options)
 
 

@@ -14,6 +14,7 @@ import torch
 from nc.api.quantized import QuantizedModel
 from nc.api.workflow import quantize
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactSchemaError, ConfigError, InputError
+from nc.formats.checks import checked_path
 from nc.hf import checksums
 from nc.hf.data import BATCH, length_of
 from nc.hf.folder import ARTEFACT, is_result, read_by_others, replaceable, written
@@ -61,7 +62,7 @@ def quantize_sentence_transformer(
     if isinstance(texts, str) or not texts:
         msg = "texts: give a list of sentences, as users send them; 100 or more."
         raise InputError(msg)
-    target = replaceable(resolved(out), MODULES, ARTEFACT)
+    target = replaceable(resolved(checked_path("out", out)), MODULES, ARTEFACT)
     encoder, attribute = _encoder(model)
     batches = [_features(model, encoder, part) for part in _parts(texts)]
 
@@ -114,7 +115,7 @@ def load_sentence_transformer(
         InputError: an entry of `warm` does not fit the model, or `lengths` are no numbers of tokens.
         VerificationError, BackendError: as for `nc.load`.
     """
-    place = Path(folder)
+    place = checked_path("folder", folder)
     if not is_result(place, MODULES, ARTEFACT):
         msg = (
             f"{place} is not a folder of quantize_sentence_transformer: it has no {MODULES}, or no folder "

@@ -23,6 +23,7 @@ from nc.errors import (
     StateError,
     UnsupportedError,
 )
+from nc.formats.checks import checked_path
 from nc.interchange import auto_round, awq, compressed_tensors, folder, gguf, gptq, quark
 from nc.interchange.gguf_writer import write as write_gguf
 from nc.interchange.layer import INT8, StoredLayer
@@ -88,6 +89,7 @@ def export_weights(
     if format not in (*FORMATS, GGUF):
         msg = f"There is no format {format!r}; there are {', '.join((*FORMATS, GGUF))}."
         raise ConfigError(msg)
+    where = checked_path("path", path)
     layers, floats, tensors = contents_of(model)
     if not layers:
         msg = (
@@ -103,7 +105,6 @@ def export_weights(
                 'format="compressed-tensors".'
             )
             raise UnsupportedError(msg)
-        where = Path(path)
         is_file = where.suffix == f".{GGUF}" and not where.is_dir()
         file = where if is_file else folder.alone(where, GGUF_FILE) / GGUF_FILE
         write_gguf(file, {**{f"{name}.weight": layer.weight for name, layer in layers.items()}, **tensors})
@@ -112,7 +113,7 @@ def export_weights(
     files = settings_of(model, config)
     if format == "gptq":
         files["quantize_config.json"] = config  # for readers that do not know config.json
-    folder.write(Path(path), {**tensors, **stored}, files)
+    folder.write(where, {**tensors, **stored}, files)
 
 
 def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
@@ -131,7 +132,7 @@ def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
         UnsupportedError: it holds what no weight of nc is, e.g. groups of input channels that are not
             neighbours.
     """
-    where = Path(path)
+    where = checked_path("path", path)
     file = _gguf_in(where)
     if file is not None:
         return _read_gguf(file)

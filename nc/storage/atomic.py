@@ -22,6 +22,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from nc.errors import ArtefactError, ArtefactWriteError, NCError
+from nc.formats.checks import checked_path
 
 #: Whether nc wrote what is at a path, which exists. It may raise an ArtefactError that says more.
 Ours = Callable[[Path], bool]
@@ -52,9 +53,10 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     """Return where a path leads to.
 
     Raises:
+        InputError: it is no path.
         ArtefactError: it is a link that leads nowhere, or to itself.
     """
-    given = Path(path)
+    given = checked_path("path", path)
     with writing(given):
         try:
             target = given.resolve()

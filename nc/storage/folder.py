@@ -28,6 +28,7 @@ from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError,
 from nc.process.warn import said_after
 from nc.storage import tensor_file
 from nc.storage.atomic import check_first, replaced_folder, resolved
+from nc.storage.json_values import check_letters
 from nc.storage.mapped import MappedFile
 from nc.storage.marks import is_of, json_like
 from nc.storage.tensor_file import Source
@@ -116,7 +117,9 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
 
     Raises:
         ArtefactError: something else is there by now, or it cannot be written.
+        InputError: a name in it can't be read again.
     """
+    check_letters(document, tensors)
     with replaced_folder(target, is_replaceable) as staged:
         staged.mkdir()
         (staged / MODEL).write_text(_model_json(document), encoding="ascii")

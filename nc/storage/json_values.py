@@ -7,14 +7,16 @@ is: {"node": "linear_1"}, {"tuple": [...]}, {"float": "-inf"}, {"complex": [re, 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from nc.errors import ArtefactError
+from nc.errors import ArtefactError, InputError
+from nc.text.plain import shown
 
 #: JSON as the standard library reads it.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
@@ -138,3 +140,21 @@ def decode(data: Json, nodes: Mapping[str, fx.Node] = _NO_NODES) -> Any:
             return _FORMATS[content]
     msg = f"unknown kind of value {tag!r}"
     raise ValueError(msg)
+
+
+def check_letters(document: Json, names: Iterable[str]) -> None:
+    """Refuse half a surrogate pair in a document or in names of tensors, before a file is begun.
+
+    Raises:
+        InputError: no reader of JSON or safetensors takes it.
+    """
+    try:
+        json.dumps([document, list(names)], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        begin = error.object.rfind('"', 0, error.start) + 1
+        name = error.object[begin : error.object.find('"', error.start)]
+        msg = (
+            f"The name {shown(name)} holds half a surrogate pair, which files can't: give modules, arguments "
+            "and keys names of whole letters."
+        )
+        raise InputError(msg) from error

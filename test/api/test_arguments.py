@@ -4,13 +4,16 @@ import pytest
 import torch
 
 import nc
+import nc.hf
 from nc.api.tune.front import Front, FrontPoint
 from nc.api.tune.trials import Result
 from nc.errors import ArtefactError, ConfigError, InputError
+from nc.interchange import export_weights, import_weights, read_weights
 
 X = torch.zeros(2, 4)
 MODEL = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
 DYNAMIC = nc.DynamicQuantConfig()
+LOW_BIT = nc.WeightOnlyConfig("int8", group_size=-1)
 SETTINGS = nc.TuningConfig(config_set=DYNAMIC)
 HUGE = 10**400
 
@@ -28,8 +31,12 @@ def front():
     return Front(measured=tuple(points))
 
 
-def prepared():
-    return nc.prepare(MODEL, DYNAMIC, example_inputs=X)
+def prepared(config=DYNAMIC):
+    return nc.prepare(MODEL, config, example_inputs=X)
+
+
+def quantized():
+    return nc.convert(nc.prepare(MODEL, DYNAMIC, example_inputs=X, backend="reference"), measure=False)
 
 
 RUN_FN = (
@@ -66,6 +73,29 @@ CASES = {
     "empty cache": (lambda: nc.autoquant(MODEL, X, cache=""), InputError, "Expected cache to be a path"),
     "load": (lambda: nc.load(None), InputError, "Expected model_name_or_path to be a path, but got a NoneType"),
     "load zero": (lambda: nc.load("a\0b"), InputError, "to be a path"),
+    "load long": (lambda: nc.load("a" * 300), InputError, "to be a path"),
+    "load half a letter": (lambda: nc.load("\ud800"), InputError, "to be a path"),
+    "save long": (lambda: nc.save(MODEL, "a/" * 3000), InputError, "to be a path"),
+    "export_model": (lambda: nc.export_model(quantized(), None, "onnx"), InputError, "Expected path to be a path"),
+    "export_onnx": (lambda: nc.export_onnx(quantized(), ""), InputError, "Expected path to be a path"),
+    "export_pt2": (lambda: nc.export_pt2(quantized(), 3), InputError, "Expected path to be a path"),
+    "export_weights": (lambda: export_weights({}, ""), InputError, "Expected path to be a path"),
+    "read_weights": (lambda: read_weights(None), InputError, "Expected path to be a path"),
+    "import_weights": (lambda: import_weights(MODEL, "a"), InputError, "to be a path, but got a Sequential"),
+    "statistics": (lambda: prepared().statistics.save(None), InputError, "Expected path to be a path"),
+    "statistics read": (lambda: prepared().statistics.load(3), InputError, "Expected path to be a path"),
+    "calls": (lambda: prepared(LOW_BIT).statistics.save(""), InputError, "Expected path to be a path"),
+    "calls read": (lambda: prepared(LOW_BIT).statistics.load(None), InputError, "Expected path to be a path"),
+    "report": (lambda: quantized().report().save(None), InputError, "Expected path to be a path"),
+    "hf.quantize": (lambda: nc.hf.quantize(MODEL, [], None), InputError, "Expected out to be a path"),
+    "hf.quantize model": (lambda: nc.hf.quantize("", [], "a"), InputError, "Expected model to be a path"),
+    "hf.load": (lambda: nc.hf.load(None), InputError, "Expected folder to be a path"),
+    "hf.load_sentence_transformer": (lambda: nc.hf.load_sentence_transformer(3), InputError,
+                                     "Expected folder to be a path"),
+    "hf.quantize_sentence_transformer": (lambda: nc.hf.quantize_sentence_transformer(MODEL, ["a"], ""), InputError,
+                                         "Expected out to be a path"),
+    "hf.export": (lambda: nc.hf.export("a", None, "gptq"), InputError, "Expected out to be a path"),
+    "accelerate_generation": (lambda: nc.accelerate_generation(3), InputError, "int is no language model"),
     "save": (lambda: nc.save(MODEL, None), InputError, "Expected checkpoint_dir to be a path"),
     "front without a folder": (lambda: front().save("no/such/f.json"), ArtefactError, "there is no folder"),
     "configuration": (lambda: DYNAMIC.to_json_file(None), InputError, "Expected path to be a path"),

@@ -28,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.pytorch_utils import Conv1D
 
 import nc
-from nc import CaptureError, InputError, NCWarning, StaticQuantConfig, describe, prepare
+from nc import CaptureError, InputError, NCWarning, StaticQuantConfig, UnsupportedError, describe, prepare
 from nc.graph.catalogue import op_name
 from nc.graph.placement import works_in_place
 
@@ -1076,6 +1076,11 @@ def test_a_cache_with_other_states_than_keys_and_values_is_refused_with_advice()
 
     with pytest.raises(CaptureError, match="LinearAttentionLayer.*\n.*use_cache=False"):
         graph_of(Function(forward, fc=nn.Linear(4, 4)), torch.ones(2, 4))
+    cache = caches.DynamicCache()
+    cache.layers.append(caches.LinearAttentionLayer())
+    model = Function(lambda self, x, cache: self.fc(x), fc=nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match="LinearAttentionLayer.*\n.*use_cache=False"):
+        nc.prepare(model.eval(), nc.StaticQuantConfig(), example_inputs=(torch.ones(2, 4), cache))
 
 
 def test_a_batch_baked_into_the_model_is_said_aloud():

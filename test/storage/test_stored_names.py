@@ -76,6 +76,26 @@ def test_low_bit_weights_with_such_names(tmp_path):
     assert torch.equal(nc.load(tmp_path / "m", model=MODELS["module"]())(X), q(X))
 
 
+@pytest.mark.parametrize("config", [nc.DynamicQuantConfig(), nc.WeightOnlyConfig("int8", group_size=8)])
+def test_half_a_surrogate_pair_is_refused_before_a_file_is_begun(config, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.add_module("a\ud800b", nn.Linear(8, 8))
+    q = nc.quantize(model.eval(), config, example_inputs=X, measure=False)
+    with pytest.raises(nc.InputError, match=r"The name 'a\\ud800b.*' holds half a surrogate pair"):
+        nc.save(q, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_a_surrogate_pair_in_calls_is_refused_too(tmp_path):
+    model, x = nn.Sequential(nn.Linear(128, 128)), torch.randn(4, 128)
+    model.add_module("a\ud800b", nn.Linear(128, 8))
+    prepared = nc.prepare(model.eval(), nc.WeightOnlyConfig("int8", solver=nc.GPTQ()))
+    prepared(x)
+    with pytest.raises(nc.InputError, match="half a surrogate pair"):
+        prepared.statistics.save(tmp_path / "s")
+    assert not list(tmp_path.iterdir())
+
+
 NUMBERS = {
     "factor": lambda self, x: torch.exp(1j * self.fc(x)).real,
     "term": lambda self, x: (self.fc(x) + (2 - 3j)).abs(),

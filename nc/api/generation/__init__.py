@@ -40,10 +40,10 @@ def accelerate_generation(model: _Model) -> _Model:
         BackendError, BackendUnavailableError: there can be no plan for it here.
         VerificationError: the plan computes something else than the model.
     """
-    own_forward(model)
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "config"):
         msg = f"{type(model).__name__} is no language model of transformers: it has no `generate`."
         raise InputError(msg)
+    own_forward(model)
     if getattr(model.config, "is_encoder_decoder", False):
         msg = f"{type(model).__name__} has an encoder; only decoders can be accelerated so far."
         raise UnsupportedError(msg)

@@ -26,6 +26,7 @@ from nc.calibration.ranks import Ranks
 from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
 from nc.errors import StateError
+from nc.graph.caches import is_cache
 from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.process.modes import PlainPath, evaluating
@@ -113,7 +114,9 @@ class PreparedWeights(Preparation):
         if sample is not None and is_first and not changes_of(self.model, before, kept_in(self.model)):
             self.first = first_call(sample, output)
         trains = torch.is_grad_enabled() and any(isinstance(t, TEQ) for t in self.plan.transforms)
-        return pytree.tree_map_only(torch.Tensor, _refusing, output) if trains else output
+        if not trains:
+            return output
+        return pytree.tree_map_only(torch.Tensor, _refusing, output, is_leaf=is_cache)  # which stays as it is
 
     @property
     def statistics(self) -> RecordedCalls:

@@ -48,13 +48,13 @@ _DESCRIPTORS = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
 )
-#: Functions and methods that read what is not in memory: files, the network, text that becomes code.
+#: Names that read what values in memory do not show: files, the network, environment variables.
 _READERS = _words(
     "open load read_text read_bytes fromfile memmap loadtxt genfromtxt read_csv read_json "
     "read_parquet read_table load_file load_dataset load_from_disk from_pretrained from_file imread "
-    "urlopen urlretrieve read_image check_output popen system"
+    "urlopen urlretrieve read_image check_output popen system environ environb getenv getenvb"
 )
-#: Functions of Python that do so; methods of these names are others, such as `model.eval`.
+#: Functions of Python that do so, or make code of text; methods of these names are others: `model.eval`.
 _BUILTIN_READERS = _words("input eval exec")
 #: Methods of lists, sets, dicts and deques that return None: code that calls these alone reads nothing.
 _WRITES = _words("append appendleft add extend update clear insert")

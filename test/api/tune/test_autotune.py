@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from models import Function
 from torch import nn
 
 import nc
 from nc import DynamicQuantConfig, RTNConfig, StaticQuantConfig, TuningConfig, autotune, get_all_config_set
 from nc.errors import ConfigError, InputError, NCError, NCWarning, StateError
+from nc.graph.caches import register
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 STATIC, DYNAMIC, ROUNDED = StaticQuantConfig(), DynamicQuantConfig(), RTNConfig(bits=4, group_size=32)
@@ -178,3 +180,16 @@ def test_a_loop_that_trains_teq_says_what_to_do(model):
         assert not prepared(X).requires_grad
     assert not nc.prepare(model, nc.AWQConfig(group_size=-1))(X).requires_grad
     assert nc.convert(prepared, measure=False) is not None
+
+
+def test_a_cache_that_a_loop_gets_is_the_models_own(model):
+    """Of any kind: hybrid models keep other states than keys and values in it."""
+    caches = pytest.importorskip("transformers.cache_utils")
+    register()  # as any capture does
+    cache = caches.DynamicCache()
+    cache.layers.append(type("OtherLayer", (), {})())
+    both = Function(lambda self, x: (self.net(x), cache), net=model)
+    output, got = nc.prepare(both, nc.TEQConfig(group_size=-1))(X)
+    assert got is cache
+    with pytest.raises(StateError, match="TEQ"):
+        output.sum().backward()

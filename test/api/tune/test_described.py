@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -257,6 +258,10 @@ def loads(model):
     return np.load("scores.npy")
 
 
+def reads_the_environment(model):
+    return float(os.environ["WEIGHT"])
+
+
 def imports_what_is_not_there(model):
     import nobody_has_this
 
@@ -275,6 +280,8 @@ def imports_what_is_not_there(model):
         (lambda: chain(100_000), f"more than {MOST_DEPTH} objects"),
         (lambda: opens, "code that calls 'open', which may read what is not in memory (opens)"),
         (lambda: loads, "code that calls 'load'"),
+        (lambda: reads_the_environment, "code that calls 'environ'"),
+        (lambda: closure(os.getenv), "'getenv', which may read what is not in memory (metric's held"),
         (lambda: imports_what_is_not_there, "code that imports 'nobody_has_this'"),
     ],
 )
