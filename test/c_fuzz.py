@@ -632,7 +632,9 @@ def vectors_of_distances(heads: int, width: int, places: int) -> tuple[torch.Ten
     if not columns:
         return None
     column = (torch.arange(2 * places - 1) - places + 1 + columns // 2).clamp(0, columns - 1).int()
-    return torch.randn(heads, columns, width), column.flip(0).contiguous() if random.random() < 0.5 else column
+    return torch.randn(heads, columns, width), column.flip(
+        0
+    ).contiguous() if random.random() < 0.5 else column
 
 
 def case_flash() -> str:
@@ -667,7 +669,11 @@ def case_flash() -> str:
     fields = {
         **flash.PLAIN,
         **{"distances": places if given else 0},
-        **{f"{name}_columns": each[0].shape[1] for name, each in zip(("query", "key"), distances) if each},
+        **{
+            f"{name}_columns": each[0].shape[1]
+            for name, each in zip(("query", "key"), distances, strict=True)
+            if each
+        },
         **{"texts": texts, "heads": heads, "group": group, "rows": len(q), "width": width, "wide": wide},
         **{"keys": len(k) * (size or 1), "dtype": DTYPES[dtype], "block_size": size, "most_blocks": most},
         **{f"{name}_strides": x.stride()[-3:-1] for name, x in (("q", q), ("k", k), ("v", v), ("y", y))},

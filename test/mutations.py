@@ -561,6 +561,22 @@ MUTATIONS = (
         ("flash",),
     ),
     Mutation(
+        "flash-distances",
+        "attention of variable lengths adds what belongs to the distance of each query",
+        "kernels/c_code/flash_block.h",
+        "const int32_t *column = by->column + how->distances - 1 + key - (query + r);",
+        "const int32_t *column = by->column + how->distances - 1 + key - query;",
+        ("flash",),
+    ),
+    Mutation(
+        "rows-vectors",
+        "vectors of distances are those of all lengths of texts",
+        "backends/rewrites/ragged/distances.py",
+        "        for n in {min(count, most) for count in _SOME}:",
+        "        for n in {most}:",
+        ("ragged",),
+    ),
+    Mutation(
         "flash-pages",
         "attention of variable lengths reads no page that the cache does not have",
         "kernels/c_code/flash.c",

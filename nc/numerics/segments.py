@@ -59,8 +59,8 @@ def segment_attention(
 ) -> torch.Tensor:
     """Return attention of rows to rows of their own text, with scores by distance.
 
-    This is disentangled attention (He et al. 2021, arXiv 2006.03654, equation 4). For a query i and a key j, and
-    c = j - i + distances - 1, the score is scale * q[i] k[j] + q[i] of_queries[query_columns[c]] +
+    This is disentangled attention (He et al. 2021, arXiv 2006.03654, equation 4). For a query i and a key j,
+    and c = j - i + distances - 1, the score is scale * q[i] k[j] + q[i] of_queries[query_columns[c]] +
     k[j] of_keys[key_columns[c]].
 
     Args:

@@ -398,8 +398,8 @@ segment_sum = _operator(
     ),
 )
 segment_attention = _operator(
-    "segment_attention(Tensor query, Tensor key, Tensor value, Tensor starts, Tensor? of_queries, Tensor? of_keys, "
-    "Tensor? query_columns, Tensor? key_columns, float scale) -> Tensor",
+    "segment_attention(Tensor query, Tensor key, Tensor value, Tensor starts, Tensor? of_queries, "
+    "Tensor? of_keys, Tensor? query_columns, Tensor? key_columns, float scale) -> Tensor",
     segments.segment_attention,
     lambda query, key, value, *rest: query.new_empty((*query.shape[:-1], value.shape[-1])),
 )

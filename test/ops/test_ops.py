@@ -10,11 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from suites import ragged
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.optests import OpCheckError
-from suites import ragged
 from torch.utils import _pytree as pytree
 
 from nc import ops
@@ -335,14 +335,14 @@ def text_sums(x, starts, keepdim):
 
 
 def text_attention(q, k, v, starts, of_queries, of_keys, query_columns, key_columns, scale):
-    """Attention of each text by itself, with what is added to scores pair by pair."""
+    """Attention of each text by itself, with what is added to scores pair by pair; the rest is a text."""
     given = ((of_queries, query_columns), (of_keys, key_columns))
     distances = [
         None if vectors is None else tuple(torch.as_tensor(x) for x in (vectors, column))
         for vectors, column in given
     ]
     rows = [torch.as_tensor(x)[0].transpose(0, 1) for x in (q, k, v)]
-    ends = [int(n) for n in starts]
+    ends = [*map(int, starts), len(rows[0])]
     y = ragged.attention(*rows, ends, ends, factor=scale, distances=distances)
     return y.transpose(0, 1)[None].numpy()
 
@@ -352,13 +352,23 @@ BUCKETS = torch.tensor([3, 3, 3, 2, 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0], dtype=torc
 
 def sides():
     """Queries, keys and values."""
-    return values(1, 2, 8, 4), values(1, 2, 8, 4), values(1, 2, 8, 6)
+    return tuple(values(1, 2, 8, width) / 16 for width in (4, 4, 6))
 
 
 SAMPLES = {
     "segment_attention.default": lambda: [
-        Sample(text_attention, (*sides(), STARTS, values(2, 4, 4), values(2, 4, 4), BUCKETS, BUCKETS.flip(0), 0.3), {0: 2, 1: 2, 2: 2}, 1e-4),
-        Sample(text_attention, (*sides(), STARTS, None, values(2, 4, 4), None, BUCKETS, 0.3), {0: 2, 1: 2, 2: 2}, 1e-4),
+        Sample(
+            text_attention,
+            (*sides(), STARTS, values(2, 4, 4), values(2, 4, 4), BUCKETS, BUCKETS.flip(0), 0.3),
+            {0: 2, 1: 2, 2: 2},
+            1e-4,
+        ),
+        Sample(
+            text_attention,
+            (*sides(), STARTS, None, values(2, 4, 4), None, BUCKETS, 0.3),
+            {0: 2, 1: 2, 2: 2},
+            1e-4,
+        ),
     ],
     "segment_bias.default": lambda: [
         Sample(text_bias, (STARTS, torch.arange(8), None, 8), {1: 0}),

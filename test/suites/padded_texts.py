@@ -69,8 +69,13 @@ ENCODERS = {
     "deberta-v2-tags": (
         "DebertaV2Config",
         "DebertaV2ForTokenClassification",
-        {**_DISENTANGLED, "position_buckets": 256, "pos_att_type": ["c2p"], "type_vocab_size": 2,
-         "position_biased_input": True},
+        {
+            **_DISENTANGLED,
+            "position_buckets": 256,
+            "pos_att_type": ["c2p"],
+            "type_vocab_size": 2,
+            "position_biased_input": True,
+        },
     ),
     # what is not computed by rows
     "fnet": ("FNetConfig", "FNetModel", {k: v for k, v in _SMALL.items() if k != "num_attention_heads"}),

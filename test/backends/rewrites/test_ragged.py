@@ -463,3 +463,79 @@ def test_the_last_token_is_picked():
 def test_numbers_and_places_of_texts_are_in_no_values(kind):
     _, form = form_of(kind(), texts(24, 10, 17))
     assert isinstance(form, Unavailable)
+
+
+class Disentangled(Small):
+    """Attention with scores by distance, as DeBERTa has it; subclasses change which."""
+
+    def __init__(self):
+        super().__init__()
+        self.far = nn.Embedding(15, self.width)
+
+    def columns(self, n):
+        places = torch.arange(n)
+        return (places[:, None] - places[None, :] + 7).clamp(0, 14)
+
+    def attend(self, x, attention_mask):
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        far = self.split(self.far.weight[None]).mT
+        column = self.columns(x.shape[1]).expand(x.shape[0], self.heads, -1, -1)
+        scores = q @ k.mT + torch.gather(q @ far, -1, column) * 0.5
+        scores = scores + torch.gather(k @ far, -1, column).mT + self.bias(attention_mask)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)) + x
+
+
+class OfLength(Disentangled):
+    def columns(self, n):
+        return (super().columns(n) + n // 32).clamp(0, 14)
+
+
+class OfPlaces(Disentangled):
+    def columns(self, n):
+        return (torch.arange(n)[:, None] + torch.arange(n)[None, :]).clamp(0, 14)
+
+
+class FarApart(Disentangled):
+    def columns(self, n):
+        return (super().columns(n) * 2).clamp(0, 14)
+
+
+class Twice(Disentangled):
+    def attend(self, x, attention_mask):
+        far = self.split(self.far.weight[None]).mT
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        column = self.columns(x.shape[1]).expand(x.shape[0], self.heads, -1, -1)
+        scores = q @ k.mT + torch.gather(q @ far, -1, column) + torch.gather(q @ far, -1, column)
+        return self.out(((scores + self.bias(attention_mask)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class OfOthers(Disentangled):
+    def attend(self, x, attention_mask):
+        far = self.split(self.far.weight[None]).mT
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        column = self.columns(x.shape[1]).expand(x.shape[0], self.heads, -1, -1)
+        scores = q @ k.mT + torch.gather(v @ far, -1, column)
+        return self.out(((scores + self.bias(attention_mask)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (OfLength, "depends on the length of the texts"),
+        (OfPlaces, "depends on more than the distance"),
+        (FarApart, "not next to each other"),
+        (Twice, "two products of queries"),
+        (OfOthers, "other than its queries and keys"),
+    ],
+)
+def test_scores_that_are_of_more_than_distances(model, why):
+    _, form = form_of(model())
+    assert isinstance(form, Unavailable)
+    assert why in form.reason
+
+
+def test_scores_by_distance():
+    graph, form = form_of(Disentangled())
+    assert isinstance(form, Ragged), form
+    for lengths in ((33, 1, 20, 7, 33), (50, 31), (64, 2)):
+        assert_same(graph, form, texts(*lengths))

@@ -77,7 +77,8 @@ def by_distance(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
     given = [recorder.read(a[name]) for name in ("query", "key", "value")]
     dims = given[0].tensor.dim()
     need(dims in (3, 4), "its tensors have other than three or four dimensions")
-    sides = Sides(*(PlanTensor(x.tensor.view((1,) * (4 - dims) + x.tensor.shape), x.root) for x in given), None)
+    as_four = [PlanTensor(x.tensor.view((1,) * (4 - dims) + x.tensor.shape), x.root) for x in given]
+    sides = Sides(as_four[0], as_four[1], as_four[2], None)
     sides.check(node)
     need(sides.key.tensor.shape[1] == sides.query.tensor.shape[1], "heads share keys")
     fields: dict[str, abi.Value] = {"factor": a["scale"]}
@@ -87,12 +88,16 @@ def by_distance(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
         if tensor is None:
             continue
         weight = named_codes(schema_arguments(node)[vectors], tensor)
-        (panels,) = recorder.weights.formed(weight, "distances", lambda w=weight: (flash.panels(w.tensor),))
+        (panels,) = recorder.weights.formed(weight, "distances", functools.partial(_panels, tensor))
         columns = recorder.constant(a[column])
         fields |= {column: tensor.shape[1], "distances": columns.shape[0] // 2 + 1}
         others += [panels, columns]
     result = _call_flash(recorder, node, sides, recorder.read(a["starts"]), fields, others)
     return result if dims == 4 else PlanTensor(result.tensor[0], result.root)
+
+
+def _panels(vectors: torch.Tensor) -> tuple[torch.Tensor]:
+    return (flash.panels(vectors),)
 
 
 def _call_flash(

@@ -1,4 +1,4 @@
-"""Linears in fp32 of plans for any number of rows: torch's result has no room for more rows than there are."""
+"""Linears in fp32 of plans for any number of rows: results of torch have no room for more rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
         return recorder.maker.matmul(rows.desc, weights, of_bias, flat.desc, Attributes())
 
     named = named_codes(schema_arguments(node)["weight"], weight)
-    primitive, given[WEIGHTS] = recorder.packed(make, named, Desc((inputs, outputs), (1, inputs), torch.float32))
+    primitive, given[WEIGHTS] = recorder.packed(
+        make, named, Desc((inputs, outputs), (1, inputs), torch.float32)
+    )
     recorder.call(primitive, given, node)
     return result
 

@@ -174,7 +174,16 @@ def _in_parts(module: fx.GraphModule, softmax: fx.Node) -> TokenAttention:
         raise OtherAttention(msg)
     result = _weighed(softmax, between)
     found = TokenAttention(
-        query, key, Binary.of(result).right, True, tuple(terms), False, result, frozenset(between), softmax, node
+        query,
+        key,
+        Binary.of(result).right,
+        True,
+        tuple(terms),
+        False,
+        result,
+        frozenset(between),
+        softmax,
+        node,
     )
     return _with_distances(module, found, distances, scale) if distances else found
 
@@ -208,9 +217,7 @@ def leave_rounding_out(found: Sequence[TokenAttention]) -> None:
                 product.replace_input_with(side, unrounded(side))
 
 
-def _before(
-    module: fx.GraphModule, node: fx.Node
-) -> tuple[fx.Node, Term | Sequence[ByDistance] | None]:
+def _before(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, Term | Sequence[ByDistance] | None]:
     """Return the scores that a node changes, and how; raises `OtherAttention`."""
     name, before, term = op_name(node), None, None
     if name == "add" and Binary.of(node).alpha == 1:

@@ -1,7 +1,7 @@
 """What attention adds to scores by the distance of a key from its query, as DeBERTa does.
 
-The products of a query with vectors of distances are computed for all of these, and `gather` takes that of each
-key; likewise for keys (He et al. 2021, arXiv 2006.03654, equation 4).
+The products of a query with vectors of distances are computed for all of these, and `gather` takes that of
+each key; likewise for keys (He et al. 2021, arXiv 2006.03654, equation 4).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ByDistance:
     Attributes:
         rows: queries or keys, [..., tokens, width].
         vectors: of distances, [..., width, columns]; it depends on constants and sizes only.
-        column: of each pair, int64 [..., tokens, tokens]; likewise. The first one of a pair is that of `rows`.
+        column: of each pair, int64 [..., tokens, tokens]; likewise. The first of a pair is of `rows`.
         of_keys: `rows` are keys.
         factor: of the products.
     """
@@ -65,8 +65,8 @@ def scaled(module: fx.GraphModule, node: fx.Node) -> Scaled:
         elif name in ("mul", "div") and (number := number_of(module, Binary.of(node).right)):
             factor = factor * number if name == "mul" else factor / number
             node = Binary.of(node).left
-        elif name == "transpose" and _is_of_last_two(node):
-            node, turned = Transpose.of(node).input, not turned
+        elif _turns_last_two(node):
+            node, turned = node.all_input_nodes[0], not turned
         else:
             return Scaled(node, factor, turned)
 
@@ -116,7 +116,9 @@ def _within(outer: Scaled, part: ByDistance) -> ByDistance:
     return dataclasses.replace(part, of_keys=part.of_keys != outer.turned, factor=part.factor * outer.factor)
 
 
-def _is_of_last_two(node: fx.Node) -> bool:
+def _turns_last_two(node: fx.Node) -> bool:
+    if op_name(node) != "transpose":
+        return op_name(node) == "mT"
     view, dims = Transpose.of(node), node.meta["val"].dim()
     return {view.dim0 % dims, view.dim1 % dims} == {dims - 2, dims - 1}
 
@@ -165,7 +167,7 @@ def distances_of(
         places: the most tokens of a text.
 
     Raises:
-        Unlike: they depend on more than distances, or vectors of neighbouring ones are not next to each other.
+        Unlike: they depend on more than distances, or vectors of neighbours are not next to each other.
     """
     most = min(places, MOST_DISTANCES)
     found: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}

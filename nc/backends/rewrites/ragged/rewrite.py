@@ -575,7 +575,9 @@ def _attend_by_distance(read: _Read, each: TokenAttention, starts: fx.Node) -> N
     """Let one operator compute an attention with scores by distance."""
     graph, distances = read.module.graph, read.distances[each]
     constants = [
-        None if value is None else add_constant(read.module, each.result, f"{each.result.name}_{name}", value, name)
+        None
+        if value is None
+        else add_constant(read.module, each.result, f"{each.result.name}_{name}", value, name)
         for name, value in (
             ("of_queries", distances.of_queries),
             ("of_keys", distances.of_keys),
