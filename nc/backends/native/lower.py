@@ -35,7 +35,7 @@ from nc.graph.fx_utils import copy_module, note_values
 from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import are_fake
-from nc.ops import quantize_per_tensor
+from nc.ops import quantize_per_tensor, segment_attention
 from nc.process.malloc import give_back_small_pieces
 from nc.process.unavailable import Unavailable
 
@@ -173,7 +173,12 @@ def _lower(
             ):  # as the user wants it, it reads and gives fp32
                 joined.pop(decision.operator, None)
         ran = functools.partial(
-            _op_run, found=found, outcome=outcome, primitives=running.kernels(), joined=joined
+            _op_run,
+            found=found,
+            outcome=outcome,
+            primitives=running.kernels(),
+            joined=joined,
+            in_float=_in_float(module),
         )
         return EngineReport(
             backend="native",
@@ -241,6 +246,7 @@ def _op_run(
     outcome: PassesResult,
     primitives: Mapping[str, str],
     joined: Mapping[str, str],
+    in_float: Mapping[str, str],
 ) -> OpRun:
     asked = decision.spec.precision
     if asked == "fp32" and decision.operator in joined:
@@ -257,9 +263,18 @@ def _op_run(
             reason=decision.reason,
             primitive=primitives.get(decision.operator, ""),
         )
+    if decision.operator in in_float:
+        return OpRun(operator=decision.operator, ran="fp32", reason=in_float[decision.operator])
     why = outcome.refused.get((decision.operator, asked), "it became part of a fp32 call")
     how = "rounded to bf16 before and after" if asked == "bf16" else "between dequantize and quantize"
     return OpRun(operator=decision.operator, ran="fp32", reason=f"{why}; it runs in fp32, {how}")
+
+
+def _in_float(module: fx.GraphModule) -> dict[str, str]:
+    """Return operators that functions compute in fp32 whatever they were asked for, and why."""
+    why = "scores by distance are added: one function computes this attention in fp32"
+    nodes = [node for node in module.graph.nodes if node.target is segment_attention]
+    return {name: why for node in nodes for name in _operators_of(node)}
 
 
 def _joined(

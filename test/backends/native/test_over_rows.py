@@ -319,6 +319,13 @@ def test_architectures(name, config):
             assert_alike(a, b, noise)
 
 
+def test_what_is_in_fp32_says_why():
+    rows = converted("deberta-v2", "static")
+    ran = {op.operator: op for op in rows.engine.report().ops if op.ran == "fp32" and "matmul" in op.operator}
+    reasons = {op.reason for name, op in ran.items() if name.endswith(("self.matmul", "self.matmul_3"))}
+    assert reasons == {"scores by distance are added: one function computes this attention in fp32"}
+
+
 def test_padding_is_in_no_statistics():
     class Loud(nn.Module):
         def __init__(self):
