@@ -328,8 +328,10 @@ def test_what_follows_the_sums(on_isa, name, adds):
         how = {"name": name, "alpha": 0.125, "beta": 2.0, "other": other if adds else None}
         y = product(on_isa, memory, rows, weight, *factors, **how)
         sums = (codes.double() - zero_point) @ weight.double().T * scale.double()
-        expected = compute(sums * factors[0].double() + factors[1].double()) + (other if adds else 0.0)
-        assert ((y - expected).abs() <= 2e-6 * expected.abs() + 2e-6).all()
+        before = sums * factors[0].double() + factors[1].double()
+        expected = compute(before) + (other if adds else 0.0)
+        # near its zero, hardswish makes little of large numbers
+        assert ((y - expected).abs() <= 2e-6 * (1 + expected.abs() + before.abs())).all()
 
 
 @pytest.mark.parametrize("name", ROW_ACTIVATIONS)
