@@ -42,6 +42,14 @@ from nc.graph.schemas import schema_of
 from nc.graph.views import Binary, Weighted, returned, set_argument
 
 aten = torch.ops.aten
+#: Operators in place whose functional form gives booleans, and int64 of integers, whatever they are given.
+_GIVES_BOOL = frozenset(
+    {
+        *("eq_", "ne_", "lt_", "le_", "gt_", "ge_", "not_equal_", "less_", "less_equal_", "greater_"),
+        *("greater_equal_", "logical_and_", "logical_not_", "logical_or_", "logical_xor_"),
+    }
+)
+_GIVES_INT64 = frozenset({"cumprod_", "cumsum_"})
 #: See `own_inputs`.
 Written = tuple[tuple[fx.Node, ...], tuple[tuple[int, int], ...]]
 
@@ -297,6 +305,10 @@ def _is_new_memory(target: fx.Node) -> bool:
 def _promotes(node: fx.Node, target: fx.Node) -> bool:
     """Whether the functional form of an operator in place may give another dtype than what it changes has."""
     own = target.meta["val"].dtype
+    if op_name(node) in _GIVES_BOOL:
+        return own is not torch.bool
+    if op_name(node) in _GIVES_INT64 and not own.is_floating_point and not own.is_complex:
+        return own is not torch.int64
     others = {
         n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
     } - {own}
@@ -310,7 +322,14 @@ def _functional_overload(node: fx.Node) -> Callable[..., torch.Tensor] | None:
     if not name.endswith("_") or name.endswith("__") or not isinstance(node.target, torch._ops.OpOverload):
         return None
     packet = getattr(aten, name[:-1], None)
-    return getattr(packet, node.target._overloadname, None) if packet is not None else None
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    taken = _taken(node.target)  # `pow_.Scalar` takes what `pow.Tensor_Scalar` does
+    return next((each for each in overloads if _taken(each) == taken), None)
+
+
+def _taken(operator: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    """Return names and types of the arguments of an operator."""
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
 def constant_numbers(module: fx.GraphModule) -> None:

@@ -89,7 +89,8 @@ def segment_attention(
         most = column.shape[0] // 2
         away = (rows[None, :] - rows[:, None]).clamp(-most, most) + most
         of_pairs = column.long()[away.mT if turned else away]
-        added = (x @ columns.mT).gather(-1, of_pairs.expand(*x.shape[:-1], count))
+        products = x @ columns.mT
+        added = products.gather(-1, of_pairs.expand(*products.shape[:-1], count))
         scores = scores + (added.mT if turned else added)
     scores = scores.masked_fill(text[:, None] != text[None, :], torch.finfo(torch.float32).min)
     return scores.softmax(-1) @ value

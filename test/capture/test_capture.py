@@ -537,7 +537,21 @@ def two_changes_through_a_view(self, x):
     return self.b(y) + first.sum()
 
 
+def compared_inplace(self, x):
+    y = self.a(x).view(-1, 2, 2)
+    y.gt_(-9.0)  # stays 0 or 1 in fp32
+    return self.b(y.flatten(1))
+
+
+def powers_inplace(self, x):
+    y = self.a(x).view(-1, 2, 2)
+    y.pow_(2)
+    return self.b(y.flatten(1))
+
+
 INPLACE = [
+    compared_inplace,
+    powers_inplace,
     add_to_first,
     assign_slice,
     view_then_inplace,
@@ -560,6 +574,20 @@ def test_a_view_that_nothing_else_reads_is_a_new_value():
     model = Function(scaled_view_of_a_new_value, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     graph = check(model, torch.randn(3, 4), relative=1e-6, others=[(torch.randn(5, 4),)])
     assert not works_in_place(graph.module)
+
+
+def sums_of_integers(self, x):
+    y = (self.a(x) > -9).int().view(-1, 2, 2)
+    y.cumsum_(1)
+    return self.b(x), y
+
+
+def test_a_change_in_place_keeps_the_dtype():
+    """`cumsum` gives int64 of integers."""
+    model = Function(sums_of_integers, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    prepared = prepare(model.eval(), StaticQuantConfig(), example_inputs=x, backend="reference")
+    assert prepared(x)[1].dtype is torch.int32
 
 
 @pytest.mark.parametrize("forward", INPLACE, ids=lambda f: f.__name__)

@@ -700,3 +700,17 @@ def test_a_fake_implementation_that_is_wrong_is_found(what):
     operator = getattr(torch.ops.nc_wrong, name).default
     with pytest.raises((OpCheckError, AssertionError)):
         check(operator, (values(4, 6),))
+
+
+def test_heads_share_queries_and_keys_with_scores_by_distance():
+    q, k, v = sides()
+    vectors = values(2, 4, 4), values(2, 4, 4)
+
+    def attended(q, k):
+        return ops.segment_attention(q, k, v, STARTS, *vectors, BUCKETS, BUCKETS.flip(0), 0.3)
+
+    for x in (q, k):
+        one = x[:, :1]
+        both = one.expand_as(x)
+        given, whole = ((one, k), (both, k)) if x is q else ((q, one), (q, both))
+        torch.testing.assert_close(attended(*given), attended(*whole))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from suites.padded_texts import encoder, masked, texts
 from torch import nn
+from torch.nn import functional as F
 
 import nc
 from nc.backends.native.plans import any_sizes
@@ -324,6 +325,81 @@ def test_what_is_in_fp32_says_why():
     ran = {op.operator: op for op in rows.engine.report().ops if op.ran == "fp32" and "matmul" in op.operator}
     reasons = {op.reason for name, op in ran.items() if name.endswith(("self.matmul", "self.matmul_3"))}
     assert reasons == {"scores by distance are added: one function computes this attention in fp32"}
+
+
+class Attention(nn.Module):
+    """One layer of attention over tokens; subclasses change scores and what follows."""
+
+    heads = 2
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(100, 16)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def scores(self, q, k):
+        return q @ k.transpose(-2, -1)
+
+    def result(self, x):
+        return x
+
+    def forward(self, input_ids, attention_mask):
+        x = self.words(input_ids)
+        q, k, v = (
+            linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        scores = self.scores(q, k) + (1 - attention_mask[:, None, None, :].float()) * -1e9
+        return self.result((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class SharedVectors(Attention):
+    """All heads have the same vectors of distances."""
+
+    def __init__(self):
+        super().__init__()
+        self.far = nn.Parameter(torch.randn(1, 1, 16 // self.heads, 15))
+
+    def scores(self, q, k):
+        places = torch.arange(q.shape[2])
+        column = (places[:, None] - places[None, :] + 7).clamp(0, 14)
+        return super().scores(q, k) + torch.gather(q @ self.far, -1, column.expand(*q.shape[:2], -1, -1))
+
+
+class GappyWeight(Attention):
+    """The rows of a weight in fp32 are not next to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 24)
+        self.out.weight = nn.Parameter(torch.randn(16, 24).t())
+
+    def result(self, x):
+        return self.out(x)
+
+
+class VectorWeight(Attention):
+    """A weight in fp32 has one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Parameter(torch.randn(16))
+
+    def result(self, x):
+        return F.linear(x, self.out)
+
+
+@pytest.mark.parametrize("kind", [SharedVectors, GappyWeight, VectorWeight])
+def test_forms_of_constants(kind):
+    """A layer is in int8, all else in fp32."""
+    model, example = kind().eval(), texts(24, 10, 17, 3)
+    config = nc.StaticQuantConfig(w_dtype="fp32", act_dtype="fp32").set_local("q", nc.StaticQuantConfig())
+    rows = nc.quantize(model, config, example_inputs=example, run_fn=lambda m: m(**example), backend="native")
+    said = rows.engine.report().details["padding"]
+    assert said.startswith("not computed") or "no kernel" in said
+    inputs = texts(50, 31, 1)
+    real = inputs["attention_mask"].bool()
+    assert_alike(rows(**inputs)[real], model(**inputs)[real], 1e-3)
 
 
 def test_padding_is_in_no_statistics():

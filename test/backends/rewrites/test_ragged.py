@@ -81,6 +81,21 @@ def test_encoders_have_a_graph_over_rows(name):
     assert_same(graph, form, texts(12, 12))
 
 
+@pytest.mark.parametrize("name", ["bert", "deberta-v2", "mpnet"])
+def test_models_that_are_given_no_mask(name):
+    """They make one of ones."""
+    example = {"input_ids": texts(24, 24, 24)["input_ids"]}
+    graph, form = form_of(encoder(name), example)
+    assert isinstance(form, Ragged), form
+    for inputs in (texts(12, 12), texts(40)):
+        flat = [inputs["input_ids"]]
+        with torch.no_grad():
+            rows = rows_of(form, flat)
+            got = rows.outputs(form, form.module(*rows.inputs))
+            for a, b in zip(got, (form.padded or graph.module)(*flat), strict=True):
+                assert (a - b).abs().max() <= _SAME * b.abs().max()
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "why"),
@@ -518,9 +533,54 @@ class OfOthers(Disentangled):
         return self.out(((scores + self.bias(attention_mask)).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class OfTheFirstHead(Disentangled):
+    def attend(self, x, attention_mask):
+        far = self.split(self.far.weight[None]).mT
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        column = self.columns(x.shape[1]).expand(x.shape[0], 1, -1, -1)
+        scores = q @ k.mT + torch.gather(q @ far, -1, column)
+        return self.out(((scores + self.bias(attention_mask)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class OfTexts(Disentangled):
+    """Vectors of a head are those of another one where there are several texts."""
+
+    def attend(self, x, attention_mask):
+        n = x.shape[1]
+        far = self.split(self.far.weight[None])[0].mT.repeat_interleave(x.shape[0], 0)
+        q, k, v = (self.split(linear(x)).flatten(0, 1) for linear in (self.q, self.k, self.v))
+        column = self.columns(n).expand(q.shape[0], -1, -1)
+        scores = (torch.bmm(q, k.mT) + torch.gather(torch.bmm(q, far), -1, column)).view(-1, 2, n, n)
+        weights = (scores + self.bias(attention_mask)).softmax(-1).view(-1, n, n)
+        return self.out(torch.bmm(weights, v).view(-1, 2, n, self.width // 2).transpose(1, 2).flatten(2))
+
+
+class RoundedDown(Disentangled):
+    def attend(self, x, attention_mask):
+        far = self.split(self.far.weight[None]).mT
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        column = self.columns(x.shape[1]).expand(x.shape[0], self.heads, -1, -1)
+        added = torch.gather(q @ far, -1, column).div(0.25, rounding_mode="floor")
+        scores = q @ k.mT + added + self.bias(attention_mask)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ScoresRoundedDown(Disentangled):
+    def attend(self, x, attention_mask):
+        far = self.split(self.far.weight[None]).mT
+        q, k, v = (self.split(linear(x)) for linear in (self.q, self.k, self.v))
+        column = self.columns(x.shape[1]).expand(x.shape[0], self.heads, -1, -1)
+        scores = (q @ k.mT).div(0.25, rounding_mode="floor") + torch.gather(q @ far, -1, column)
+        return self.out(((scores + self.bias(attention_mask)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
+        (OfTheFirstHead, "(gather) is between the scores and the softmax"),
+        (OfTexts, "depends on the length of the texts, or their number"),
+        (ScoresRoundedDown, "(div) is between the scores and the softmax"),
+        (RoundedDown, "(div) is between the scores and the softmax"),
         (OfLength, "depends on the length of the texts"),
         (OfPlaces, "depends on more than the distance"),
         (FarApart, "not next to each other"),

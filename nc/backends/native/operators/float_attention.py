@@ -80,15 +80,18 @@ def by_distance(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Plan
     as_four = [PlanTensor(x.tensor.view((1,) * (4 - dims) + x.tensor.shape), x.root) for x in given]
     sides = Sides(as_four[0], as_four[1], as_four[2], None)
     sides.check(node)
-    need(sides.key.tensor.shape[1] == sides.query.tensor.shape[1], "heads share keys")
+    heads = sides.query.tensor.shape[1]
+    need(sides.key.tensor.shape[1] == heads, "heads share keys")
     fields: dict[str, abi.Value] = {"factor": a["scale"]}
     others: list[PlanTensor | torch.Tensor] = []
     for vectors, column in (("of_queries", "query_columns"), ("of_keys", "key_columns")):
         tensor = recorder.optional_constant(a[vectors])
         if tensor is None:
             continue
+        need(tensor.shape[0] in (1, heads), "vectors of distances are of other heads")
+        of_heads = tensor.expand(heads, -1, -1)
         weight = named_codes(schema_arguments(node)[vectors], tensor)
-        (panels,) = recorder.weights.formed(weight, "distances", functools.partial(_panels, tensor))
+        (panels,) = recorder.weights.formed(weight, "distances", functools.partial(_panels, of_heads))
         columns = recorder.constant(a[column])
         fields |= {column: tensor.shape[1], "distances": columns.shape[0] // 2 + 1}
         others += [panels, columns]

@@ -25,6 +25,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     tensors = x.tensor, weight
     need(all(tensor.dtype is torch.float32 for tensor in tensors), "it is not fp32")
     need(x.tensor.numel() and x.tensor.dim() > 1, "its input has no rows")
+    need(weight.dim() == 2, "its weight is a vector")
     check_sizes(x.tensor.shape[-1] == weight.shape[1], node, x.tensor.shape, weight.shape)
     outputs, inputs = weight.shape
     sizes = *x.tensor.shape[:-1], outputs
@@ -37,7 +38,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     def make(weights: Desc | Layout) -> Primitive:
         return recorder.maker.matmul(rows.desc, weights, of_bias, flat.desc, Attributes())
 
-    named = named_codes(schema_arguments(node)["weight"], weight)
+    named = named_codes(schema_arguments(node)["weight"], weight.contiguous())
     primitive, given[WEIGHTS] = recorder.packed(
         make, named, Desc((inputs, outputs), (1, inputs), torch.float32)
     )

@@ -13,6 +13,7 @@ from nc.backends.rewrites.ragged.distances import (
     ROUNDINGS,
     ByDistance,
     by_distance,
+    factor_of,
     number_of,
     scaled,
     unrounded,
@@ -162,10 +163,8 @@ def _in_parts(module: fx.GraphModule, softmax: fx.Node) -> TokenAttention:
             terms.append(added)
         elif added is not None:
             distances += added
-        if op_name(node) in ("mul", "div"):
-            is_scaled = True
-            number = number_of(module, Binary.of(node).right) or 0.0
-            scale = scale * number if op_name(node) == "mul" else scale / number
+        if (number := factor_of(module, node)) is not None:
+            is_scaled, scale = True, scale * number
         node = before
     between.append(node)
     query, key = Binary.of(node).sides
@@ -227,7 +226,7 @@ def _before(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, Term | Sequ
                 return before, distances
         before, other = _scores_first(*Binary.of(node).sides)
         term = Term(node, before, other) if isinstance(other, fx.Node) else None
-    elif name in ("mul", "div") and number_of(module, Binary.of(node).right) is not None:
+    elif factor_of(module, node) is not None:
         before = Binary.of(node).left
     elif name == "masked_fill" and _is_low(module, schema_arguments(node)["value"]):
         before = schema_arguments(node)["self"]

@@ -14,7 +14,7 @@ from torch import fx
 
 from nc.backends.rewrites.ragged.masks import Computed, Unlike, inputs_read
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import constant_value, gives_tensor
+from nc.graph.fx_utils import constant_value, gives_tensor, sizes_of
 from nc.graph.views import Binary, Transpose
 
 #: The most tokens of a text of which distances are computed.
@@ -62,13 +62,21 @@ def scaled(module: fx.GraphModule, node: fx.Node) -> Scaled:
         name = op_name(node)
         if name in ROUNDINGS or name in ("contiguous", "clone"):
             node = node.all_input_nodes[0]
-        elif name in ("mul", "div") and (number := number_of(module, Binary.of(node).right)):
-            factor = factor * number if name == "mul" else factor / number
-            node = Binary.of(node).left
+        elif number := factor_of(module, node):
+            factor, node = factor * number, Binary.of(node).left
         elif _turns_last_two(node):
             node, turned = node.all_input_nodes[0], not turned
         else:
             return Scaled(node, factor, turned)
+
+
+def factor_of(module: fx.GraphModule, node: fx.Node) -> float | None:
+    """Return the number that a node multiplies its first input by; None for another node."""
+    name = op_name(node)
+    if name not in ("mul", "div") or Binary.of(node).rounding_mode is not None:
+        return None
+    number = number_of(module, Binary.of(node).right)
+    return number if name == "mul" or number is None else 1 / number
 
 
 def number_of(module: fx.GraphModule, value: object) -> float | None:
@@ -101,6 +109,9 @@ def by_distance(module: fx.GraphModule, node: object) -> list[ByDistance] | None
     named = schema_arguments(outer.node)
     products, column = named["self"], named["index"]
     if kind_of_node(products) != "matmul" or named["dim"] not in (-1, products.meta["val"].dim() - 1):
+        return None
+    # one that leaves heads out, and is added to the scores of all of them
+    if any(a == "1" != b for a, b in zip(sizes_of(column)[:-1], sizes_of(products)[:-1], strict=True)):
         return None
     left, right = Binary.of(products).sides
     if not gives_tensor(left) or not gives_tensor(right) or inputs_read(right) or inputs_read(column):
@@ -177,10 +188,12 @@ def distances_of(
             raise Unlike(msg)
         vectors, columns = _vectors(part, values, most)
         for n in {min(count, most) for count in _SOME}:
-            some, of_some = _vectors(part, values, n)
+            some, of_some = _vectors(part, values, n, texts=2)
             same = vectors[:, columns[most - n : most + n - 1]]
+            # heads of one text stand behind those of the other
+            same = same.repeat(max(1, some.shape[0] // same.shape[0]), 1, 1)
             if not torch.allclose(some[:, of_some], same, rtol=1e-4, atol=1e-6 * float(same.abs().max())):
-                msg = "what is added to scores by distance depends on the length of the texts"
+                msg = "what is added by distance depends on the length of the texts, or their number"
                 raise Unlike(msg)
         _check_neighbours(columns)
         found[part.of_keys] = vectors, columns.to(torch.int32)
@@ -190,10 +203,13 @@ def distances_of(
 
 
 def _vectors(
-    part: ByDistance, values: Callable[[fx.Node], Computed], n: int
+    part: ByDistance, values: Callable[[fx.Node], Computed], n: int, texts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return vectors [heads, columns, width], and which of them belongs to each distance of n tokens."""
-    mask = torch.ones(1, n, dtype=torch.int64)
+    """Return vectors [heads, columns, width], and which of them belongs to each distance of n tokens.
+
+    Those of several texts may stand one after the other.
+    """
+    mask = torch.ones(texts, n, dtype=torch.int64)
     vectors, column = values(part.vectors)(mask).mT * part.factor, values(part.column)(mask)
     vectors = vectors.reshape(-1, *vectors.shape[-2:]).contiguous()
     return vectors, _columns(column.mT if part.of_keys else column)

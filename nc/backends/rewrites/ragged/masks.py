@@ -94,17 +94,19 @@ def inputs_read(node: fx.Node) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-def meaning(added: Computed, places: int) -> Meaning:
+def meaning(added: Computed, places: int, *, masked: bool = True) -> Meaning:
     """Return what masks add to scores.
 
     Args:
         added: mask → fp32 [texts, heads or 1, length, length]; less than `HIDDEN` for what is hidden.
         places: the most places of a text.
+        masked: tokens may be masked; False: the model reads no mask.
 
     Raises:
         Unlike: they do not hide the keys that are masked, or depend on other tokens than a query and a key.
     """
-    tables = [_checked(added, mask) for mask in tried(places)]
+    masks = tried(places) if masked else [torch.ones_like(mask[:1]) for mask in tried(places)]
+    tables = [_checked(added, mask) for mask in masks]
     count = min(places, MOST_PLACES)
     table = _lowest(added(torch.ones(1, count, dtype=torch.int64)))[0]
     if not any(each.any() for each in (table, *tables)):
@@ -120,9 +122,10 @@ def meaning(added: Computed, places: int) -> Meaning:
 
 
 def is_one(value: Computed, places: int) -> bool:
-    """Whether a value [texts or 1, 1, length, 1] is 1 for all real tokens, whatever is masked."""
+    """Whether a value [texts or 1, (1,) length, 1] is 1 for all real tokens, whatever is masked."""
     for mask in tried(places):
         found = value(mask)
+        found = found.reshape(found.shape[0], 1, *found.shape[-2:])
         real = mask.bool()[:, None, :, None].expand(mask.shape[0], *found.shape[1:])
         if not bool((found.expand_as(real)[real] == 1).all()):
             return False

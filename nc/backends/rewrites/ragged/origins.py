@@ -33,7 +33,7 @@ _NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm"})
 _REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "any", "all", "var", "argmax", "argmin"})
 #: Operators that move values, beside those of the catalogue.
 _MOVES = MOVES | {"_unsafe_view", "cat", "concat", "stack", "repeat", "alias", "detach", "expand_as", "to"}
-_MOVES |= {"view_as", "swapdims", "lift_fresh_copy", "repeat_interleave"}
+_MOVES |= {"mT", "view_as", "swapdims", "lift_fresh_copy", "repeat_interleave"}
 
 
 class Mixed(Exception):

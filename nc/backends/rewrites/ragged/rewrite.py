@@ -190,9 +190,9 @@ def _read(given: fx.GraphModule, signature: Signature) -> _Read:
     _check_mask(module, mask)
     values = functools.partial(_values, module, inputs, mask)
     places = min(_most_places(signature, module, length), _most_looked_up(module, values, length))
-    meanings = _meanings(found, values, places)
+    meanings = _meanings(found, values, places, masked=mask is not None)
     distances = _distances(found, values, places, meanings)
-    ones = {} if mask is None else _always_one(module, mask, values, length, places)
+    ones = _always_one(module, mask, values, length, places)
     live = _live(module, found, ones)
     proofs = [_proved(module, inputs, mask, found, ones, live, TextSizes(*n, texts, length)) for n in _PROVED]
     origins = proofs[0]
@@ -301,19 +301,21 @@ def _values(
 
 
 def _meanings(
-    found: Sequence[TokenAttention], values: Callable[[fx.Node], Computed], places: int
+    found: Sequence[TokenAttention], values: Callable[[fx.Node], Computed], places: int, *, masked: bool
 ) -> dict[TokenAttention, Meaning]:
     """Return what is added to the scores of each attention; layers have the same masks."""
     known: dict[object, Meaning] = {}
     for each in found:
         key = each.causal, *((term.value, term.hides) for term in each.terms)
         if key not in known:
-            known[key] = _meaning(each, values, places)
+            known[key] = _meaning(each, values, places, masked=masked)
         known[each] = known[key]
     return {each: known[each] for each in found}
 
 
-def _meaning(attention: TokenAttention, values: Callable[[fx.Node], Computed], places: int) -> Meaning:
+def _meaning(
+    attention: TokenAttention, values: Callable[[fx.Node], Computed], places: int, *, masked: bool
+) -> Meaning:
     """Return what is added to the scores of an attention for real tokens."""
     terms = [(values(term.value), term.hides) for term in attention.terms]
 
@@ -335,7 +337,7 @@ def _meaning(attention: TokenAttention, values: Callable[[fx.Node], Computed], p
         return total.expand(texts, -1, n, n)
 
     try:
-        return masks.meaning(added, places)
+        return masks.meaning(added, places, masked=masked)
     except Unlike as error:
         msg = f"masks of {attention.result.name}: {error}"
         raise _No(msg) from None
@@ -365,24 +367,30 @@ def _distances(
 
 def _always_one(
     module: fx.GraphModule,
-    mask: fx.Node,
+    mask: fx.Node | None,
     values: Callable[[fx.Node], Computed],
     length: str,
     places: int,
 ) -> dict[fx.Node, fx.Node]:
     """Return products of rows with what is 1 for real tokens, and the rows.
 
-    `nc/capture/decompose.py` multiplies attention by whether a query sees any key.
+    `nc/capture/decompose.py` multiplies attention by whether a query sees any key, and models that are given no
+    mask make one of ones.
     """
+    read = frozenset() if mask is None else frozenset({mask})
     found: dict[fx.Node, fx.Node] = {}
     known: dict[fx.Node, bool] = {}
     for node in module.graph.nodes:
         if op_name(node) != "mul":
             continue
         for rows, other in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
-            if not gives_tensor(rows) or not gives_tensor(other) or sizes_of(other)[2:] != [length, "1"]:
+            if not gives_tensor(rows) or not gives_tensor(other):
                 continue
-            if inputs_read(other) != {mask} or inputs_read(rows) == {mask}:
+            of_heads = sizes_of(other)[2:] == [length, "1"]
+            # sums over tokens need the product with a mask that is given
+            if not of_heads and (mask is not None or sizes_of(other)[1:] != [length, "1"]):
+                continue
+            if inputs_read(other) != read or inputs_read(rows) == read:
                 continue
             if other not in known:
                 known[other] = masks.is_one(values(other), places)
