@@ -374,10 +374,10 @@ def _always_one(
 ) -> dict[fx.Node, fx.Node]:
     """Return products of rows with what is 1 for real tokens, and the rows.
 
-    `nc/capture/decompose.py` multiplies attention by whether a query sees any key, and models that are given no
-    mask make one of ones.
+    `nc/capture/decompose.py` multiplies attention by whether a query sees any key, and models that are given
+    no mask make one of ones.
     """
-    read = frozenset() if mask is None else frozenset({mask})
+    read: frozenset[fx.Node] = frozenset(() if mask is None else (mask,))
     found: dict[fx.Node, fx.Node] = {}
     known: dict[fx.Node, bool] = {}
     for node in module.graph.nodes:
