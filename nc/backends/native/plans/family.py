@@ -30,6 +30,7 @@ from nc.backends.native.plans.execution_plan import (
 )
 from nc.errors import BackendError
 from nc.kernels.c_code.calls import Function, function_error
+from nc.kernels.onednn.api import Handle
 from nc.kernels.onednn.descriptions import SCRATCHPAD, Desc
 from nc.kernels.onednn.execute import arguments
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
@@ -93,6 +94,7 @@ class _Primitive:
         of_rows, of_texts: whether it depends on their number.
         kernel: oneDNN's name of it, for many rows: other kernels round in another order.
         where: the operator, for messages.
+        kind: number of what it is made by: layers have the same.
     """
 
     made_by: Any
@@ -101,6 +103,7 @@ class _Primitive:
     of_texts: bool
     kernel: str
     where: str
+    kind: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -158,12 +161,26 @@ def family_of(plans: Sequence[ExecutionPlan], sizes: Sequence[Sizes]) -> PlanFam
         _entry([each.entries[i] for each in normal], sizes, plans[0].entries[i]) for i in range(counts.pop())
     ]
     return PlanFamily(
-        entries,
+        _with_kinds(entries),
         fitted([each.blocks for each in normal], sizes, "memory"),
         fitted([each.outputs for each in normal], sizes, "an output"),
         fitted([each.inputs for each in normal], sizes, "an input"),
         fitted([plan.slots for plan in plans], sizes, "slots"),
     )
+
+
+def _with_kinds(entries: Sequence[_Entry]) -> list[_Entry]:
+    """Let primitives that are made by the same say so."""
+    different: list[Any] = []
+    found: list[_Entry] = []
+    for entry in entries:
+        if isinstance(entry, _Primitive):
+            made = entry.made_by, entry.kernel
+            if made not in different:
+                different.append(made)
+            entry = dataclasses.replace(entry, kind=different.index(made))
+        found.append(entry)
+    return found
 
 
 class _Normal:
@@ -355,6 +372,8 @@ class FamilyInstance:
         self._keep: list[object] = []
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._variants: dict[tuple[int, int, int], tuple[int, Any, int]] = {}
+        self._primitives: dict[tuple[int, int, int], tuple[Primitive, int, int]] = {}
+        self._memories: dict[tuple[Layout, int], Handle] = {}
         self._words(family)
         self._steps = self._built(family, runner)
         self._at: Sizes | None = None
@@ -453,43 +472,47 @@ class FamilyInstance:
         m = min(on_line(texts), self.texts) if entry.of_texts else 0
         found = self._variants.get((index, n, m))
         if found is None:
-            found = self._variants[index, n, m] = self._made(entry, *self._with_same_kernel(entry, n, m))
+            found = self._variants[index, n, m] = self._made(entry, *self._primitive(entry, n, m))
         handle, given, count = found
         return handle, ctypes.addressof(given), count
 
-    def _primitive(self, entry: _Primitive, rows: int, texts: int) -> Primitive:
-        name, args, kwargs = _laid_out(placed(entry.made_by, rows, texts), self._maker)
-        primitive: Primitive = getattr(self._maker, name)(*args, **kwargs)
-        return primitive
+    def _primitive(self, entry: _Primitive, rows: int, texts: int) -> tuple[Primitive, int, int]:
+        """Return a primitive, and for how many rows and texts it is.
 
-    def _with_same_kernel(self, entry: _Primitive, rows: int, texts: int) -> Sizes:
-        """Return the fewest rows and texts, from these on, for which the kernel is that of many rows.
-
-        A text then has the same bits in batches of all sizes. Where memory ends before, these are returned.
+        These are the fewest from the given ones on for which the kernel is that of many rows: a text then has
+        the same bits in batches of all sizes. Where memory ends before, they are the given ones.
         """
-        n, m = rows, texts
-        while self._primitive(entry, n, m).kernel != entry.kernel:
-            more = min(on_line(n + 1), self.rows) if n else 0, min(on_line(m + 1), self.texts) if m else 0
-            if more == (n, m):
-                return rows, texts
-            n, m = more
-        return n, m
+        key = entry.kind, rows, texts
+        found = self._primitives.get(key)
+        if found is None:
+            name, args, kwargs = _laid_out(placed(entry.made_by, rows, texts), self._maker)
+            found = getattr(self._maker, name)(*args, **kwargs), rows, texts
+            if found[0].kernel != entry.kernel:
+                n = min(on_line(rows + 1), self.rows) if rows else 0
+                m = min(on_line(texts + 1), self.texts) if texts else 0
+                more = found if (n, m) == (rows, texts) else self._primitive(entry, n, m)
+                found = more if more[0].kernel == entry.kernel else found
+            self._primitives[key] = found
+        return found
 
-    def _made(self, entry: _Primitive, rows: int, texts: int) -> tuple[int, Any, int]:
-        primitive = self._primitive(entry, rows, texts)
+    def _memory_at(self, layout: Layout, address: int) -> Any:
+        """Return a tensor argument; weights have the same one for all sizes."""
+        found = self._memories.get((layout, address))
+        if found is None:
+            found = self._memories[layout, address] = self._maker.memory(layout, address)
+        return found
+
+    def _made(self, entry: _Primitive, primitive: Primitive, rows: int, texts: int) -> tuple[int, Any, int]:
         memories = {}
-        for key, (layout, ref) in entry.tensors.items():
-            if isinstance(ref, torch.Tensor):
-                assert layout is not None
-                address = self._address(ref).base
-            else:
-                desc: Desc = placed(ref.desc, rows, texts)
-                layout = primitive.layouts.get(key) or self._maker.layout(desc)
-                address = self._address(ref).at(rows, texts)
-            memories[key] = self._maker.memory(primitive.layouts.get(key) or layout, address)
+        for key, (of_constant, ref) in entry.tensors.items():
+            layout = primitive.layouts.get(key) or of_constant
+            if layout is None:
+                assert isinstance(ref, _Part), "constants have one"
+                layout = self._maker.layout(placed(ref.desc, rows, texts))
+            memories[key] = self._memory_at(layout, self._address(ref).at(rows, texts))
         scratchpad = primitive.layouts.get(SCRATCHPAD)
         if scratchpad is not None:
-            memories[SCRATCHPAD] = self._maker.memory(scratchpad, self._scratch_of(scratchpad.size))
+            memories[SCRATCHPAD] = self._memory_at(scratchpad, self._scratch_of(scratchpad.size))
         given = arguments(memories)
         self._keep.append((primitive, memories, given))
         return primitive.handle.pointer, given, len(given)
