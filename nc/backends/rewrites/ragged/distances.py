@@ -104,9 +104,13 @@ def by_distance(module: fx.GraphModule, node: object) -> list[ByDistance] | None
         found = [by_distance(module, side) for side in sides]
         parts = [part for each in found for part in each or ()]
         return None if None in found else [_within(outer, part) for part in parts]
-    if op_name(outer.node) != "gather":
-        return None
-    named = schema_arguments(outer.node)
+    part = _gathered(module, outer.node) if op_name(outer.node) == "gather" else None
+    return None if part is None else [_within(outer, part)]
+
+
+def _gathered(module: fx.GraphModule, node: fx.Node) -> ByDistance | None:
+    """Return what `gather` takes of products with vectors of distances; None where they are others."""
+    named = schema_arguments(node)
     products, column = named["self"], named["index"]
     if kind_of_node(products) != "matmul" or named["dim"] not in (-1, products.meta["val"].dim() - 1):
         return None
@@ -117,9 +121,7 @@ def by_distance(module: fx.GraphModule, node: object) -> list[ByDistance] | None
     if not gives_tensor(left) or not gives_tensor(right) or inputs_read(right) or inputs_read(column):
         return None
     rows = scaled(module, left)
-    if rows.turned:
-        return None
-    return [_within(outer, ByDistance(rows.node, right, column, False, rows.factor))]
+    return None if rows.turned else ByDistance(rows.node, right, column, False, rows.factor)
 
 
 def _within(outer: Scaled, part: ByDistance) -> ByDistance:

@@ -319,16 +319,7 @@ class Origins:
         """Return the origin of what is computed of constants and sizes."""
         name, names = op_name(node), sizes_of(node)
         if name == "arange" and len(names) == 1 and not names[0].isdigit():
-            named = schema_arguments(node)
-            if named.get("start", 0) != 0 or named.get("step", 1) != 1:
-                raise _mixed(node, "gives other places than 0, 1, 2, ...")
-            if names[0] in self._sizes.of_texts:
-                return TextNumbers()
-            if names[0] != self._sizes.of_length:
-                raise _mixed(node, f"has the size {names[0]}")
-            self.positions[node] = 0
-            place = torch.arange(self._sizes.length)
-            return TokenOrigin(torch.full_like(place, NONE), place)
+            return self._of_places(node, names[0])
         if name == "slice" and self._sizes.of_length in names:
             dim = names.index(self._sizes.of_length)
             if args[2] not in (None, 0):
@@ -349,6 +340,19 @@ class Origins:
             _check_numbers(node, [*args, *kwargs.values()])
             return TokenOrigin.nothing([self._size(node, each) for each in names])
         raise _mixed(node, "is computed from the sizes of the inputs")
+
+    def _of_places(self, node: fx.Node, size: str) -> TokenOrigin | TextNumbers:
+        """Return the origin of 0, 1, 2, ..., up to a size of the inputs."""
+        named = schema_arguments(node)
+        if named.get("start", 0) != 0 or named.get("step", 1) != 1:
+            raise _mixed(node, "gives other places than 0, 1, 2, ...")
+        if size in self._sizes.of_texts:
+            return TextNumbers()
+        if size != self._sizes.of_length:
+            raise _mixed(node, f"has the size {size}")
+        self.positions[node] = 0
+        place = torch.arange(self._sizes.length)
+        return TokenOrigin(torch.full_like(place, NONE), place)
 
     def _size(self, node: fx.Node, name: str) -> int:
         if name in self._sizes.of_texts:
