@@ -95,6 +95,8 @@ def encoder(name: str) -> nn.Module:
     of_config, of_model, options = ENCODERS[name]
     if not hasattr(hf, of_model):
         pytest.skip(f"transformers {hf.__version__} has no {of_model}")
+    if name == "deberta" and int(hf.__version__.split(".")[0]) < 5:
+        pytest.skip(f"the DeBERTa of transformers {hf.__version__} is captured for one length")
     torch.manual_seed(0)
     model = getattr(hf, of_model)(getattr(hf, of_config)(**options)).eval()
     return model.get_encoder() if name in ("bart", "m2m100") else model
