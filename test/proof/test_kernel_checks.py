@@ -476,9 +476,13 @@ def test_a_fault_in_a_part_of_new_sizes_is_found(spoiled, where):
 
 @pytest.mark.needs_plans
 def test_kernels_are_compared_once_for_a_class_of_sizes(monkeypatch):
-    """Sizes with the same rest of a block are alike to the kernels in C; the reference runs for none."""
+    """Sizes with the same rest of a block are alike to the kernels in C; the reference runs for none.
+
+    How a product of oneDNN divides a size depends on all of it.
+    """
     torch.manual_seed(0)
     q = quantized(deep(), torch.randn(64, 32), StaticQuantConfig(), backend="native")
+    of_onednn = any("matmul" in op.kernel for op in q.report().ops)
     looks, wholes = [], []
     look, whole = judge.Judge.few_places, judge.Judge.kernels
     monkeypatch.setattr(judge.Judge, "few_places", lambda *a: looks.append(a[-1]) or look(*a))
@@ -487,7 +491,7 @@ def test_kernels_are_compared_once_for_a_class_of_sizes(monkeypatch):
         q(torch.randn(rows, 32))
     assert q.report().details["sizes compared"] == "3 beside the example's, none wrong"
     assert not wholes
-    assert [bool(look) for look in looks] == [True, True, False]  # 203 and 587 differ in their magnitude
+    assert [bool(look) for look in looks] == [True, True, of_onednn]  # 203 and 587 differ in their magnitude
     assert all(len({name for each in look for name in each.operators}) < 12 for look in looks)
 
 
