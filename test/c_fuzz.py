@@ -374,20 +374,23 @@ def case_rotary() -> str:
     return f"{sizes} {half} {to}"
 
 
-def case_image() -> str:
+def case_codes() -> str:
     images, pixels = random.choice((1, 2, 3)), random.choice((1, 5, 255, 256, 257, 3000))
-    scale, zero_point = 0.02, random.randrange(256)
-    x, y = torch.randn(images, 3, pixels), torch.zeros(images, pixels, 3, dtype=torch.uint8)
+    channels, to = random.choice((1, 3)), random.choice((torch.uint8, torch.int8))
+    scale, zero_point = 0.02, random.randrange(256) - 128 * (to is torch.int8)
+    x, y = torch.randn(images, channels, pixels), torch.zeros(images, pixels, channels, dtype=to)
     fields = {
+        "to": c_functions.NUMBERS[to],
         "images": images,
+        "channels": channels,
         "pixels": pixels,
         "inverse": 1 / scale,
         "zero_point": zero_point,
         "threads": threads(),
     }
-    call(c_functions.function("image"), fields, [y, x])
-    close(y, codes(x.double().mT, scale, zero_point, torch.uint8), 0, 1)
-    return f"{images} {pixels}"
+    call(c_functions.function("codes"), fields, [y, x])
+    close(y, codes(x.double().mT, scale, zero_point, to), 0, 1)
+    return f"{images} {channels} {pixels} {to}"
 
 
 def case_round_images() -> str:

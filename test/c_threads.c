@@ -298,11 +298,12 @@ static int rotary_by_all(void)
     return CALL(nc_rotary, rows);
 }
 
-static int image_by_all(void)
+static int codes_by_all(void)
 {
-    HOW(nc_image, .images = 2, .pixels = 30000, .inverse = 10, .zero_point = 3, .threads = TEAM);
+    HOW(nc_codes, .to = DTYPE_U8, .images = 2, .channels = 3, .pixels = 30000, .inverse = 10, .zero_point = 3,
+        .threads = TEAM);
     void *pixels[] = {calloc(180000, 1), floats(180000)};
-    return CALL(nc_image, pixels);
+    return CALL(nc_codes, pixels);
 }
 
 static int rounding_by_all(void)
@@ -339,7 +340,7 @@ static int place_by_all(void)
 
 static int work_of_all(void)
 {
-    return norm_by_all() || rotary_by_all() || image_by_all() || rounding_by_all() || attention_by_all()
+    return norm_by_all() || rotary_by_all() || codes_by_all() || rounding_by_all() || attention_by_all()
         || place_by_all();
 }
 #endif

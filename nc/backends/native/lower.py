@@ -84,7 +84,7 @@ def lower(
     if isinstance(form, Ragged):
         try:
             example = example_of(form, graph.example)
-            if verify != "off" and verify_kernels == ALWAYS:
+            if verify != "off":
                 check(graph, form, example)
             inner_graph = dataclasses.replace(graph, module=form.module, example=example, expected=None)
             inner = _lower(inner_graph, **options, compile=False, samples=samples_of(form, example))

@@ -532,9 +532,12 @@ _ROWS = (
     FunctionRow(
         "steps",
         Structure(
-            "image",
-            "Codes of images with three channels, fp32 [images, 3, pixels] as uint8 [images, pixels, 3].",
-            (Field("images"), Field("pixels"), _INVERSE, Field("zero_point"), Field("threads")),
+            "codes",
+            "Codes of fp32 [images, channels, pixels] as [images, pixels, channels].",
+            (
+                *(_TO, Field("images"), Field("channels", "1 or 3"), Field("pixels")),
+                *(_INVERSE, Field("zero_point"), Field("threads")),
+            ),
         ),
         least=2,
         most=2,

@@ -132,15 +132,21 @@ INLINE struct codes codes_of(int64_t dtype, double inverse, int64_t zero_point)
     return (struct codes){dtype, (float)inverse, (float)zero_point};
 }
 
+/* A sum with it has the integer nearest to the other number, ties to even, in its lowest bits. */
+#define TO_NEAREST 12582912.0f
+
 INLINE void store_codes(char *to, struct codes codes, int64_t n, const float *restrict values)
 {
     const float low = (codes.dtype == DTYPE_U8 ? 0 : -128) - codes.zero_point, high = low + 255;
+    const uint32_t zero_point = (uint32_t)(int32_t)codes.zero_point;
     uint8_t *restrict y = (uint8_t *)to;
     for (int64_t i = 0; i < n; i++) {
-        float value = rintf(values[i] * codes.inverse);
+        float value = values[i] * codes.inverse;
+        uint32_t bits;
         value = value > low ? value : low; /* also where it is not a number */
-        value = value < high ? value : high;
-        y[i] = (uint8_t)(int)(value + codes.zero_point); /* an int8 code has the same bits */
+        value = (value < high ? value : high) + TO_NEAREST;
+        memcpy(&bits, &value, 4);
+        y[i] = (uint8_t)(bits + zero_point); /* an int8 code has the same bits */
     }
 }
 
@@ -628,22 +634,26 @@ int nc_rotary(const struct nc_rotary *how, void *unused, int count, char *const 
     return OK;
 }
 
-enum { PIXELS = 256 }; /* of an image that are quantized at once */
+enum { PIXELS = 256 }; /* of a channel that are quantized at once */
 
-struct image {
-    const struct nc_image *how;
+struct planes {
+    const struct nc_codes *how;
     const float *x;
     char *y;
     struct codes codes;
 };
 
-INLINE void any_quantize_pixels(const struct image *job, int64_t unit)
+INLINE void any_quantize_pixels(const struct planes *job, int64_t unit)
 {
     const int64_t pixels = job->how->pixels, units = (pixels + PIXELS - 1) / PIXELS,
         start = unit % units * PIXELS;
     const int64_t n = pixels - start < PIXELS ? pixels - start : PIXELS, image = unit / units;
-    char *restrict y = job->y + (image * pixels + start) * 3;
+    char *restrict y = job->y + (image * pixels + start) * job->how->channels;
     char codes[3][PIXELS];
+    if (job->how->channels == 1) {
+        store_codes(y, job->codes, n, job->x + image * pixels + start);
+        return;
+    }
     for (int c = 0; c < 3; c++)
         store_codes(codes[c], job->codes, n, job->x + (image * 3 + c) * pixels + start);
     for (int64_t i = 0; i < n; i++) {
@@ -652,24 +662,25 @@ INLINE void any_quantize_pixels(const struct image *job, int64_t unit)
         y[3 * i + 2] = codes[2][i];
     }
 }
-FOR_EACH_CPU(void, quantize_pixels, (const struct image *job, int64_t unit), (job, unit))
+FOR_EACH_CPU(void, quantize_pixels, (const struct planes *job, int64_t unit), (job, unit))
 
-static void quantize_images(void *data, int64_t part, int64_t parts)
+static void quantize_planes(void *data, int64_t part, int64_t parts)
 {
-    const struct image *job = data;
+    const struct planes *job = data;
     const int64_t units = job->how->images * ((job->how->pixels + PIXELS - 1) / PIXELS);
     for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; unit++)
         quantize_pixels(job, unit);
 }
 
 /* tensors: y, x */
-int nc_image(const struct nc_image *how, void *unused, int count, char *const *tensors)
+int nc_codes(const struct nc_codes *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(nc_image);
-    struct image job = {how, (const float *)tensors[1], tensors[0],
-        codes_of(DTYPE_U8, how->inverse, how->zero_point)};
-    EXPECT(how->images >= 0 && how->pixels >= 0, OTHER_SIZE);
-    in_parts(quantize_images, &job, 1 + how->images * how->pixels / 8192, how->threads);
+    TAKES(nc_codes);
+    struct planes job = {how, (const float *)tensors[1], tensors[0],
+        codes_of(how->to, how->inverse, how->zero_point)};
+    EXPECT(is_code(how->to), OTHER_DTYPE);
+    EXPECT(how->images >= 0 && how->pixels >= 0 && (how->channels == 1 || how->channels == 3), OTHER_SIZE);
+    in_parts(quantize_planes, &job, 1 + how->images * how->channels * how->pixels / 24576, how->threads);
     return OK;
 }
 

@@ -22,6 +22,8 @@ DTYPES: Mapping[torch.dtype, int] = {
 }
 SRC, SRC_1, DST, WEIGHTS, BIAS, SCALE, SHIFT, SCRATCHPAD, MULTIPLE_SRC = 1, 2, 17, 33, 41, 51, 52, 80, 1024
 SCALES, ZERO_POINTS, POST_OP = 4096, 8192, 32768
+#: A size that a primitive is told at each call (DNNL_RUNTIME_DIM_VAL).
+ANY_SIZE = -(2**63)
 #: dnnl_alg_kind_t
 ELTWISE = {
     "relu": 32,

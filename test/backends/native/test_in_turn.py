@@ -136,8 +136,9 @@ def place(threads, scatters=False):
 
 
 def image(threads):
-    fields = {"images": 1, "pixels": 64 * 300, "inverse": 9.0, "zero_point": 3, "threads": threads}
-    return "image", fields, [torch.zeros(64 * 300 * 3, dtype=torch.uint8), torch.randn(3, 64, 300)]
+    fields = {"to": 4, "images": 1, "channels": 3, "pixels": 64 * 300}
+    fields |= {"inverse": 9.0, "zero_point": 3, "threads": threads}
+    return "codes", fields, [torch.zeros(64 * 300 * 3, dtype=torch.uint8), torch.randn(3, 64, 300)]
 
 
 def turned(name, fields, tensors):

@@ -492,22 +492,27 @@ def test_concatenation_of_nothing():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("zero_point", [0, 114, 255])
-def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "zero_point"), [*((torch.uint8, z) for z in (0, 114, 255)), (torch.int8, -7)]
+)
+def test_codes_are_those_of_float64(dtype, zero_point, channels, threads):
+    low = 0 if dtype is torch.uint8 else -128
     for images, rows, columns in ((1, 1, 1), (2, 5, 51), (1, 16, 16), (3, 100, 129)):
-        x = torch.randn(images, 3, rows, columns) * 100
-        x[..., -1, -1] = torch.tensor([float("inf"), float("-inf"), 3e38])
+        x = torch.randn(images, channels, rows, columns) * 100
+        x[..., -1, -1] = torch.tensor([float("inf"), float("-inf"), 3e38])[:channels]
         x[0, 0, 0, 0] = 0.625  # between two codes: to the even one
-        y = torch.zeros(images, rows * columns, 3, dtype=torch.uint8)
-        fields = {"images": images, "pixels": rows * columns, "inverse": 4.0}
-        fields |= {"zero_point": zero_point, "threads": threads}
-        call_once(c_functions.function("image"), fields, [y, x])
-        expected = torch.clamp(torch.round(x.double() * 4) + zero_point, 0, 255).to(torch.uint8)
-        assert torch.equal(y.view(images, rows, columns, 3).permute(0, 3, 1, 2), expected)
-    x[0, 1, 0, 0] = float("nan")
-    call_once(c_functions.function("image"), fields, [y, x])
-    assert y[0, 0, 1] == 0
-    assert torch.equal(y[0, 1:, 1], expected[0, 1].flatten()[1:])
+        y = torch.zeros(images, rows * columns, channels, dtype=dtype)
+        fields = {"to": c_functions.NUMBERS[dtype], "images": images, "channels": channels}
+        fields |= {"pixels": rows * columns, "inverse": 4.0, "zero_point": zero_point, "threads": threads}
+        call_once(c_functions.function("codes"), fields, [y, x])
+        expected = torch.clamp(torch.round(x.double() * 4) + zero_point, low, low + 255).to(dtype)
+        assert torch.equal(y.view(images, rows, columns, channels).permute(0, 3, 1, 2), expected)
+    last = channels - 1
+    x[0, last, 0, 0] = float("nan")
+    call_once(c_functions.function("codes"), fields, [y, x])
+    assert y[0, 0, last] == low
+    assert torch.equal(y[0, 1:, last], expected[0, last].flatten()[1:])
 
 
 @pytest.mark.needs_plans
@@ -517,6 +522,6 @@ def test_a_plan_quantizes_images_by_the_function():
     kernels = [
         kernel.implementation for step in q.report(profile_inputs=x).profile.steps for kernel in step.kernels
     ]
-    assert "c:image" in kernels
+    assert "c:codes" in kernels
     for each in (x, torch.randn(1, 3, 31, 18), x.to(memory_format=torch.channels_last)):
         assert worst_sqnr_db((q.reference(each),), (q(each),)) > 40

@@ -47,8 +47,9 @@ def norm():
 
 def image():
     x, y = torch.randn(1, 3, 64, 300), torch.zeros(64 * 300 * 3, dtype=torch.uint8)
-    fields = {"images": 1, "pixels": 64 * 300, "inverse": 1.0, "zero_point": 0, "threads": THREADS}
-    return lambda: call_once(c_functions.function("image"), fields, [y, x])
+    fields = {"to": 4, "images": 1, "channels": 3, "pixels": 64 * 300}
+    fields |= {"inverse": 1.0, "zero_point": 0, "threads": THREADS}
+    return lambda: call_once(c_functions.function("codes"), fields, [y, x])
 
 
 def rounding():

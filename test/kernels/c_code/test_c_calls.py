@@ -262,8 +262,10 @@ WRONG = {
         ("bytes", (), -1, "size"),
         ("rows", (), -1, "size"),
     ],
-    "image": [
+    "codes": [
+        ("to", (), 0, "dtype"),
         ("images", (), -1, "size"),
+        ("channels", (), 2, "size"),
         ("pixels", (), -1, "size"),
     ],
     "round_images": [

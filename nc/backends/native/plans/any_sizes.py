@@ -12,7 +12,7 @@ import torch
 
 from nc.backends.native.plans.affine import Sizes, Unfit
 from nc.backends.native.plans.execution_plan import ExecutionPlan
-from nc.backends.native.plans.family import FamilyInstance, PlanFamily, family_of
+from nc.backends.native.plans.family import FamilyInstance, FamilyKernels, PlanFamily, family_of
 from nc.errors import BackendError
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.primitives import Maker
@@ -74,7 +74,7 @@ class AnySizes:
     ) -> None:
         self._samples, self._record, self._by_plan = samples, record, by_plan
         self._maker, self._runner, self._lock = maker, runner, lock
-        self._families: dict[Hashable, PlanFamily] = {}
+        self._families: dict[Hashable, tuple[PlanFamily, FamilyKernels]] = {}
         self._memory = _Memory()
 
     def prepare(self) -> None:
@@ -99,15 +99,17 @@ class AnySizes:
         key = _key()
         found = self._memory.instances.get(key)
         if found is None or rows > found.rows or texts > found.texts:
-            most = (rows, texts) if found is None else (max(rows, found.rows), max(texts, found.texts))
+            most = (rows, texts)
+            if found is not None:  # by half at least, as what it has is made anew
+                most = max(rows, found.rows * 3 // 2), max(texts, found.texts * 3 // 2)
             self._memory.instances.pop(key, None)
             found = None  # before there is more
             with torch.inference_mode(False):  # operators of torch write into this memory in any mode
-                found = FamilyInstance(self._family(key), self._maker, self._runner, *most)
+                found = FamilyInstance(*self._family(key), self._runner, *most)
             self._memory.instances[key] = found
         return found
 
-    def _family(self, key: Hashable) -> PlanFamily:
+    def _family(self, key: Hashable) -> tuple[PlanFamily, FamilyKernels]:
         found = self._families.get(key)
         if found is None:
             with self._lock:
@@ -116,8 +118,9 @@ class AnySizes:
                     found = self._families[key] = self._made()
         return found
 
-    def _made(self) -> PlanFamily:
+    def _made(self) -> tuple[PlanFamily, FamilyKernels]:
         """Return a new family that computes what a plan for other sizes computes, bit by bit."""
+        kernels = FamilyKernels(self._maker)
         with torch.no_grad():
             try:
                 plans = [self._record(self._samples.make(*sizes)) for sizes in _RECORDED]
@@ -128,10 +131,11 @@ class AnySizes:
             except IndexError as error:
                 msg = f"it does not take texts of other lengths made of the example's tokens: {error}"
                 raise BackendError(msg) from None
-            self._compare(family)
-        return family
+            kernels.prepare(family)
+            self._compare(family, kernels)
+        return family, kernels
 
-    def _compare(self, family: PlanFamily) -> None:
+    def _compare(self, family: PlanFamily, kernels: FamilyKernels) -> None:
         """Raise BackendError where a family computes something else than a plan, or than for fewer texts.
 
         Each run has memory for no more rows than it needs.
@@ -139,7 +143,7 @@ class AnySizes:
         rows, texts = _COMPARED
         inputs = self._samples.make(rows, max(texts, math.ceil(rows / self._samples.longest)))
         fewer = self._samples.first(inputs, _WITHOUT_OTHERS)
-        got, of_fewer = self._computed(family, inputs), self._computed(family, fewer)
+        got, of_fewer = (self._computed(family, kernels, given) for given in (inputs, fewer))
         for a, b, part in zip(self._by_plan(inputs), got, of_fewer, strict=True):
             if not torch.equal(a, b):
                 msg = "a plan for any number of rows computes something else than one for its own"
@@ -148,10 +152,12 @@ class AnySizes:
                 msg = "a plan for any number of rows computes something else for fewer texts"
                 raise BackendError(msg)
 
-    def _computed(self, family: PlanFamily, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    def _computed(
+        self, family: PlanFamily, kernels: FamilyKernels, inputs: Sequence[torch.Tensor]
+    ) -> list[Any]:
         rows, texts = self._samples.sizes(inputs)
         with torch.inference_mode(False):
-            return FamilyInstance(family, self._maker, self._runner, rows, texts).run(inputs, rows, texts)
+            return FamilyInstance(family, kernels, self._runner, rows, texts).run(inputs, rows, texts)
 
 
 def _key() -> Hashable:

@@ -2,8 +2,9 @@
 
 A plan is recorded for a few sizes. What differs between the recordings has to be a number plus some for each
 row and each text, see `affine`. Memory is laid out for a capacity, and grows when a call needs more.
-Functions in C get their numbers before each call. Primitives of oneDNN know their sizes when they are made:
-they are made for few of them, and compute some rows more than there are.
+Functions in C get their numbers before each call. Products of oneDNN are told their rows then too, where its
+kernel allows that. Other primitives know their sizes when they are made: they are made for few of them. All
+primitives compute some rows more than there are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nc.backends.native.plans.affine import Affine, Sizes, Unfit, depends, fitted, placed
+from nc.backends.native.plans.affine import Affine, Sizes, Unfit, changed, depends, fitted, placed
 from nc.backends.native.plans.arena import aligned, solve
 from nc.backends.native.plans.execution_plan import (
     Block,
@@ -31,28 +32,39 @@ from nc.backends.native.plans.execution_plan import (
 from nc.errors import BackendError
 from nc.kernels.c_code.calls import Function, function_error
 from nc.kernels.onednn.api import Handle
-from nc.kernels.onednn.descriptions import SCRATCHPAD, Desc
+from nc.kernels.onednn.descriptions import ANY_SIZE, DST, SCRATCHPAD, SRC, Desc
 from nc.kernels.onednn.execute import arguments
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
 from nc.kernels.onednn.runner import CallTable, CompiledRunner, failed_call
 
 #: The fewest rows for which a primitive is made; fewer are as many.
 _FEWEST = 16
-#: The fewest rows and texts that there is memory for.
-_ROOM = 128
+#: Into how many parts numbers of rows divide what is between two powers of two: for primitives that know
+#: their rows, and for those that are told them, which need other arguments only.
+_PARTS, _PARTS_OF_ANY = 4, 8
+#: Rows and texts for which primitives are made before a call needs them.
+_PREPARED = 4096
 #: Sizes of memory are fitted to numbers of rows that are multiples of it.
 MULTIPLE = 16
 
 
-def on_line(count: int) -> int:
+def on_line(count: int, parts: int = _PARTS) -> int:
     """Return the next number of rows for which primitives are made.
 
-    These are powers of two, times 1, 1.25, 1.5 and 1.75.
+    These are powers of two, times 1, 1.25, 1.5 and 1.75 for four parts; `parts` is a power of two up to 16.
     """
     if count <= _FEWEST:
         return _FEWEST
-    power = 1 << (count - 1).bit_length() - 1
-    return next(power * quarters // 4 for quarters in (5, 6, 7, 8) if power * quarters // 4 >= count)
+    part = (1 << (count - 1).bit_length() - 1) // parts
+    return -(-count // part) * part
+
+
+def _line(most: int) -> list[int]:
+    """Return all numbers of rows for which primitives are made, up to one of them."""
+    found = [_FEWEST]
+    while found[-1] < most:
+        found.append(on_line(found[-1] + 1))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +141,7 @@ class PlanFamily:
         outputs: what is returned.
         inputs: slots of the inputs.
         slots: how many there are.
+        room: the fewest rows and texts that there is memory for: kernels of so many were recorded.
     """
 
     entries: Sequence[_Entry]
@@ -136,6 +149,7 @@ class PlanFamily:
     outputs: Sequence[_Part]
     inputs: Sequence[int]
     slots: int
+    room: Sizes
 
 
 def family_of(plans: Sequence[ExecutionPlan], sizes: Sequence[Sizes]) -> PlanFamily:
@@ -166,6 +180,7 @@ def family_of(plans: Sequence[ExecutionPlan], sizes: Sequence[Sizes]) -> PlanFam
         fitted([each.outputs for each in normal], sizes, "an output"),
         fitted([each.inputs for each in normal], sizes, "an input"),
         fitted([plan.slots for plan in plans], sizes, "slots"),
+        (max(rows for rows, _ in sizes), max(texts for _, texts in sizes)),
     )
 
 
@@ -346,23 +361,105 @@ def _laid_out(value: Any, maker: Maker) -> Any:
     return {key: _laid_out(each, maker) for key, each in value.items()} if isinstance(value, dict) else value
 
 
+class FamilyKernels:
+    """The primitives of a family, for all threads that run it.
+
+    Args:
+        maker: of the oneDNN library.
+    """
+
+    def __init__(self, maker: Maker) -> None:
+        self.maker = maker.keeping()
+        self._of_any: dict[int, Primitive | None] = {}
+        self._of_sizes: dict[tuple[int, int, int], tuple[Primitive, int, int]] = {}
+
+    def prepare(self, family: PlanFamily) -> None:
+        """Make what would be made by calls of up to `_PREPARED` rows and texts."""
+        for entry in {each.kind: each for each in family.entries if isinstance(each, _Primitive)}.values():
+            if entry.of_rows and entry.of_texts:
+                continue  # one for each number of rows and each of texts
+            for count in _line(_PREPARED):
+                self.primitive(entry, count * entry.of_rows, count * entry.of_texts, (_PREPARED, _PREPARED))
+
+    def primitive(self, entry: _Primitive, rows: int, texts: int, most: Sizes) -> tuple[Primitive, int, int]:
+        """Return a primitive, and for how many rows and texts it is called.
+
+        These are the fewest from the given ones on for which the kernel is that of many rows: a text then has
+        the same bits in batches of all sizes. Memory ends at those of the recordings or after them. Only if
+        oneDNN takes another kernel for even more rows, it may end before, and they are the given ones.
+
+        Args:
+            entry: its call.
+            rows: on the line of sizes; 0 where they do not matter.
+            texts: the same.
+            most: rows and texts that there is memory for.
+        """
+        of_any = self.of_any(entry)
+        if of_any is not None:
+            return of_any, rows, texts
+        found = self._of_sizes.get((entry.kind, rows, texts))
+        if found is None:
+            name, args, kwargs = _laid_out(placed(entry.made_by, rows, texts), self.maker)
+            found = getattr(self.maker, name)(*args, **kwargs), rows, texts
+            if found[0].kernel != entry.kernel:
+                n = min(on_line(rows + 1), most[0]) if rows else 0
+                m = min(on_line(texts + 1), most[1]) if texts else 0
+                more = found if (n, m) == (rows, texts) else self.primitive(entry, n, m, most)
+                found = more if more[0].kernel == entry.kernel else found
+            self._of_sizes[entry.kind, rows, texts] = found
+        return found
+
+    def of_any(self, entry: _Primitive) -> Primitive | None:
+        """Return the primitive that is told its size at each call, if there is one."""
+        if entry.kind not in self._of_any:
+            self._of_any[entry.kind] = _of_any_size(entry, self.maker)
+        return self._of_any[entry.kind]
+
+
+def _of_any_size(entry: _Primitive, maker: Maker) -> Primitive | None:
+    """Return a primitive that is told its rows, or its texts, at each call.
+
+    None is returned where oneDNN has none with the kernel of many rows.
+    """
+    name, args, kwargs = entry.made_by
+    if name != "matmul" or not _is_one_size(entry.made_by):
+        return None
+    try:
+        made = maker.matmul(*_laid_out(changed(args, lambda _: ANY_SIZE), maker), **kwargs)
+    except BackendError:  # what it adds has rows, say
+        return None
+    if made.kernel != entry.kernel:
+        return None
+    layouts = {key: layout for key, layout in made.layouts.items() if key not in (SRC, DST)}
+    return dataclasses.replace(made, layouts=layouts)
+
+
+def _is_one_size(value: Any) -> bool:
+    """Whether all that depends on sizes is the number of rows itself, or the number of texts."""
+    found: set[Affine] = set()
+    changed(value, lambda each: found.add(each))
+    return found in ({Affine(0, 1, 0)}, {Affine(0, 0, 1)})
+
+
 class FamilyInstance:
     """A family with memory of its own, for one thread at a time and up to a capacity.
 
     Args:
         family: what to run.
-        maker: of the oneDNN library.
+        kernels: its primitives.
         runner: runs tables of calls.
         rows, texts: the most of both; memory is for somewhat more.
     """
 
     def __init__(
-        self, family: PlanFamily, maker: Maker, runner: CompiledRunner, rows: int, texts: int
+        self, family: PlanFamily, kernels: FamilyKernels, runner: CompiledRunner, rows: int, texts: int
     ) -> None:
-        rows, texts = (_whole(max(on_line(count), _ROOM)) for count in (rows, texts))
+        rows, texts = (
+            _whole(max(on_line(count), room)) for count, room in zip((rows, texts), family.room, strict=True)
+        )
         self.rows, self.texts = rows, texts
-        self._family, self._maker = family, maker.keeping()
-        self._stream = maker.stream()
+        self._family, self._kernels, self._maker = family, kernels, kernels.maker
+        self._stream = self._maker.stream()
         blocks = [Block(_bytes(size, rows, texts), first, last) for size, first, last in family.blocks]
         offsets, size = solve(blocks)
         self._arena = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
@@ -372,8 +469,9 @@ class FamilyInstance:
         self._keep: list[object] = []
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._variants: dict[tuple[int, int, int], tuple[int, Any, int]] = {}
-        self._primitives: dict[tuple[int, int, int], tuple[Primitive, int, int]] = {}
         self._memories: dict[tuple[Layout, int], Handle] = {}
+        self._layouts: dict[tuple[Desc, int, int], Layout] = {}
+        self._given: dict[int, tuple[Mapping[int, Handle], Sequence[tuple[int, Desc, Affine]]]] = {}
         self._words(family)
         self._steps = self._built(family, runner)
         self._at: Sizes | None = None
@@ -468,32 +566,15 @@ class FamilyInstance:
         entry = self._family.entries[index]
         if not isinstance(entry, _Primitive):
             return None
-        n = min(on_line(rows), self.rows) if entry.of_rows else 0
-        m = min(on_line(texts), self.texts) if entry.of_texts else 0
+        parts = _PARTS if self._kernels.of_any(entry) is None else _PARTS_OF_ANY
+        n = min(on_line(rows, parts), self.rows) if entry.of_rows else 0
+        m = min(on_line(texts, parts), self.texts) if entry.of_texts else 0
         found = self._variants.get((index, n, m))
         if found is None:
-            found = self._variants[index, n, m] = self._made(entry, *self._primitive(entry, n, m))
+            made = self._kernels.primitive(entry, n, m, (self.rows, self.texts))
+            found = self._variants[index, n, m] = self._made(index, *made)
         handle, given, count = found
         return handle, ctypes.addressof(given), count
-
-    def _primitive(self, entry: _Primitive, rows: int, texts: int) -> tuple[Primitive, int, int]:
-        """Return a primitive, and for how many rows and texts it is.
-
-        These are the fewest from the given ones on for which the kernel is that of many rows: a text then has
-        the same bits in batches of all sizes. Where memory ends before, they are the given ones.
-        """
-        key = entry.kind, rows, texts
-        found = self._primitives.get(key)
-        if found is None:
-            name, args, kwargs = _laid_out(placed(entry.made_by, rows, texts), self._maker)
-            found = getattr(self._maker, name)(*args, **kwargs), rows, texts
-            if found[0].kernel != entry.kernel:
-                n = min(on_line(rows + 1), self.rows) if rows else 0
-                m = min(on_line(texts + 1), self.texts) if texts else 0
-                more = found if (n, m) == (rows, texts) else self._primitive(entry, n, m)
-                found = more if more[0].kernel == entry.kernel else found
-            self._primitives[key] = found
-        return found
 
     def _memory_at(self, layout: Layout, address: int) -> Any:
         """Return a tensor argument; weights have the same one for all sizes."""
@@ -502,20 +583,42 @@ class FamilyInstance:
             found = self._memories[layout, address] = self._maker.memory(layout, address)
         return found
 
-    def _made(self, entry: _Primitive, primitive: Primitive, rows: int, texts: int) -> tuple[int, Any, int]:
-        memories = {}
-        for key, (of_constant, ref) in entry.tensors.items():
-            layout = primitive.layouts.get(key) or of_constant
-            if layout is None:
-                assert isinstance(ref, _Part), "constants have one"
-                layout = self._maker.layout(placed(ref.desc, rows, texts))
-            memories[key] = self._memory_at(layout, self._address(ref).at(rows, texts))
+    def _made(self, index: int, primitive: Primitive, rows: int, texts: int) -> tuple[int, Any, int]:
+        """Return what runs a primitive of an entry, as `variant` does."""
+        constants, parts = self._tensors(index)
+        memories = dict(constants)
+        for key, desc, address in parts:
+            layout = primitive.layouts.get(key) or self._layout(desc, rows, texts)
+            memories[key] = self._memory_at(layout, address.at(rows, texts))
         scratchpad = primitive.layouts.get(SCRATCHPAD)
         if scratchpad is not None:
             memories[SCRATCHPAD] = self._memory_at(scratchpad, self._scratch_of(scratchpad.size))
         given = arguments(memories)
         self._keep.append((primitive, memories, given))
         return primitive.handle.pointer, given, len(given)
+
+    def _tensors(self, index: int) -> tuple[Mapping[int, Handle], Sequence[tuple[int, Desc, Affine]]]:
+        """Return the arguments of a primitive that are the same for all sizes, and where the others are."""
+        found = self._given.get(index)
+        if found is None:
+            entry = self._family.entries[index]
+            assert isinstance(entry, _Primitive)
+            constants, parts = {}, []
+            for key, (layout, ref) in entry.tensors.items():
+                if isinstance(ref, _Part):
+                    parts.append((key, ref.desc, self._address(ref)))
+                else:
+                    assert layout is not None, "constants have one"
+                    constants[key] = self._memory_at(layout, self._address(ref).base)
+            found = self._given[index] = constants, parts
+        return found
+
+    def _layout(self, desc: Desc, rows: int, texts: int) -> Layout:
+        """Return how a tensor lies in memory for these sizes."""
+        found = self._layouts.get((desc, rows, texts))
+        if found is None:
+            found = self._layouts[desc, rows, texts] = self._maker.layout(placed(desc, rows, texts))
+        return found
 
     def _scratch_of(self, size: int) -> int:
         """Return the address of that many bytes that each kernel may use."""
