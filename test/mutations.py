@@ -569,6 +569,14 @@ MUTATIONS = (
         ("flash",),
     ),
     Mutation(
+        "kernels-with-a-plan",
+        "a mix of sizes that is new makes no kernel",
+        "backends/native/plans/any_sizes.py",
+        "            kernels.prepare(family)\n",
+        "",
+        ("over_rows",),
+    ),
+    Mutation(
         "rows-vectors",
         "vectors of distances are those of all lengths of texts",
         "backends/rewrites/ragged/distances.py",
