@@ -1,27 +1,32 @@
 """Latency and throughput of examples/serve under many clients, with every answer checked.
 
     .venv-serve/bin/python benchmarks/servers.py [--clients 1 8 64] [--seconds 20]
+        [--reload 5]
 
 MiniLM, quantized by StaticQuantConfig, served by fastapi_app.py, kserve_model.py (version 1 over REST) and
 ray_app.py (two replicas with a core each). Each client sends one text after another, over a connection that
 it keeps; the texts are paragraphs of Python's documentation of mixed length. Clients and server share the
 machine's CPUs, so the clients' own work is part of the figures. An answer counts as wrong when its cosine to
-`encode` of that text is below .99, and as lost when the connection ends without one.
+`encode` of that text is below .99, and as lost when the connection ends without one. --reload: the fastapi
+and kserve servers load their folder again (SIGHUP) after so many seconds each time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import http.client
 import json
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +56,17 @@ class Load:
         self._url, self._texts, self._own = urllib.parse.urlsplit(url), texts, own
         self._lock = threading.Lock()
 
-    def run(self, clients: int, seconds: float) -> float:
-        """Send requests for a time; return how long it took until the last answer."""
+    def run(self, clients: int, seconds: float, between: Callable[[], None] | None = None) -> float:
+        """Send requests for a time, and call something meanwhile.
+
+        Returns how long it took until the last answer.
+        """
         start = time.perf_counter()
         threads = [threading.Thread(target=self._client, args=(i, start + seconds)) for i in range(clients)]
         for thread in threads:
             thread.start()
+        while between is not None and time.perf_counter() < start + seconds:
+            between()
         for thread in threads:
             thread.join()
         return time.perf_counter() - start
@@ -99,11 +109,18 @@ def ray_of(folder: Path, log: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/"
 
 
+def reloaded(server: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait, then let a server load its folder again."""
+    time.sleep(seconds)
+    server.send_signal(signal.SIGHUP)
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--reload", type=float, help="seconds between two reloads")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
     asked = parser.parse_args()
     from sentence_transformers import SentenceTransformer
@@ -126,13 +143,17 @@ def main() -> None:
                     opened = stack.enter_context(kserve_of(folder, Path(place) / "log"))
                     url = f"{opened[0]}/v1/models/m:predict"
                 elif server == "fastapi":
-                    url = f"{stack.enter_context(fastapi_of(folder, Path(place) / 'log'))[0]}/predict"
+                    opened = stack.enter_context(fastapi_of(folder, Path(place) / "log"))
+                    url = f"{opened[0]}/predict"
                 else:
                     url = stack.enter_context(ray_of(folder, Path(place) / "log"))
+                between = None
+                if asked.reload and server != "ray":
+                    between = functools.partial(reloaded, opened[-1], asked.reload)
                 Load(url, texts, own).run(8, 5)  # connections, and replicas that are still starting
                 for clients in asked.clients:
                     load = Load(url, texts, own)
-                    took = load.run(clients, asked.seconds)
+                    took = load.run(clients, asked.seconds, between)
                     at = np.percentile(np.array(load.seconds) * 1e3, (50, 95, 99))
                     numbers = " ".join(f"{value:8.1f}" for value in (len(load.seconds) / took, *at))
                     print(f"{server:<8} {clients:>7} {numbers} {load.wrong:5} {load.lost:4}", flush=True)
