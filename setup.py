@@ -18,6 +18,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
@@ -49,17 +50,22 @@ def compiled() -> dict[str, bytes]:
             "compiler."
         )
         return {}
-    libraries = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for source in sorted((ROOT / C_CODE).glob("*.c")):
-            target = Path(folder) / f"{source.stem}.so"
-            try:
-                subprocess.run(how["command"](compiler, source, target), check=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                sys.exit(f"{source.name} can't be compiled: {error}. {ADVICE}")
+    sources = sorted((ROOT / C_CODE).glob("*.c"), key=lambda source: source.stat().st_size, reverse=True)
+
+    def library(source: Path) -> Path:
+        target = Path(folder) / f"{source.stem}.so"
+        try:
+            subprocess.run(how["command"](compiler, source, target), check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            sys.exit(f"{source.name} can't be compiled: {error}. {ADVICE}")
+        return target
+
+    # largest first: the last ones are short
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        targets = list(pool.map(library, sources))
+        for target in targets:
             check_instruction_sets(target, compiler)
-            libraries[target.name] = target.read_bytes()
-    return libraries
+        return {target.name: target.read_bytes() for target in targets}
 
 
 def check_instruction_sets(library: Path, compiler: str) -> None:
@@ -122,7 +128,7 @@ setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
     name="nc-quant",  # the module is `nc`; PyPI's `nc` is another project
     version=VERSION,
-    description="Post-training quantization of PyTorch models for Intel CPUs",
+    description="Post-training quantization of PyTorch models for x86-64 CPUs",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

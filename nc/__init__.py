@@ -1,4 +1,4 @@
-"""Post-training quantization for PyTorch models on Intel CPUs."""
+"""Post-training quantization of PyTorch models for x86-64 CPUs."""
 
 from nc._version import __version__ as __version__
 from nc.algorithms.bias_absorption import BiasAbsorption as BiasAbsorption
@@ -95,3 +95,11 @@ from nc.parity.compare import compare as compare
 from nc.process import installation as _installation
 
 _installation.warn_of_others()
+
+
+def __getattr__(name: str) -> object:
+    """Raise AttributeError that says what stands for a name of Neural Compressor 2.x, or the nearest name."""
+    from nc.names import hint
+
+    msg = f"module 'nc' has no attribute {name!r}.{hint(name, globals())}"
+    raise AttributeError(msg, name=name)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nc.api.preparation.base import Preparation
 from nc.api.quantized import QuantizedModel, ReferenceModule
+from nc.config import ComposedConfig, QuantConfig
+from nc.config.auto import AutoConfig
 from nc.errors import InputError, StateError
 from nc.formats.checks import kind_of
 from nc.process.lock import LOCK
@@ -13,18 +17,22 @@ from nc.process.lock import LOCK
 #: What `metric` has to be.
 METRIC = "a function that is called with a model and returns a number"
 PROGRESS = "a function that is told how far the work is"
+#: What holds a model as `module`.
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 #: A model that is one of these, or holds one, is quantized already.
 _OURS = (Preparation, QuantizedModel, ReferenceModule)
 
 
-def check_model(model: object) -> None:
-    """Raise for what `prepare` can't take.
+def checked_model(model: Any) -> torch.nn.Module:
+    """Return the model that `prepare` captures: what `torch.compile` or data parallelism wraps, without it.
 
     Raises:
         StateError: it is prepared or quantized already, or holds something that is.
         InputError: it is no model, has values on another device or none yet, or another tool has quantized
             it.
     """
+    while isinstance(model, _PARALLEL) or type(model).__module__.startswith("torch._dynamo."):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     if isinstance(model, (Preparation, QuantizedModel)):
         msg = f"The model is a {type(model).__name__} already; call prepare() with the fp32 model."
         raise StateError(msg)
@@ -38,6 +46,8 @@ def check_model(model: object) -> None:
         raise StateError(msg)
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
+        if isinstance(model, (QuantConfig, ComposedConfig, AutoConfig)):
+            msg += " The model comes first, then the configuration."
         raise InputError(msg)
     lazy = next(
         (name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)), None
@@ -54,9 +64,13 @@ def check_model(model: object) -> None:
             name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         }
     for name, device in devices.items():
+        if device.type == "meta":
+            msg = f"Parameter {name!r} is on device meta, so it has no values: load the weights first."
+            raise InputError(msg)
         if device.type != "cpu":
             msg = f"Parameter {name!r} is on device {device}; nc quantizes for CPUs only; call model.cpu()."
             raise InputError(msg)
+    return model
 
 
 def check_run_fn(run_fn: object) -> None:

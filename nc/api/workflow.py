@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.model_checks import PROGRESS, check_model, check_run_fn
-from nc.api.preparation.base import Conversion, Preparation
+from nc.api.model_checks import PROGRESS, check_run_fn, checked_model
+from nc.api.preparation.base import Conversion, NotCalibratedError, Preparation
 from nc.api.preparation.make import Request, automatic, plan_of, preparation
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.report import Report
@@ -24,6 +24,15 @@ from nc.graph.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_plan import WeightPlan
 from nc.process.torch_settings import check_default_device
 from nc.weights.driver import Progress
+
+_NO_RUN_FN = (
+    "quantize() got no run_fn, and this configuration needs calibration data. Give a function that calls the "
+    "model which it is given with about a hundred typical inputs: run_fn=lambda prepared: [prepared(batch) "
+    "for batch in batches]."
+)
+_NO_CALL = (
+    "run_fn did not call the model that it was given, which is not the model that you gave to quantize()."
+)
 
 
 def prepare(
@@ -83,7 +92,7 @@ def prepare(
     check_option("placement", placement, PLACEMENTS)
     check_default_device("prepare")
     config = copy.deepcopy(auto_or_config(quant_config))  # later changes by the user have no effect here
-    check_model(model)
+    model = checked_model(model)
     asked = Request(
         config=StaticQuantConfig() if isinstance(config, AutoConfig) else config,
         inplace=inplace,
@@ -190,33 +199,75 @@ def quantize(
     inplace: bool = False,
     example_inputs: Any = None,
     *,
+    backend: str = "auto",
+    dynamic_shapes: Any = None,
+    strict: bool = True,
+    placement: str = INPUTS,
     measure: bool = True,
     guard: str = "warn",
     progress: Progress | None = None,
-    **options: Any,
 ) -> Any:
-    """Call `prepare`, `run_fn(prepared, *run_args)` and `convert`. Dynamic quantization needs no `run_fn`.
+    """Quantize a model: call `prepare`, `run_fn(prepared, *run_args)` and `convert`.
 
-    Without a configuration it is "auto": what suits the model and the CPU is tried, and the fastest taken
-    whose error is near the least one.
+    Args:
+        model: as for `prepare`.
+        quant_config: the same; "auto", the default, tries what suits the model and the CPU, and takes the
+            fastest whose error is near the least one.
+        run_fn: calls the prepared model, which it is given, with calibration data: about a hundred typical
+            inputs, no labels. Configurations that need no data, as `DynamicQuantConfig`, need none.
+        run_args: further arguments of `run_fn`.
+        inplace: as for `prepare`.
+        example_inputs: one batch, as for `prepare`; `WeightOnlyConfig` needs none.
+        backend: as for `prepare`.
+        dynamic_shapes: as for `prepare`.
+        strict: as for `prepare`.
+        placement: as for `prepare`.
+        measure: as for `convert`.
+        guard: as for `convert`.
+        progress: as for `convert`.
 
-    `measure`, `guard` and `progress` are passed to `convert`, `options` are passed to `prepare`.
+    Returns:
+        A `QuantizedModel`; with weight-only quantization a module of the class of the user's model.
+
+    Raises:
+        StateError: `run_fn` is missing, or did not call the model that it was given.
+        NCError: as `prepare` and `convert`.
 
     Example:
         >>> import torch
-        >>> from nc import StaticQuantConfig
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
-        >>> x = torch.randn(4, 8)
-        >>> q = quantize(model, StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference")
-        >>> tuple(q(x).shape)
+        >>> from nc import StaticQuantConfig, quantize
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).eval()
+        >>> batches = [torch.randn(4, 8) for _ in range(8)]
+        >>> q_model = quantize(
+        ...     model,
+        ...     StaticQuantConfig(),
+        ...     run_fn=lambda prepared: [prepared(batch) for batch in batches],
+        ...     example_inputs=batches[0],
+        ...     measure=False,
+        ... )
+        >>> tuple(q_model(batches[0]).shape)
         (4, 8)
     """
     check_run_fn(run_fn)
     check_callable("progress", progress, PROGRESS)
-    prepared = prepare(model, quant_config, inplace, example_inputs, **options)
+    if run_fn is None and isinstance(auto_or_config(quant_config), AutoConfig):
+        raise StateError(_NO_RUN_FN)
+    prepared = prepare(
+        model,
+        quant_config,
+        inplace,
+        example_inputs,
+        backend=backend,
+        dynamic_shapes=dynamic_shapes,
+        strict=strict,
+        placement=placement,
+    )
     if run_fn is not None:
         run_fn(prepared, *as_tuple(run_args))
-    return convert(prepared, measure=measure, guard=guard, progress=progress)
+    try:
+        return convert(prepared, measure=measure, guard=guard, progress=progress)
+    except NotCalibratedError as error:
+        raise StateError(_NO_RUN_FN if run_fn is None else f"{error} {_NO_CALL}") from error
 
 
 def as_tuple(args: Any) -> Sequence[Any]:
@@ -247,7 +298,7 @@ def describe(
     check_option("placement", placement, PLACEMENTS)
     check_default_device("describe")
     config = auto_or_config(quant_config)
-    check_model(model)
+    model = checked_model(model)
     asked = Request(
         config=StaticQuantConfig() if isinstance(config, AutoConfig) else config,
         inplace=False,

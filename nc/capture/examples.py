@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str
     else:
         msg = (
             "Expected example_inputs to be a tensor, a tuple, a list or a dict, but got "
-            f"{type(example_inputs).__name__}."
+            f"{type(example_inputs).__name__}.{_hint_of_kind(example_inputs)}"
         )
         raise InputError(msg)
     try:
@@ -43,7 +43,7 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str
     except TypeError as error:
         msg = (
             f"example_inputs do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: "
-            f"{error}."
+            f"{error}.{_hint_of_arguments(model, args)}"
         )
         raise InputError(msg) from error
     values: dict[str, Any] = {}
@@ -57,6 +57,32 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str
     positional = next((i for i, value in enumerate(args) if value is None), len(args))
     return {name: value for name, value in values.items() if value is not None}, min(
         positional, len(bound.arguments)
+    )
+
+
+def _hint_of_kind(example_inputs: object) -> str:
+    """Return what to do with what is not a batch."""
+    if type(example_inputs).__module__.partition(".")[0] == "numpy":
+        return " Call torch.from_numpy() on it."
+    return " For one of its batches: next(iter(...))." if isinstance(example_inputs, Iterable) else ""
+
+
+def _hint_of_arguments(model: torch.nn.Module, args: tuple[Any, ...]) -> str:
+    """Return what a tuple or list of more arguments than `forward` takes may have been meant to be."""
+    kinds = inspect.Parameter
+    positional = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(args) <= len(positional):
+        return ""
+    if all(type(value) is int for value in args):
+        return f" If that is a shape, give a tensor: torch.randn{args}."
+    return (
+        f" A tuple or list holds the arguments of one call: {len(args)} were given, and forward takes "
+        f"{len(positional)} ({', '.join(positional)}). Give one batch, without labels: "
+        "example_inputs=batches[0]."
     )
 
 
@@ -80,7 +106,8 @@ def _check_examples(values: dict[str, Any]) -> None:
             )
             raise InputError(msg)
     if not tensors:
-        msg = "example_inputs hold no tensor; give one batch of real inputs."
+        first = next(iter(pytree.tree_leaves(values)), None)
+        msg = f"example_inputs hold no tensor; give one batch of real inputs.{_hint_of_kind(first)}"
         raise InputError(msg)
     for tensor in tensors:
         if tensor.device.type != "cpu":

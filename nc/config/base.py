@@ -30,7 +30,7 @@ from nc.config.document import (
 from nc.config.fields import ConfigField
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
 from nc.formats import Mode
-from nc.formats.checks import require
+from nc.formats.checks import kind_of, require
 from nc.formats.rule_key import ParsedKey, RuleKey, key_text, parse_keys
 
 #: Dtypes that mean "not quantized".
@@ -413,6 +413,10 @@ def has_weight_only(config: AnyConfig) -> bool:
     return any(each.family == "weight_only" for each in with_rules(config))
 
 
+#: What is asked for by the name of a dtype.
+_MEANT = {"int8": '"auto" or StaticQuantConfig()', "int4": 'WeightOnlyConfig("int4")'}
+
+
 def config_from(value: object) -> AnyConfig:
     """Return a configuration from one, from the result of `to_dict`, or from Neural Compressor's form.
 
@@ -458,11 +462,17 @@ def read(value: object) -> AnyConfig | Alternatives:
         for other in others:
             total = total + other
         return total
+    is_model = hasattr(value, "forward")
+    got = kind_of(value) if is_model else repr(value)
     msg = (
         "Expected quant_config to be a configuration "
-        f"({', '.join(cls.__name__ for cls in strategies().values())}) or a dict such as "
-        f'{{"static_quant": {{…}}}}, but got {value!r:.80}.'
+        f'({", ".join(cls.__name__ for cls in strategies().values())}), "auto", or a dict such as '
+        f'{{"static_quant": {{…}}}}, but got {got:.80}.'
     )
+    if is_model:
+        msg += " The model comes first, then the configuration."
+    elif isinstance(value, str) and value in _MEANT:
+        msg += f" Did you mean {_MEANT[value]}?"
     raise ConfigError(msg)
 
 

@@ -110,11 +110,17 @@ def check_pattern(key: str) -> None:
     try:
         re.compile(key)
     except re.error as error:
+        glob = f"For the glob write {glob_pattern(key)!r}. " if "*" in key or "?" in key else ""
         msg = (
-            f"Rule {key!r} is not a valid regular expression: {error}. Escape special characters if you mean "
-            "them literally."
+            f"Rule {key!r} is not a valid regular expression: {error}. {glob}Escape special characters if "
+            "you mean them literally."
         )
         raise PatternError(msg) from error
+
+
+def glob_pattern(key: str) -> str:
+    """Return the regular expression of a glob, in which `*` stands for any text and `?` for a character."""
+    return re.escape(key).replace(r"\*", ".*").replace(r"\?", ".")
 
 
 def key_text(key: object) -> str:

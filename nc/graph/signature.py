@@ -282,7 +282,9 @@ class Signature:
                 raise InputError(msg)
             if name not in known and value is not None:
                 msg = (
-                    f"The model has no argument {name!r}; it was captured with {', '.join(self._captured())}."
+                    f"Argument {name!r} was not in example_inputs: the model was captured with "
+                    f"{', '.join(self._captured())}. If its forward takes it, give it in example_inputs to "
+                    "prepare()."
                 )
                 raise InputError(msg)
             given[name] = value
@@ -321,7 +323,12 @@ class Signature:
             elif rest:
                 given[parameter.name] = rest.pop(0)
         if rest:
-            msg = f"Expected at most {len(positional)} positional arguments, but got {len(args)}."
+            names = f" ({', '.join(p.name for p in positional)})" if positional else ""
+            count = f"{len(positional)} positional argument{'s' * (len(positional) != 1)}"
+            msg = (
+                f"The model takes at most {count}{names}, but got {len(args)}. If a batch holds labels, "
+                "leave them out: model(batch[0])."
+            )
             raise InputError(msg)
         return given
 
@@ -333,9 +340,10 @@ class Signature:
         for name, value in values.items():
             got = pytree.tree_structure(value)
             if got != expected[name]:
+                hint = _hint_of_one_value(name, value) if expected[name].is_leaf() else ""
                 msg = (
                     f"Argument {name!r}: expected {_shape_of(expected[name])}, as in example_inputs, but got "
-                    f"{_shape_of(got)}."
+                    f"{_shape_of(got)}.{hint}"
                 )
                 raise InputError(msg)
 
@@ -450,7 +458,9 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
             raise InputError(msg)
         return
     if not isinstance(value, torch.Tensor):
-        msg = f"Argument {leaf.path!r}: expected a tensor, but got {type(value).__name__}."
+        is_array = type(value).__module__.partition(".")[0] == "numpy"
+        hint = " Call torch.from_numpy() on it." if is_array else ""
+        msg = f"Argument {leaf.path!r}: expected a tensor, but got {type(value).__name__}.{hint}"
         raise InputError(msg)
     if not value.is_cpu:
         msg = f"Argument {leaf.path!r} is on device {value.device}; expected the CPU. Call .cpu() on it."
@@ -470,9 +480,12 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
         )
         raise InputError(msg)
     if value.dim() != len(leaf.dims):
+        hint = (
+            " For a batch of one sample, index it with [None]." if value.dim() + 1 == len(leaf.dims) else ""
+        )
         msg = (
             f"Argument {leaf.path!r}: expected {len(leaf.dims)} dimensions, but got shape "
-            f"{tuple(value.shape)}."
+            f"{tuple(value.shape)}.{hint}"
         )
         raise InputError(msg)
     for axis, (dim, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
@@ -596,6 +609,16 @@ def at_least_two(
             for dim, size in zip(sizes, tensor.shape, strict=True)
         ]
         yield tensor.repeat([2 if one else 1 for one in single]) if any(single) else tensor.contiguous()
+
+
+def _hint_of_one_value(name: str, given: object) -> str:
+    """Return what to say where something else than one value was given for an argument."""
+    if isinstance(given, dict) and name in given:
+        return " Did you mean model(**inputs)?"
+    if isinstance(given, (tuple, list)):
+        count = f"a {type(given).__name__} of {len(given)}"
+        return f" It is {count}: if the batch holds labels, call model(batch[0])."
+    return ""
 
 
 def _hint_of_stars(name: str, first: object) -> str:

@@ -18,7 +18,7 @@ from nc.config import AnyConfig, QuantConfig, parts_of
 from nc.errors import UnmatchedRuleError, UnmatchedTypeWarning
 from nc.formats import OpSupport
 from nc.formats.reasons import DecidingRule, Level
-from nc.formats.rule_key import KIND_NAMES, ParsedKey, fused_names, kind_of
+from nc.formats.rule_key import KIND_NAMES, ParsedKey, fused_names, glob_pattern, kind_of
 from nc.graph.catalogue import CONVOLUTIONS
 from nc.process.warn import warn
 
@@ -177,6 +177,11 @@ def _check_matches(key: ParsedKey, graph: Named, strict: bool) -> None:
     else:
         near = difflib.get_close_matches(key.text, names, n=3, cutoff=0.0)
         hint = f"The closest names: {', '.join(near)}. describe(model, config, example_inputs) lists all."
+        # globs, and beginnings of names as other tools take them
+        for meant in (glob_pattern(key.text), f"{re.escape(key.text)}.*"):
+            if any(re.fullmatch(meant, name) for name in names):
+                hint = f"Rules are regular expressions for whole names: write {meant!r}. {hint}"
+                break
     text = f"Rule {key.text!r} matches no operator of this model. {hint}"
     if strict:
         raise UnmatchedRuleError(text)

@@ -17,7 +17,7 @@ from nc.algorithms.inputs.block_calls import Sample
 from nc.algorithms.inputs.copies import own_tensors, sharing
 from nc.algorithms.inputs.layers import is_low_bit, settle_layers
 from nc.algorithms.transforms import TEQ
-from nc.api.preparation.base import Conversion, Preparation
+from nc.api.preparation.base import Conversion, NotCalibratedError, Preparation
 from nc.api.weight_verdict import measure as low_bit_verdict
 from nc.api.weight_verdict import warn_if_slower
 from nc.backends.low_bit.engine import engine as low_bit_engine
@@ -211,7 +211,7 @@ class PreparedWeights(Preparation):
                 f"Nothing was calibrated: {names} needs data{empty}. Call the prepared model with batches "
                 "(e.g. 128 texts) before convert()."
             )
-            raise StateError(msg)
+            raise NotCalibratedError(msg)
         model = self.model if self.inplace else sharing(self.model)
         settle_layers(model, [decision.operator for decision in self.plan.quantized])
         with evaluating(model), without_cache(model), PlainPath():

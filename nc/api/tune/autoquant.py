@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nc.api.auto.prepared import PreparedAuto
-from nc.api.model_checks import PROGRESS, check_model, check_run_fn
+from nc.api.model_checks import PROGRESS, check_run_fn, checked_model
 from nc.api.preparation.make import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.calibrate import calibrate, request_of
@@ -79,7 +79,7 @@ def autoquant(
         NCError: as `prepare` and `convert`.
     """
     check_default_device(_NAME)
-    check_model(model)
+    model = checked_model(model)
     if min_sqnr_db is not None and not is_number(min_sqnr_db):
         msg = f"min_sqnr_db={min_sqnr_db!r}: expected a number of dB, or None."
         raise ConfigError(msg)

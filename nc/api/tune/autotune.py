@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.api.model_checks import METRIC, check_model, check_run_fn
+from nc.api.model_checks import METRIC, check_run_fn, checked_model
 from nc.api.tune.calibrate import calibrate
 from nc.api.tune.identity import copied
 from nc.api.tune.measure import score
@@ -190,7 +190,7 @@ def autotune(
     if not isinstance(tune_config, TuningConfig):
         msg = f"tune_config: expected a TuningConfig, but got {type(tune_config).__name__}."
         raise ConfigError(msg)
-    check_model(model)
+    model = checked_model(model)
     check_callable("eval_fn", eval_fn, METRIC)
     if eval_fn is None:
         msg = f"Expected eval_fn to be {METRIC}, but got None."

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nc.api.model_checks import METRIC, PROGRESS, check_model, check_run_fn
+from nc.api.model_checks import METRIC, PROGRESS, check_run_fn, checked_model
 from nc.api.preparation.make import automatic, preparation
 from nc.api.quantized import as_call
 from nc.api.tune.calibrate import calibrate, request_of
@@ -118,7 +118,7 @@ def tune(
     """
     start = time.monotonic()
     check_default_device("tune")
-    check_model(model)
+    model = checked_model(model)
     check_run_fn(run_fn)
     if run_fn is None:
         msg = "run_fn=None: a search needs calibration data; give a function that calls the prepared model."
