@@ -28,6 +28,7 @@ from nc.graph.signature import call_error
 from nc.kernels.c_code.openmp import leave_threads_of_parent
 from nc.process.torch_settings import without_autocast
 from nc.storage.store import write
+from nc.text.html_page import preformatted
 
 #: What to do instead of tracing or exporting an engine's model.
 _INSTEAD = (
@@ -96,6 +97,14 @@ class QuantizedModel(FixedModule):
         self.chosen = chosen
         self.verdict = verdict
         self.eval()
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows between the brackets."""
+        return f"backend={self.backend!r}"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the report without its table."""
+        return preformatted(self.report().summary())
 
     @property
     def graph(self) -> QDQGraph:

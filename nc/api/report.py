@@ -29,6 +29,7 @@ from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.shares import fractions, shares_of
 from nc.storage import marks
 from nc.storage.atomic import write_text
+from nc.text.html_page import framed
 from nc.text.plain import plain
 from nc.text.table import flowing, folded, format_table, listed
 
@@ -259,6 +260,14 @@ class Report:
             *first, kernel, why, share = row
             lines.append((*first, *shown(f"{float(share):.1%}" if float(share) else "", kernel), why))
         return format_table(lines, width)
+
+    def __repr__(self) -> str:
+        """Return the same as `print` shows: fields alone are thousands of characters."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return framed(page_of(self))
 
     def __str__(self) -> str:
         """Return the verdict, what is not int8 and why, what to do next, the figures, and the operators.

@@ -23,6 +23,7 @@ from nc.graph.plan import Applied
 from nc.graph.shares import Part, Shares, fractions, shares_of
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.planning.layer_plan import other_parts, others_text
+from nc.text.html_page import preformatted
 from nc.text.plain import plain
 from nc.text.table import WIDTH, flowing, folded, format_table, largest
 from nc.weights.accuracy import hopeless_layers, hopeless_text
@@ -175,6 +176,14 @@ class WeightReport:
         total = sum(speed.us * speed.calls for speed in speeds) / 1e3
         limit = f"this machine reads {self.bandwidth:.1f} GB/s (measured)"
         yield f"{len(speeds)} low-bit layers take {total:.2f} ms of a call; {limit}"
+
+    def __repr__(self) -> str:
+        """Return the same as `print` shows: fields alone are thousands of characters."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         """Return the layers as a table in which equal blocks stand once, then the figures."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from nc.formats import FLOAT, PER_TOKEN, OpSpec
 from nc.formats.reasons import NO_RULE, Cause, DecidingRule, Reason
 from nc.graph.shares import Part, Shares, shares_of
+from nc.text.html_page import preformatted
 from nc.text.table import WIDTH, folded, format_table
 
 #: Codes are what int8 operators read; or also what int8 convolutions and additions give, whoever reads that.
@@ -234,6 +235,14 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of the plan's contents, in hex."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        """Return the same as `print` shows: fields alone are thousands of characters."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         """Return a table of operators, shares, algorithms, and where codes are.

@@ -23,6 +23,7 @@ from nc.parity.engine_values import Run, read
 from nc.parity.graph_diff import difference
 from nc.proof.intermediates import Point, name_of, places_of, points_at
 from nc.proof.teacher_forcing import Local, recompute
+from nc.text.html_page import preformatted
 from nc.text.table import format_table
 
 REFERENCE = "reference"
@@ -122,6 +123,14 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {**dataclasses.asdict(self), "counts": self.counts()}
+
+    def __repr__(self) -> str:
+        """Return the same as `print` shows: fields alone are thousands of characters."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         """Return the tensors that differ, then a summary."""

@@ -16,6 +16,7 @@ from nc.formats.reasons import NO_RULE, Cause, DecidingRule, Reason
 from nc.formats.weight_format import WeightFormat
 from nc.graph.plan import Step, algorithm_lines, explained, named
 from nc.graph.shares import Part, Shares, shares_of
+from nc.text.html_page import preformatted
 from nc.text.table import WIDTH, folded, format_table
 
 
@@ -133,6 +134,14 @@ class WeightPlan:
             for d in self.decisions
         ]
         return {"algorithms": [dataclasses.asdict(step) for step in self.algorithms], "decisions": rows}
+
+    def __repr__(self) -> str:
+        """Return the same as `print` shows: fields alone are thousands of characters."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         """Return a table of all layers with repeated blocks as one, then the algorithms."""

@@ -79,6 +79,16 @@ def escaped(text: object) -> str:
     return html.escape(plain(text))
 
 
+def preformatted(text: str) -> str:
+    """Return a text for an output of a notebook."""
+    return f"<pre>{escaped(text)}</pre>"
+
+
+def framed(page: str) -> str:
+    """Return a page for an output of a notebook, whose own styles do not reach it."""
+    return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Return a table; a row of one cell is a heading of those below it."""
     titles = "".join(f"<th scope=col>{escaped(title)}</th>" for title in head)

@@ -19,6 +19,7 @@ from nc.process.warn import warn
 from nc.storage import marks
 from nc.storage.atomic import write_text
 from nc.storage.json_file import json_value
+from nc.text.html_page import framed, preformatted
 from nc.text.json_text import built
 from nc.text.plain import plain, shown
 from nc.text.table import format_table
@@ -240,6 +241,14 @@ class Front:
         else:
             msg = f"{target}: a front is saved as .html or .json."
             raise ConfigError(msg)
+
+    def __repr__(self) -> str:
+        """Return the same as `print` shows: fields alone are thousands of characters."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return framed(page_of(self.to_dict())) if self.measured else preformatted(str(self))
 
     def __str__(self) -> str:
         """Return a table, and what the estimates were worth."""
