@@ -138,6 +138,8 @@ setup(
     python_requires=">=3.10,<3.14",
     install_requires=["click", "numpy", "packaging", "rich", "safetensors", "torch>=2.8"],
     extras_require={
+        "hf": ["sentence-transformers>=5", "transformers>=4.55.4,<6"],
+        "vision": ["torchvision"],
         # Exact: IPEX 2.8.0 is the last release and its binaries load with torch 2.8.0 only.
         "ipex": ["intel-extension-for-pytorch==2.8.0", "torch==2.8.0"],
         # Exact: the report reads names that its runtime model may change.
