@@ -162,7 +162,7 @@ def without_causal_hint() -> Iterator[None]:
     """
     original = transformer._detect_is_causal_mask
 
-    def hint(_: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+    def hint(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
     transformer._detect_is_causal_mask = hint

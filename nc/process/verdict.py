@@ -43,7 +43,7 @@ def run_apart(command: Callable[[], object]) -> None:
     if told:
         sys.exit(told[0])
     how = f"signal {-status}" if status < 0 else f"exit code {status}, as os._exit gives"
-    why = f"The process ended before it had a result ({how}). Look for what ends it in the model and the metric."
+    why = f"The process ended before it had a result ({how}). See what ends it in the model or the metric."
     print(json.dumps({"outcome": "error", "passed": False, "reasons": [why]}))
     print(f"nc: error: {why}", file=sys.stderr)
     sys.exit(2)
