@@ -91,9 +91,11 @@ def exportable(oblivious: bool) -> Iterator[None]:
     * torchvision computes non-maximum suppression in one of two ways, depending on the number of boxes, which
       export does not know. Only the way for few boxes is used. It takes any number and gives the same result.
     """
+    from torch.fx.experimental.symbolic_shapes import uninteresting_files  # `load` needs no tracer
+
     # torch names the innermost frame outside of these files as the place that asks for a size: not our modes
     own = (modes.__file__, *map(str, Path(__file__).parent.glob("*.py")))
-    torch.fx.experimental.symbolic_shapes.uninteresting_files().update(own)
+    uninteresting_files().update(own)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
         stack.enter_context(warnings.catch_warnings())
