@@ -14,7 +14,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -22,7 +21,6 @@ from torch.nn.modules import transformer
 
 from nc.capture.recurrent import AnyNumberOfSteps
 from nc.capture.state import put_back
-from nc.process import modes
 from nc.process.modes import PlainPath, evaluating
 
 _NOISY_LOGGERS = (
@@ -91,11 +89,6 @@ def exportable(oblivious: bool) -> Iterator[None]:
     * torchvision computes non-maximum suppression in one of two ways, depending on the number of boxes, which
       export does not know. Only the way for few boxes is used. It takes any number and gives the same result.
     """
-    from torch.fx.experimental.symbolic_shapes import uninteresting_files  # `load` needs no tracer
-
-    # torch names the innermost frame outside of these files as the place that asks for a size: not our modes
-    own = (modes.__file__, *map(str, Path(__file__).parent.glob("*.py")))
-    uninteresting_files().update(own)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
         stack.enter_context(warnings.catch_warnings())
