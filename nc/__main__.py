@@ -20,7 +20,8 @@ def run(name: str = "nc-quant") -> None:
         sys.exit(2)
     if sys.argv[1:2] == ["check"] and hasattr(os, "fork"):
         run_apart(functools.partial(_main, name))
-    _main(name)
+    else:
+        _main(name)
 
 
 def _main(name: str) -> None:
