@@ -36,6 +36,7 @@ from nc.capture.export_guards import (
     named_keywords,
     one_list_of_weights,
     usable_tensors,
+    without_causal_hint,
     zeros_at_padding,
 )
 from nc.capture.flatten import Unused, flatten_program, own_constants
@@ -217,6 +218,7 @@ class _Attempt:
         oblivious: let sizes 0 and 1 stay symbols.
         warning: what the user must know when this attempt is the one that works.
         reads: give the model the values that it reads in Python, see `value_reads`.
+        hint: torch's encoders may ask whether a mask is causal, see `without_causal_hint`.
     """
 
     values: dict[str, Any]
@@ -224,6 +226,7 @@ class _Attempt:
     oblivious: bool
     warning: str = ""
     reads: bool = False
+    hint: bool = True
 
 
 def _wide(run: Caller, values: dict[str, Any]) -> dict[str, Any] | None:
@@ -247,12 +250,14 @@ def _all_attempts(
 ) -> Iterator[_Attempt]:
     """Return all ways to export.
 
-    Once they failed because the model reads values, the same ways come again with the values that it reads.
+    Once they failed because the model reads values, the same ways come again with the values that it reads,
+    and then once more without those that are a hint alone.
     """
     yield from _attempts(values, dynamic_shapes, images, wide)
     if any(depends_on_values(failure) for failure in failures):
-        for attempt in _attempts(values, dynamic_shapes, images, wide):
-            yield dataclasses.replace(attempt, reads=True)
+        for hint in (True, False):
+            for attempt in _attempts(values, dynamic_shapes, images, wide):
+                yield dataclasses.replace(attempt, reads=True, hint=hint)
 
 
 def _attempts(
@@ -295,9 +300,11 @@ def _attempt(
     """Export once; `seen` is the model's own call with `values`."""
     model = run.model
     args, kwargs = run.split(attempt.values)
-    expected = reads_of(lambda: run(attempt.values)) if attempt.reads else ()
     reads: list[ValueRead] = []
     with contextlib.ExitStack() as stack:
+        if not attempt.hint:
+            stack.enter_context(without_causal_hint())
+        expected = reads_of(lambda: run(attempt.values)) if attempt.reads else ()
         stack.enter_context(exportable(attempt.oblivious))
         stack.enter_context(zeros_at_padding(model))
         stack.enter_context(one_list_of_weights(model))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 import torch
+from torch.nn.modules import transformer
 
 from nc.capture.recurrent import AnyNumberOfSteps
 from nc.capture.state import put_back
@@ -151,6 +152,24 @@ def other_forward(
             model.forward = original
         else:
             del model.forward
+
+
+@contextlib.contextmanager
+def without_causal_hint() -> Iterator[None]:
+    """Let torch's encoders and decoders not ask whether a mask that they get is causal.
+
+    They read its values for that. It is a hint for the kernel alone: attention gets the mask too.
+    """
+    original = transformer._detect_is_causal_mask
+
+    def hint(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = hint
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original
 
 
 class _Weights(list[Any]):

@@ -183,6 +183,8 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], changing: set[
             return Cause.COMPUTED_WEIGHT()
         if computed := catalogue.computed_options(node):
             return Cause.COMPUTED_OPTIONS(names=", ".join(computed))
+        if Weighted.of(node).weight.meta["val"].dim() < 2:
+            return Cause.VECTOR_WEIGHT()
         return None if Weighted.of(node).input in changing else Cause.CONSTANT_INPUT()
     left, right = Binary.of(node).sides
     if not {left, right} <= activations:

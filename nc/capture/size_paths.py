@@ -28,8 +28,9 @@ from nc.graph.size_conditions import SizeCondition, parsed
 #: condition.
 FARTHEST, MOST_TRIED = 2100, 24
 #: In its own files, but for those of its layers, torch asks for sizes to choose among memory formats, or to
-#: check them.
+#: check them; and in ours, where one of our modes calls an operator for the model.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _LAYERS = f"{_TORCH}nn{os.sep}"
 
 PathSizes = Mapping[str, int]
@@ -179,10 +180,10 @@ def _printed(expression: Any) -> str:
 
 
 def _place(location: Any) -> str:
-    """Return the place that asked, out of a guard's; "" for torch's own."""
+    """Return the place that asked, out of a guard's; "" for an operator of torch."""
     frame = location.framework_loc
     if not isinstance(frame, traceback.FrameSummary) or (
-        frame.filename.startswith(_TORCH) and not frame.filename.startswith(_LAYERS)
+        frame.filename.startswith((_TORCH, _OURS)) and not frame.filename.startswith(_LAYERS)
     ):
         return ""
     return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"

@@ -40,7 +40,7 @@ PATHS = (
     ("The same without it; the reasons are in the JSON and on stderr.", 0, INCONCLUSIVE),
     ("A limit is NaN, infinite or negative, or the options ask nothing.", 2, ERROR),
     (
-        "The artefact, the model or the metric can't be loaded, or ends with an exception or `sys.exit`.",
+        "The artefact, the model or the metric can't be loaded, or ends with an exception or an exit.",
         2,
         ERROR,
     ),

@@ -30,6 +30,7 @@ class Cause(enum.Enum):
     NOT_FP32 = "it computes in {dtype}; quantization starts from fp32"
     COMPUTED_WEIGHT = "its weight is computed from the inputs"
     COMPUTED_OPTIONS = "{names}: computed from sizes, and kernels need numbers"
+    VECTOR_WEIGHT = "its weight is a vector: kernels need output channels"
     CONSTANT_INPUT = "its input is a constant: computed once, not at each call"
     CONSTANT_SIDE = "one side is a constant, a mask or a position"
     NO_ACTIVATION = "one side is not a float activation"

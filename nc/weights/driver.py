@@ -225,7 +225,7 @@ class Driver:
         on = f"{plain.tokens} tokens" + (" that were held out" if tokens.are_others else ", none held out")
         on += plain.few
         why = changed.why_worse(plain)
-        text = f"rounding to nearest on {on}: {plain.output:.1e} → {changed.output:.1e}"
+        text = f"rounding to nearest on {on}: {plain.text(changed)}"
         others = {d.solver.name for d in linears.values() if d.solver not in (None, RTN())}
         if why and others and transform.level == "model":
             # orthogonal matrices make errors alike, and those solvers then make up for them

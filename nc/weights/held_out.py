@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,15 +136,26 @@ class Loss:
     """What rounding to nearest loses.
 
     Attributes:
-        output: squared error of the block's output over its square.
+        output: squared error of the block's output over its square, where every token takes the path that it
+            takes in the float block.
+        chosen: the same where the rounded block chooses: a token that a router sends elsewhere can lose more
+            than all others by rounding.
         parts: of layers that only some tokens reach, the same of their outputs, the square, and how many
             tokens that were.
         tokens: how many were compared.
     """
 
     output: float
+    chosen: float
     parts: Mapping[str, tuple[float, float, int]]
     tokens: int
+
+    def text(self, after: Loss) -> str:
+        """Return what the block's output loses, and loses after a change."""
+        text = f"{self.output:.1e} → {after.output:.1e}"
+        if (self.chosen, after.chosen) == (self.output, after.output):
+            return text
+        return f"{text}, and {self.chosen:.1e} → {after.chosen:.1e} where rounded layers choose the path"
 
     @property
     def few(self) -> str:
@@ -157,6 +169,11 @@ class Loss:
         """
         if not self.output <= before.output:
             return f"the block's output loses {self.output:.1e} of its square in place of {before.output:.1e}"
+        if not self.chosen <= before.chosen:
+            return (
+                f"the block's output loses {self.chosen:.1e} of its square in place of {before.chosen:.1e}, "
+                "because other tokens take another path than in the float block"
+            )
         for name, (lost, size, rows) in self.parts.items():
             old, old_size, _ = before.parts.get(name, (lost, size, rows))
             if abs(size - old_size) <= _SAME_SIZE * old_size and lost > old * (1 + rows**-0.5):
@@ -189,7 +206,7 @@ class BlockJudge:
             clips: of layers, by their name in the model, see `Problem.clip`.
         """
         rounded = self._rounded(clips)
-        lost = total = 0.0
+        lost = chosen = total = 0.0
         tokens = 0
         parts: dict[str, tuple[float, float, int]] = {}
         for call, keep in zip(self.tokens.held, self.tokens.held_keeps, strict=True):
@@ -198,8 +215,9 @@ class BlockJudge:
             own = Decisions()
             with _outputs(self.module, self._full, call) as expected, own:
                 output = run(self.module, call)
-            with _outputs(rounded, self._full, call) as found, Repeated(own.kept):
+            with _outputs(rounded, self._full, call) as found, Repeated(own.kept) as repeated:
                 other = run(rounded, call)
+            free = run(rounded, call) if repeated.differs else other
             for name, values in expected.items():
                 for one, two in zip(values, found.get(name, ()), strict=False):
                     if one.shape == two.shape and one.numel():
@@ -210,12 +228,14 @@ class BlockJudge:
                             rows + one.numel() // one.shape[-1],
                         )
             if keep is not None and output.shape[:2] == keep.shape:
-                output, other = output[keep], other[keep]
+                output, other, free = output[keep], other[keep], free[keep]
             lost += float((other - output).double().square().sum())
+            chosen += float((free - output).double().square().sum())
             total += float(output.double().square().sum())
             tokens += output.numel() // max(output.shape[-1], 1)
         relative = {name: (error / size, size, n) for name, (error, size, n) in parts.items() if size > 0}
-        return Loss(lost / total if total > 0 else 0.0, relative, tokens)
+        square = total if total > 0 else math.inf
+        return Loss(lost / square, chosen / square, relative, tokens)
 
     def _rounded(self, clips: Mapping[str, torch.Tensor]) -> torch.nn.Module:
         """Return a copy of the block with rounded layers."""

@@ -188,6 +188,25 @@ def test_transformer_encoder_layer_is_made_of_linears():
     assert kinds(graph)["layer.linear1"] == "linear"
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_encoder_with_a_mask_takes_any_mask(inside):
+    """Torch compares the mask with a causal one, to choose a kernel."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    if inside:
+        model = Function(lambda self, x, mask: self.encoder(x, mask=mask), encoder=model)
+    model.eval()
+    hint, causal = torch.nn.modules.transformer._detect_is_causal_mask, nn.Transformer
+    example = torch.randn(2, 5, 16), causal.generate_square_subsequent_mask(5)
+    graph = graph_of(model, *example)
+    band = torch.zeros(7, 7).masked_fill((torch.arange(7) - torch.arange(7)[:, None]).abs() > 2, -math.inf)
+    for x, mask in (example, (torch.randn(3, 7, 16), band)):
+        with torch.no_grad():
+            expected = model(x, mask)
+            (found,) = graph.module(x, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.nn.modules.transformer._detect_is_causal_mask is hint
+
+
 def test_operators_that_stay_float_have_reasons():
     model = Function(
         lambda self, i: torch.softmax(self.norm(self.table(i)), -1),

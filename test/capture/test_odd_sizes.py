@@ -71,6 +71,19 @@ def test_layers_that_read_rows_without_elements(layer, config, dim):
     assert second.shape == call(model, x)[1].shape
 
 
+@pytest.mark.parametrize("config", [StaticQuantConfig(), DynamicQuantConfig()])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)])
+def test_a_linear_whose_weight_is_a_vector_stays_float(config, shape):
+    x = torch.randn(shape)
+    model = Applied(lambda layers, x: F.relu(F.linear(F.relu(layers[0](x)), layers.v)), nn.Linear(8, 8))
+    model.layers.register_parameter("v", nn.Parameter(torch.linspace(0.1, 1, 8)))
+    q = quantized(model.eval(), x, config, "native")
+    first, second = (d for d in q.graph.plan.decisions if d.kind == "linear")
+    assert first.spec.quantized
+    assert second.stays_for(Cause.VECTOR_WEIGHT)
+    assert sqnr_db(call(model, x), call(q, x)) > 25
+
+
 # ---- arguments computed from sizes ----
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
+from nc.capture import size_paths
 from nc.capture.size_paths import Guards, PathsSeen, those_that_matter
 from nc.graph.size_conditions import SizeCondition, parsed
 from nc.numerics.metrics import sqnr_db
@@ -437,3 +438,17 @@ def test_guards_of_several_parts_fix_no_size():
     graph = graph_of(net, torch.randn(2, 3, 16, 16))
     assert not [dim for leaf in graph.signature.leaves for dim in leaf.dims[2:] if isinstance(dim, int)]
     assert graph.signature.conditions == ()
+
+
+def test_no_file_of_ours_is_named_as_the_place_that_asks(monkeypatch):
+    """Functions of torch are called through modes of ours."""
+    places, place = [], size_paths._place
+    monkeypatch.setattr(size_paths, "_place", lambda where: places.append(place(where)) or places[-1])
+
+    class Triangle(nn.Module):
+        def forward(self, x):
+            return x.tril(x.shape[0] - 2) * x.unfold(0, 2, x.shape[0] // 2)[:1, :, :1].sum()
+
+    graph_of(Triangle(), torch.randn(4, 8))
+    assert places
+    assert not any(places)

@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,8 @@ from nc.cli.main import main
 from nc.cli.shell import CRASH
 
 MODELS = """
+import os
+
 import numpy as np
 import torch
 import nc
@@ -68,6 +74,14 @@ def failing(model):
 
 def leaving(model):
     raise SystemExit(0)
+
+
+def ending(model):
+    os._exit(0)
+
+
+def killed(model):
+    os.kill(os.getpid(), 9)
 
 
 class Rude(BaseException):
@@ -279,6 +293,26 @@ def test_what_cannot_be_measured_is_one_line_and_exit_code_2(place, monkeypatch,
     assert result["reasons"] == [line.removeprefix("nc: error: ")]
     assert (place / "mine.html").read_text(encoding="utf-8") == "<p>mine</p>"
     assert (place / "good" / "model.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("metric", "code", "says"),
+    [("ending", 2, "exit code 0, as os._exit"), ("killed", 2, "signal 9"), ("per_sample", 0, None)],
+)
+def test_the_users_code_can_not_end_the_command_with_a_verdict(place, metric, code, says):
+    words = ("good", *FP32, "--metric", f"gate_models:{metric}", "--max-drop", "1", "--seconds", "0.2")
+    done = subprocess.run(
+        [sys.executable, "-m", "nc", "check", *words],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(place), str(Path(nc.__file__).parents[1])])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["passed"] == (code == 0)
+    assert says is None or (says in line and says in done.stderr)
 
 
 def test_a_defect_of_nc_has_a_code_of_its_own(place, monkeypatch):

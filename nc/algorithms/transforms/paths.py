@@ -128,21 +128,32 @@ class Repeated(Decisions):  # type: ignore[no-untyped-call] # as above
 
     Args:
         kept: of `Decisions` in that call.
+
+    Attributes:
+        differs: whether the code itself would have decided otherwise.
     """
 
     def __init__(self, kept: Sequence[Any]) -> None:
         super().__init__()
-        self._before = kept
+        self._before, self.differs = kept, False
 
     def decided(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """Return what was decided then, if it was about the same sizes."""
         place = len(self.kept)
         before = self._before[place] if place < len(self._before) else result
+        self.differs |= _choices(before) != _choices(result)
         return before if _sizes(before) == _sizes(result) or _is_nonzero(func) else result
 
 
 def _is_nonzero(func: Any) -> bool:
     return bool(func.overloadpacket.__name__ == "nonzero")
+
+
+def _choices(result: Any) -> list[Any]:
+    """Return what a decision chose, as plain values: numbers beside an order are no choice."""
+    parts = pytree.tree_leaves(result)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return [part.tolist() for part in tensors if not part.is_floating_point()] if tensors else parts
 
 
 def _sizes(result: Any) -> list[Any]:

@@ -269,6 +269,38 @@ def test_the_harm_of_an_expert_is_not_averaged_away():
     assert plain.output == pytest.approx(float(error), rel=1e-6)
 
 
+def by_a_layer(block, x, h):
+    score = block.e[0](h)[..., :1]
+    return torch.where(score > 0, h, -h) + block.e[1](h)
+
+
+def test_tokens_that_go_elsewhere_are_counted(monkeypatch):
+    """Where decisions are those of the float block, what rounding makes of them is not seen."""
+    block = Block(by_a_layer).eval()
+    x = data(1, rows=40)
+    judged = judge(block, [x])
+    rounded = BlockJudge._rounded
+
+    def with_other_scores(self, clips):
+        found = rounded(self, {})
+        if clips:
+            found.e[0].register_forward_hook(lambda *call: -call[-1])
+        return found
+
+    monkeypatch.setattr(BlockJudge, "_rounded", with_other_scores)
+    plain, changed = judged.loss({}), judged.loss({"block.e.0": torch.ones(1)})
+    assert changed.output == plain.output
+    with torch.no_grad():
+        expected = block(x)
+        other = with_other_scores(judged, {"block.e.0": torch.ones(1)})(x)
+    error = (other - expected).double().square().sum() / expected.double().square().sum()
+    assert changed.chosen == pytest.approx(float(error), rel=1e-6)
+    assert changed.chosen > 10 * plain.chosen
+    assert "because other tokens take another path" in changed.why_worse(plain)
+    assert not plain.why_worse(changed)
+    assert f"and {plain.chosen:.1e} → {changed.chosen:.1e} where rounded layers choose" in plain.text(changed)
+
+
 def test_which_tokens_are_held_out():
     assert [sorted(held_out(n)) for n in (0, 1, 2, 3, 4, 9)] == [[], [], [1], [2], [3], [3, 7]]
     linear, x = nn.Linear(4, 4).eval(), torch.randn(8, 3, 4)

@@ -465,7 +465,7 @@ def test_rotation_keeps_the_model(name):
 @pytest.mark.parametrize("solver", [nc.RTN(), nc.GPTQ()], ids=["rtn", "gptq"])
 def test_a_rotation_that_makes_a_model_worse(solver, monkeypatch):
     """With round to nearest it is undone; what other solvers lose is not known, so the report has the figures."""
-    losses = itertools.cycle([Loss(0.1, {}, 100), Loss(0.2, {}, 100)])
+    losses = itertools.cycle([Loss(0.1, 0.1, {}, 100), Loss(0.2, 0.2, {}, 100)])
     monkeypatch.setattr(BlockJudge, "loss", lambda *_: next(losses))
     model = tiny("llama", tie_word_embeddings=True)
     smooth = nc.WeightOnlyConfig(
