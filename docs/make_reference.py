@@ -433,8 +433,8 @@ def functions() -> str:
     parts = []
     public = {
         name: value
-        for name, value in sorted(vars(nc).items())
-        if isinstance(value, types.FunctionType) and not name.startswith("_")
+        for name, value in ((name, getattr(nc, name)) for name in dir(nc))
+        if isinstance(value, types.FunctionType)
     }
     ours = {name: value for name, value in public.items() if not value.__module__.startswith("nc.config")}
     for name, function in ours.items():

@@ -28,7 +28,7 @@ from nc.text.plain import plain
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name=installation.DISTRIBUTION)
 def main() -> None:
-    """Post-training int8 quantization of PyTorch models for Intel CPUs."""
+    """Quantize PyTorch models for x86-64 CPUs: to int8, or to weights of 2 to 8 bits."""
 
 
 main.add_command(bench)

@@ -12,8 +12,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from nc.process.env import MKL_NUM_THREADS, OMP_NUM_THREADS
 from nc.process.warn import warn
 
@@ -67,6 +65,8 @@ def fit_threads() -> None:
     A number is chosen by OMP_NUM_THREADS or MKL_NUM_THREADS, or by `torch.set_num_threads` if it is none of
     those that torch takes by itself: all CPUs, or one thread of each core. It warns where it changes it.
     """
+    import torch  # here: the command's help comes without
+
     threads, found = torch.get_num_threads(), cores()
     if threads <= found.usable or OMP_NUM_THREADS.is_set or MKL_NUM_THREADS.is_set:
         return

@@ -1,6 +1,10 @@
 """The public names, and nothing else."""
 
+import ast
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import nc
 
@@ -28,12 +32,21 @@ PUBLIC = {
 
 
 def test_public_names():
-    found = {
-        name
-        for name, value in vars(nc).items()
-        if not isinstance(value, types.ModuleType) and (not name.startswith("_") or name == "__version__")
-    }
-    assert found == PUBLIC
+    assert {name for name in dir(nc) if not isinstance(getattr(nc, name), types.ModuleType)} == PUBLIC
+    assert nc.hf.quantize, "modules of the package need no import of their own"
+
+
+def test_type_checkers_know_what_is_imported_late():
+    tree = ast.parse(Path(nc.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    known = {alias.asname: each.module for each in block.body for alias in each.names}
+    assert known == nc._MODULES
+
+
+def test_import_needs_no_torch():
+    """The command's help comes at once, and names are imported when they are used."""
+    code = "import sys, nc; assert 'torch' not in sys.modules; nc.StaticQuantConfig; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_public_functions_and_classes_have_docstrings():
