@@ -31,6 +31,7 @@ from nc.errors import UnmatchedTypeWarning as UnmatchedTypeWarning
 from nc.errors import UnsupportedError as UnsupportedError
 from nc.errors import VerificationError as VerificationError
 from nc.process import installation as _installation
+from nc.process import names as _names
 
 if _typing.TYPE_CHECKING:
     from nc.algorithms.bias_absorption import BiasAbsorption as BiasAbsorption
@@ -152,9 +153,7 @@ def __getattr__(name: str) -> _typing.Any:
     elif not name.startswith("_") and _util.find_spec(f"nc.{name}") is not None:
         value = _importlib.import_module(f"nc.{name}")
     else:
-        from nc.names import hint
-
-        msg = f"module 'nc' has no attribute {name!r}.{hint(name, _MODULES)}"
+        msg = f"module 'nc' has no attribute {name!r}.{_names.hint(name, _MODULES)}"
         raise AttributeError(msg, name=name)
     globals()[name] = value
     return value

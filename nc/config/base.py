@@ -462,6 +462,11 @@ def read(value: object) -> AnyConfig | Alternatives:
         for other in others:
             total = total + other
         return total
+    raise _not_a_config(value)
+
+
+def _not_a_config(value: object) -> ConfigError:
+    """Return the error for what is not a configuration."""
     is_model = hasattr(value, "forward")
     got = kind_of(value) if is_model else repr(value)
     msg = (
@@ -473,7 +478,7 @@ def read(value: object) -> AnyConfig | Alternatives:
         msg += " The model comes first, then the configuration."
     elif isinstance(value, str) and value in _MEANT:
         msg += f" Did you mean {_MEANT[value]}?"
-    raise ConfigError(msg)
+    return ConfigError(msg)
 
 
 def check_excluded(values: Mapping[str, Any]) -> None:
