@@ -62,7 +62,7 @@ def compiled() -> dict[str, bytes]:
 
     # largest first: the last ones are short
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        targets = list(pool.map(library, sources))
+        targets = sorted(pool.map(library, sources))
         for target in targets:
             check_instruction_sets(target, compiler)
         return {target.name: target.read_bytes() for target in targets}
