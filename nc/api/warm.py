@@ -47,7 +47,10 @@ def _call_of(entry: Any, graph: QDQGraph | None) -> tuple[tuple[Any, ...], dict[
     shapes = _shapes(entry)
     if shapes is None:
         if not isinstance(entry, (torch.Tensor, Mapping, tuple, list)):
-            msg = f"warm: expected inputs, a shape, or shapes by name of the input, but got {entry!r}."
+            msg = (
+                f"warm: expected a list of inputs, shapes, or shapes by name of the input, such as "
+                f"[(1, 128), (8, 64)], but one of them is {entry!r}."
+            )
             raise InputError(msg)
         return as_call(entry)
     if graph is None:

@@ -145,6 +145,8 @@ class FixedModule(torch.nn.Module):
             f"{self.what} has no attribute {name!r}. It has the signature and the outputs of your model, not "
             "its attributes: read them from the fp32 model."
         )
+        if name == "generate":
+            msg += " To generate text take WeightOnlyConfig: its result is a model of your own class."
         raise AttributeError(msg, name=name, obj=self) from error
 
     def _users_model(self) -> torch.nn.Module | None:

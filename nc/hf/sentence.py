@@ -14,7 +14,7 @@ import torch
 from nc.api.quantized import QuantizedModel
 from nc.api.workflow import quantize
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactSchemaError, ConfigError, InputError
-from nc.formats.checks import checked_path
+from nc.formats.checks import checked_path, kind_of
 from nc.hf import checksums
 from nc.hf.data import BATCH, length_of
 from nc.hf.folder import ARTEFACT, is_result, read_by_others, replaceable, written
@@ -246,8 +246,8 @@ def _encoder(model: Any) -> tuple[torch.nn.Module, str]:
     """Return the transformers model in the first module, and the attribute that holds it."""
     if not isinstance(model, torch.nn.Sequential):
         msg = (
-            f"{type(model).__name__} does not consist of modules, as models of the newest "
-            "sentence-transformers do, and every SentenceTransformer."
+            f"Expected a SentenceTransformer, but got {kind_of(model)}, which does not consist of modules. "
+            "For a model of transformers call nc.hf.quantize."
         )
         raise InputError(msg)
     first = model[0]

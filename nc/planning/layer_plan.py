@@ -86,11 +86,15 @@ class WeightPlan:
         return tuple(d for d in self.decisions if d.form is not None)
 
     @property
+    def needing_data(self) -> tuple[str, ...]:
+        """Names of the transforms and solvers that need calibration data."""
+        solvers = [d.solver for d in self.quantized if d.solver is not None]
+        return tuple(dict.fromkeys(a.name for a in (*self.transforms, *solvers) if a.needs.data))
+
+    @property
     def needs_data(self) -> bool:
         """Whether calibration data is needed."""
-        return any(d.solver.needs.data for d in self.quantized if d.solver is not None) or any(
-            t.needs.data for t in self.transforms
-        )
+        return bool(self.needing_data)
 
     @property
     def algorithms(self) -> tuple[Step, ...]:

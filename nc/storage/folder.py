@@ -242,7 +242,13 @@ def _bytes(path: Path) -> bytes:
 
 def _check_is_there(path: Path) -> None:
     if not path.is_file():
-        msg = f"{path} is missing; an artefact consists of {', '.join((*_FILES, CHECKSUMS))}. {_ADVICE}"
+        advice = _ADVICE
+        if path.name == CHECKSUMS and (path.parent / "config.json").is_file():
+            advice = (
+                "If it is the folder of a float model, load it with transformers, and quantize it. What "
+                "nc.hf.quantize wrote, nc.hf.load loads."
+            )
+        msg = f"{path} is missing; an artefact consists of {', '.join((*_FILES, CHECKSUMS))}. {advice}"
         raise ArtefactMissingError(msg)
 
 

@@ -152,3 +152,32 @@ def test_a_model_without_weights():
 def test_names(name, says):
     with pytest.raises(AttributeError, match=says):
         getattr(nc, name)
+
+
+def test_a_search_that_calibrates_nothing():
+    with pytest.raises(nc.StateError, match="run_fn did not call the prepared model"):
+        nc.tune(MLP().eval(), X, lambda _: None, lambda _: 1.0)
+
+
+def test_only_what_needs_data_is_named():
+    config = WeightOnlyConfig("int4", group_size=16, transforms=[nc.AWQ()])
+    with pytest.raises(nc.StateError, match="Nothing was calibrated: awq needs data"):
+        nc.convert(nc.prepare(MLP().eval(), config))
+
+
+def test_other_doors(tmp_path):
+    """What transformers wrote, and text that is generated, have doors of their own."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(nc.ArtefactMissingError, match="folder of a float model, load it with transformers"):
+        nc.load(tmp_path)
+    q = nc.quantize(MLP().eval(), DynamicQuantConfig(), example_inputs=X, backend="reference")
+    with pytest.raises(AttributeError, match="To generate text take WeightOnlyConfig"):
+        q.generate(X)
+
+
+def test_sizes_to_warm_up(tmp_path):
+    nc.save(
+        nc.quantize(MLP().eval(), DynamicQuantConfig(), example_inputs=X, backend="reference"), tmp_path / "m"
+    )
+    with pytest.raises(nc.InputError, match=r"such as \[\(1, 128\), \(8, 64\)\], but one of them is 8"):
+        nc.load(tmp_path / "m", warm=[8, 32])

@@ -83,7 +83,7 @@ def test_values_of_the_example_are_repeated(saved):
     [
         ((3,), "has 2 dimensions"),
         ((0, 4), "1 or more"),
-        ("text", "expected inputs, a shape"),
+        ("text", "expected a list of inputs, shapes"),
         ({"nothing": (1, 2)}, "no input nothing; it has ids, mask, row"),
         ({"row": (8,)}, "does not say that of 'ids'"),
         ({"ids": (1, 9), "mask": (1, 9), "row": (7,)}, "expected size 8"),

@@ -203,7 +203,7 @@ class PreparedWeights(Preparation):
         calls = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
         samples = [sample for sample in calls if _has_data(sample)]
         if self.plan.needs_data and not samples:
-            names = ", ".join(dict.fromkeys(step.algorithm for step in self.plan.algorithms))
+            names = ", ".join(self.plan.needing_data)
             empty = (
                 f" (the {len(calls)} calls so far had empty tensors, or nothing but padding)" if calls else ""
             )

@@ -119,15 +119,14 @@ class _Counted:
         Raises:
             InputError: it calls this model with nothing, and called an earlier one.
         """
-        counts: list[None] = []
-        calibrate(prepared, lambda model: self._run_fn(model, *args), lambda *_: counts.append(None))
-        if self._calls and not counts:
+        calls = calibrate(prepared, lambda model: self._run_fn(model, *args), lambda *_: None)
+        if self._calls and not calls:
             msg = (
                 f"run_fn called an earlier prepared model {self._calls} times, and this one not at all: an "
                 "iterator gives its batches once. Give a list or a DataLoader, or make the iterator in it."
             )
             raise InputError(msg)
-        self._calls = max(self._calls, len(counts))
+        self._calls = max(self._calls, calls)
 
 
 def get_all_config_set() -> list[AnyConfig]:

@@ -24,16 +24,24 @@ def request_of(config: AnyConfig, backend: str, example_inputs: Any = None) -> R
     )
 
 
-def calibrate(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> None:
-    """Call a prepared model with calibration data, and take its calls down.
+def calibrate(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> int:
+    """Call a prepared model with calibration data, and take its calls down; return how many there were.
 
     Args:
         prepared: it.
         run_fn: calls it.
         note: of `SeenCalls`.
     """
-    hook = prepared.register_forward_pre_hook(note, with_kwargs=True)
+    calls = 0
+
+    def noted(*call: Any) -> None:
+        nonlocal calls
+        calls += 1
+        note(*call)
+
+    hook = prepared.register_forward_pre_hook(noted, with_kwargs=True)
     try:
         run_fn(prepared)
     finally:
         hook.remove()
+    return calls

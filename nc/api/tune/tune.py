@@ -47,6 +47,13 @@ from nc.text.plain import shown
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
+def _calibrate(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> None:
+    """Call `calibrate`; raises StateError where nothing came of it."""
+    if not calibrate(prepared, run_fn, note):
+        msg = "Nothing was calibrated: run_fn did not call the prepared model that it was given."
+        raise StateError(msg)
+
+
 def tune(
     model: torch.nn.Module,
     example_inputs: Any,
@@ -146,10 +153,7 @@ def tune(
             first = preparation(model, request_of(next(iter(options.values())), backend))
             plans = plans_of(model, options)
             calls = KeptCalls()
-            calibrate(first, run_fn, calls.note)
-            if not calls.all:
-                msg = "Nothing was calibrated: run_fn did not call the prepared model."
-                raise StateError(msg)
+            _calibrate(first, run_fn, calls.note)
             timed = _mix(mix, calls, example_inputs)
 
             def low_bit_key() -> dict[str, Any]:
@@ -164,7 +168,7 @@ def tune(
             model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named
         )
         seen = SeenCalls()
-        calibrate(prepared, run_fn, seen.note)
+        _calibrate(prepared, run_fn, seen.note)
         timed = _mix(mix, seen, example_inputs)
 
         def key() -> dict[str, Any]:
