@@ -88,8 +88,9 @@ class WeightPlan:
     @property
     def needing_data(self) -> tuple[str, ...]:
         """Names of the transforms and solvers that need calibration data."""
-        solvers = [d.solver for d in self.quantized if d.solver is not None]
-        return tuple(dict.fromkeys(a.name for a in (*self.transforms, *solvers) if a.needs.data))
+        transforms = [t.name for t in self.transforms if t.needs.data]
+        solvers = [d.solver.name for d in self.quantized if d.solver is not None and d.solver.needs.data]
+        return tuple(dict.fromkeys([*transforms, *solvers]))
 
     @property
     def needs_data(self) -> bool:
