@@ -595,6 +595,8 @@ def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") 
             "dataclass of your own. A Hugging Face model leaves its cache out when example_inputs say "
             "use_cache=False."
         )
+    elif "numpy" in _first_line(error):
+        advice = "NumPy's functions can't be exported: write that place with operators of torch."
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
     if _asks_too_much(error):
         return (

@@ -181,3 +181,19 @@ def test_sizes_to_warm_up(tmp_path):
     )
     with pytest.raises(nc.InputError, match=r"such as \[\(1, 128\), \(8, 64\)\], but one of them is 8"):
         nc.load(tmp_path / "m", warm=[8, 32])
+
+
+class ByNumPy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = MLP()
+
+    def forward(self, x):
+        return torch.from_numpy(self.inner(x).detach().numpy() * 2)
+
+
+def test_numpy_in_a_model():
+    with pytest.raises(nc.CaptureError, match="numpy") as caught:
+        nc.prepare(ByNumPy().eval(), StaticQuantConfig(), example_inputs=X)
+    assert "write that place with operators of torch" in str(caught.value)
+    assert "branch or loop" not in str(caught.value)
