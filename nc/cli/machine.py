@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -23,9 +24,10 @@ _PACKAGES = ("transformers", "torchvision", "safetensors", "numpy")
 
 @click.command()
 @click.argument("folder", metavar="[DIR]", type=FOLDER, required=False)
+@click.option("--run", "runs", is_flag=True, help="Also quantize a small model, prove it and time it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @command
-def doctor(folder: Path | None, as_json: bool) -> None:
+def doctor(folder: Path | None, runs: bool, as_json: bool) -> None:
     """Show which backends can run on this machine, and what to install for the others.
 
     With DIR, also show whether this CPU has the features that the artefact needs, and which layers
@@ -37,10 +39,17 @@ def doctor(folder: Path | None, as_json: bool) -> None:
     if folder is not None:
         facts["artefact"] = of_artefact(folder)
         facts["healthy"] &= facts["artefact"]["fits"]
+    if runs:
+        from nc.cli.trial import tried
+
+        facts["trial"] = dataclasses.asdict(trial := tried())
+        facts["healthy"] &= trial.ran == trial.asked
     if as_json:
         click.echo(json.dumps(facts, indent=2))
     else:
         _tell_health(facts)
+        if runs:
+            click.echo("\n" + "\n".join(trial.lines()))
     if not facts["healthy"]:
         sys.stdout.flush()
         sys.exit(1)

@@ -202,6 +202,6 @@ def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
     return values[outside], values[-1 - outside]
 
 
-def milliseconds(ms: float) -> str:
-    """Return a time for people."""
-    return f"{ms:.2f} ms" if ms >= 0.1 else f"{1e3 * ms:.1f} us"
+def milliseconds(ms: float, beside: float | None = None) -> str:
+    """Return a time for people, in a unit that suits another one beside it too."""
+    return f"{ms:.2f} ms" if min(ms, ms if beside is None else beside) >= 0.1 else f"{1e3 * ms:.1f} us"

@@ -124,13 +124,14 @@ class Verdict:
             f"median of {self.calls} calls each" if self.calls > 1 else "only one call each, for lack of time"
         )
         spread = (
-            f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}"
+            f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f} times as fast"
             if self.quartiles
             else ""
         )
         instead = f"; fp32 is {self.timed}" if self.timed else ""
         what = f"(example inputs, {threads}, {calls}{spread}{instead})"
-        times = f"{milliseconds(self.engine_ms)} against {milliseconds(self.fp32_ms)} {what}"
+        mine = milliseconds(self.engine_ms, self.fp32_ms)
+        times = f"quantized {mine}, fp32 {milliseconds(self.fp32_ms, self.engine_ms)} {what}"
         if self.doubt:
             return [f"cannot tell whether it is faster than fp32: {self.doubt}. Measured: {times}"]
         if round(self.ratio, 2) >= 1:

@@ -53,12 +53,12 @@ def test_ratio_and_words():
     fast = Verdict(fp32_ms=9.0, engine_ms=4.0, calls=20, threads=2, costs=())
     assert fast.ratio == 2.25
     assert str(fast) == (
-        "2.25 times as fast as fp32: 4.00 ms against 9.00 ms (example inputs, 2 threads, median of 20 "
+        "2.25 times as fast as fp32: quantized 4.00 ms, fp32 9.00 ms (example inputs, 2 threads, median of 20 "
         "calls each)"
     )
     slow = Verdict(fp32_ms=4.0, engine_ms=10.0, calls=1, threads=1)
     assert str(slow).splitlines() == [
-        "SLOWER than fp32: it takes 2.50 times as long, 10.00 ms against 4.00 ms "
+        "SLOWER than fp32: it takes 2.50 times as long, quantized 10.00 ms, fp32 4.00 ms "
         "(example inputs, 1 thread, only one call each, for lack of time)",
         "which operators cost more than they gain was not measured; report(profile_inputs=...) shows the "
         "time of each",
@@ -69,7 +69,7 @@ def test_ratio_and_words():
 def test_microseconds():
     small = Verdict(fp32_ms=0.0137, engine_ms=0.0285, calls=600, threads=1, costs=())
     assert str(small).startswith(
-        "SLOWER than fp32: it takes 2.08 times as long, 28.5 us against 13.7 us (example inputs, 1 thread, "
+        "SLOWER than fp32: it takes 2.08 times as long, quantized 28.5 us, fp32 13.7 us (example inputs, 1 thread, "
     )
 
 
@@ -87,14 +87,14 @@ def test_spread_doubt_and_what_was_timed():
     )
     assert found.certain
     assert str(found) == (
-        "2.20 times as fast as fp32: 4.00 ms against 9.00 ms "
-        "(example inputs, 1 thread, median of 40 calls each; in half of 20 rounds 2.00 to 2.40; fp32 is a "
+        "2.20 times as fast as fp32: quantized 4.00 ms, fp32 9.00 ms "
+        "(example inputs, 1 thread, median of 40 calls each; in half of 20 rounds 2.00 to 2.40 times as fast; fp32 is a "
         "copy)"
     )
     doubtful = dataclasses.replace(found, doubt="the moon is full")
     assert not doubtful.certain
     assert str(doubtful).startswith(
-        "cannot tell whether it is faster than fp32: the moon is full. Measured: 4.00 ms against 9.00 ms"
+        "cannot tell whether it is faster than fp32: the moon is full. Measured: quantized 4.00 ms, fp32 9.00 ms"
     )
     assert json.loads(json.dumps(doubtful.to_dict())) == {
         **{f.name: None for f in dataclasses.fields(Verdict)},
@@ -570,3 +570,8 @@ def test_conversions_of_native_are_attributed(monkeypatch):
     assert served[0] == "fc1"
     assert served[-1] == "fc2"
     assert set(served) == {"fc1", "fc2"}
+
+
+def test_one_unit_for_both():
+    found = Verdict(fp32_ms=0.0999, engine_ms=0.11, calls=20, threads=1, costs=())
+    assert "quantized 110.0 us, fp32 99.9 us" in str(found)
