@@ -10,6 +10,8 @@ import argparse
 import asyncio
 import copy
 import dataclasses
+import gc
+import importlib
 import logging
 import signal
 import threading
@@ -205,6 +207,20 @@ def joined(rows: Sequence[Arrays]) -> Arrays:
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
+def _set_libraries_aside(folder: Path) -> None:
+    """Import what the model of a folder needs, and let the garbage collector pass over all of it.
+
+    Libraries are half a million objects. Each full collection would look at them: every few seconds it would
+    stop all requests for most of a second. Models that are loaded later are collected as ever.
+    """
+    if (folder / "modules.json").exists():
+        importlib.import_module("sentence_transformers")
+    if (folder / "config.json").exists() or (folder / "modules.json").exists():
+        importlib.import_module("nc.hf")
+    gc.collect()
+    gc.freeze()
+
+
 class Service:
     """The model of a folder, whose requests are computed in batches.
 
@@ -225,6 +241,7 @@ class Service:
         **limits: Any,
     ) -> None:
         self.folder, self.opener = folder, opener
+        _set_libraries_aside(Path(folder))
         self.served = opener(folder)
         self.batches: Batches[Row, Arrays] = Batches(self.served.run, tokens_of, **limits)
         self._loading = threading.Lock()

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason="ne
 def test_a_model_is_quantized_and_proved():
     done = CliRunner().invoke(main, ["doctor", "--run", "--json"])
     found = json.loads(done.stdout)["trial"]
-    assert found["asked"] == found["ran"] >= 8  # two layers of four linears; attention where it is as accurate
+    assert (
+        found["asked"] == found["ran"] >= 8
+    )  # two layers of four linears; attention where it is as accurate
     assert found["error"] > 20
     assert found["proof"] is None or found["proof"] > 30
     assert " fp32" in found["speed"]

@@ -1,7 +1,9 @@
 """What a server computes of requests: rows of any sizes together, each as it would be alone."""
 
+import gc
 import importlib.util
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -49,3 +51,17 @@ def test_a_row_costs_its_tokens(sentences):
     assert [row.tokens for row in rows] == [2, 4, most]
     tokenized = opened.model.tokenizer(texts, truncation=True, max_length=most)["input_ids"]
     assert [len(ids) for ids in tokenized] == [2, 4, most]
+
+
+def test_full_collections_pass_over_libraries(words):
+    """They are half a million objects; a model is not among them, so that one that is replaced is freed."""
+    gc.unfreeze()
+    service = served.Service(words[0])
+    try:
+        assert gc.get_freeze_count() > 100_000
+        model = weakref.ref(service.served)
+        service.reload()
+        gc.collect()
+        assert model() is None
+    finally:
+        gc.unfreeze()
