@@ -43,7 +43,8 @@ class Trial:
         proof = "" if self.proof is None else f", {self.proof:.0f} dB to a simulation of the same integers"
         error = "" if self.error is None else f"; {self.error:.0f} dB to fp32"
         return [
-            f"a small encoder: {self.ran} of {self.asked} products run in int8 on {self.backend}{proof}{error}",
+            f"a small encoder: {self.ran} of {self.asked} products run in int8 on {self.backend}{proof}"
+            f"{error}",
             self.speed,
             f"that took {self.seconds:.1f} s",
         ]

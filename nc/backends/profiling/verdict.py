@@ -124,7 +124,8 @@ class Verdict:
             f"median of {self.calls} calls each" if self.calls > 1 else "only one call each, for lack of time"
         )
         spread = (
-            f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f} times as fast"
+            f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f} times as "
+            "fast"
             if self.quartiles
             else ""
         )
