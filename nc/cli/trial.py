@@ -18,7 +18,7 @@ _WIDTH, _LAYERS, _TOKENS, _BATCHES = 256, 2, 128, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
+class SmallModelRun:
     """What came of it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Trial:
         ]
 
 
-def tried() -> Trial:
+def tried() -> SmallModelRun:
     """Quantize a small encoder with random weights, and run it.
 
     Raises:
@@ -62,7 +62,10 @@ def tried() -> Trial:
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, batch_first=True)
         model = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False).eval()
-    batches = [torch.randn(1, _TOKENS, _WIDTH, generator=generator) for _ in range(_BATCHES)]
+    batches = [
+        torch.randn(1, _TOKENS, _WIDTH, generator=generator, dtype=torch.float32, device="cpu")
+        for _ in range(_BATCHES)
+    ]
 
     def calibrate(prepared: Any) -> None:
         for batch in batches:
@@ -72,7 +75,7 @@ def tried() -> Trial:
         warnings.simplefilter("ignore", NCWarning)  # whether int8 gains is printed
         q_model = nc.quantize(model, nc.StaticQuantConfig(), calibrate, example_inputs=batches[0])
     report = q_model.report()
-    return Trial(
+    return SmallModelRun(
         backend=report.backend,
         asked=report.asked_int8,
         ran=report.ran_int8,

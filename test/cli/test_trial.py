@@ -26,7 +26,7 @@ def test_a_model_is_quantized_and_proved():
 
 
 def test_the_text_and_the_exit_code(monkeypatch):
-    made = trial.Trial("native", 12, 12, 90.0, 31.0, "2.00 times as fast as fp32", 3.2)
+    made = trial.SmallModelRun("native", 12, 12, 90.0, 31.0, "2.00 times as fast as fp32", 3.2)
     monkeypatch.setattr(trial, "tried", lambda: made)
     done = CliRunner().invoke(main, ["doctor", "--run"])
     assert (
