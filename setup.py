@@ -62,7 +62,8 @@ def compiled() -> dict[str, bytes]:
 
     # largest first: the last ones are short
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        targets = sorted(pool.map(library, sources))
+        begun = {source: pool.submit(library, source) for source in sources}
+        targets = [begun[source].result() for source in sorted(begun)]
         for target in targets:
             check_instruction_sets(target, compiler)
         return {target.name: target.read_bytes() for target in targets}
