@@ -1540,7 +1540,7 @@ MUTATIONS = (
         "autotune-once",
         "a configuration for which run_fn has no data left is named",
         "api/tune/autotune.py",
-        "if self._calls and not counts:",
+        "if self._calls and not calls:",
         "if False:",
         ("autotune",),
     ),
