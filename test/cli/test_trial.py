@@ -6,6 +6,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+import nc
 from nc.backends import available_backends
 from nc.cli import trial
 from nc.cli.main import main
@@ -35,3 +36,13 @@ def test_the_text_and_the_exit_code(monkeypatch):
     ) in done.stdout
     monkeypatch.setattr(trial, "tried", lambda: dataclasses.replace(made, ran=11))
     assert CliRunner().invoke(main, ["doctor", "--run"]).exit_code == 1
+
+
+def test_an_engine_that_is_not_timed(monkeypatch):
+    """The reference is never timed: where no other engine can run, the command says so and does not end."""
+    quantize = nc.quantize
+    monkeypatch.setattr(
+        nc, "quantize", lambda *args, **options: quantize(*args, **options, backend="reference")
+    )
+    found = trial.tried()
+    assert (found.backend, found.speed) == ("reference", "its speed was not measured")
