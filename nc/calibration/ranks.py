@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,11 +20,24 @@ from nc._version import __version__
 from nc.errors import StateError
 from nc.text.json_text import parsed
 
+
+def _import_without_group() -> None:
+    """Import the functions whose default argument is the default process group of the moment of the import.
+
+    torch.export imports them. A group that exists by then would outlive destroy_process_group(), and gloo's
+    threads can abort the process while Python shuts down. None is the same argument, as without a group.
+    """
+    import torch.distributed.nn.functional as functions
+
+    for function in vars(functions).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in function.__defaults__
+            )
+
+
 if dist.is_available():
-    # torch.export imports this module, and its functions have the default process group of that moment as a
-    # default argument. A group that exists by then would outlive destroy_process_group(), and gloo's threads
-    # can abort the process while Python shuts down.
-    import torch.distributed.nn.functional
+    _import_without_group()
 
 _DIGEST = 32
 
