@@ -38,6 +38,7 @@ from nc.graph.fx_utils import (
     retarget,
     take_over,
 )
+from nc.graph.numbers import is_varying
 from nc.graph.schemas import schema_of
 from nc.graph.views import Binary, Weighted, returned, set_argument
 
@@ -418,6 +419,29 @@ def single_slopes(module: fx.GraphModule) -> None:
             node.args, node.kwargs = (a["self"], float(slope)), {}
 
 
+def factors_of_sums(module: fx.GraphModule) -> None:
+    """Write `x + alpha * y` as a product and a sum: kernels add without a factor, and layers take it in."""
+    for node in [n for n in module.graph.nodes if op_name(n) in ("add", "sub", "rsub")]:
+        if computed_options(node) or node.meta["val"].dtype is not torch.float32:
+            continue
+        operation = Binary.of(node)
+        # b - alpha * a, for rsub
+        scaled = "left" if op_name(node) == "rsub" else "right"
+        side = getattr(operation, scaled)
+        if (
+            operation.alpha == 1
+            or not is_varying(module, side)
+            or side.meta["val"].dtype is not torch.float32
+        ):
+            continue
+        with module.graph.inserting_before(node):
+            product = call_function(module.graph, aten.mul.Tensor, (side, float(operation.alpha)))
+        take_over(product, side)
+        product.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
+        set_argument(node, scaled, product)
+        set_argument(node, "alpha", 1)
+
+
 def batched_convolutions(module: fx.GraphModule) -> None:
     """Give convolutions without a batch dimension one of size 1, which kernels need."""
     for node in [n for n in module.graph.nodes if op_name(n) in WEIGHTED and op_name(n) != "linear"]:
@@ -610,6 +634,7 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     batched_convolutions,
     fold_padding,
     single_slopes,
+    factors_of_sums,
     fold_numbers_behind,
     fold_batch_norm,
     fold_numbers_behind,

@@ -119,8 +119,11 @@ FOLDED = {
     "a factor in front of a padded one": lambda self, x: self.b(F.relu(self.a(x)) * 0.3),
     "a difference": lambda self, x: self.b(F.relu(2 - self.a(x))),
     "an alpha": lambda self, x: self.b(F.relu(torch.add(self.a(x), self.channels, alpha=3))),
+    "a factor of a sum": lambda self, x: self.b(F.relu(torch.add(self.a(x), self.c(x), alpha=3))),
+    "a factor of a difference": lambda self, x: self.b(F.relu(torch.rsub(self.a(x), self.c(x), alpha=-2))),
     "a transposed one": lambda self, x: self.one(F.relu(self.up(F.relu(self.a(x))) * 0.3 + self.channels)),
 }
+SUMS = {"a factor of a sum": {"add"}, "a factor of a difference": {"rsub"}, "in front of two": {"add"}}
 KEPT = {
     "a term in front of a padded one": lambda self, x: self.b(F.relu(self.a(x)) + 0.59),
     "far from 0": lambda self, x: self.one(self.a(x).cumsum(1) - 1000),
@@ -136,6 +139,7 @@ def folding(forward):
             forward,
             a=nn.Conv2d(8, 24, 3, padding=1),
             b=nn.Conv2d(24, 8, 3, padding=1),
+            c=nn.Conv2d(8, 24, 1),
             one=nn.Conv2d(24, 8, 1),
             one2=nn.Conv2d(24, 8, 1, bias=False),
             up=nn.ConvTranspose2d(24, 24, 2, groups=1),
@@ -152,7 +156,7 @@ def test_numbers_in_weights_are_exact(name):
     model, x = folding((FOLDED | KEPT)[name]), torch.randn(2, 8, 9, 7)
     q = quantized(model, x, StaticQuantConfig(act_dtype="fp32", w_dtype="fp32"))
     names = {target.split(".")[1] for target in targets(q)} & {"mul", "div", "add", "sub", "rsub"}
-    assert bool(names) == (name in KEPT or name == "in front of two")
+    assert bool(names) == (name in KEPT) if name not in SUMS else names == SUMS[name]
     with torch.no_grad():
         expected = model.double()(x.double())
     assert sqnr_db(expected, q(x).double()) > 110
