@@ -157,6 +157,7 @@ def test_numbers_in_weights_are_exact(name):
     q = quantized(model, x, StaticQuantConfig(act_dtype="fp32", w_dtype="fp32"))
     names = {target.split(".")[1] for target in targets(q)} & {"mul", "div", "add", "sub", "rsub"}
     assert bool(names) == (name in KEPT) if name not in SUMS else names == SUMS[name]
+    assert not any(node.kwargs.get("alpha", 1) != 1 for node in q.graph.module.graph.nodes)
     with torch.no_grad():
         expected = model.double()(x.double())
     assert sqnr_db(expected, q(x).double()) > 110
