@@ -358,6 +358,85 @@ def error_page() -> str:
     )
 
 
+#: An example of the text.
+REPORT = """\
+BertModel on native: 13 of 17 products run in int8
+speed: int8 0.45 ms, fp32 1.62 ms (example inputs, 2 threads): 3.61 times as
+    fast (3.58 to 3.64)
+error: 42.8 dB (0.72 %) against fp32 on 3 batches of calibration data that was
+    held out; 0.0% of the largest entries change
+size: 1.2 MB, fp32 1.9 MB
+judged by 3 rows held out; chosen: ranges per row, attention in float, it is
+    what suits this kind of model, and within 3.0 dB of the least error
+  tried                               error      time
+  ranges per row, attention in float  42.9 dB    0.45 ms
+  ranges per row                      43.0 dB    0.52 ms
+  static                              41.5 dB    0.44 ms
+not int8, and why:
+- 4 x fp32 was asked for: "encoder.layer.0.attention.self.matmul",
+    "encoder.layer.0.attention.self.matmul_1",
+    "encoder.layer.1.attention.self.matmul", … (1 more)
+- … 6 more
+most error: "pooler.dense" 98%, "encoder.layer.1.output.dense" 1%
+most time: "encoder.layer.0.output.dense" + 2 more 27.4 us, fp32 97.6 us
+All operators, kernels and checks: report(details=True)
+"""
+#: Its lines → what they mean.
+LINES = {
+    "`… products run in int8`": "products are linears, convolutions, matmuls and recurrent layers, all that "
+    "multiplies. Where none runs in int8, the line says why.",
+    "`speed`": "medians of calls of your model and of the quantized one, in turns, on the example inputs. The "
+    "range in brackets has the ratio in 95 of 100 such measurements. With `cannot tell` the machine was too "
+    "busy, or had no time for enough calls.",
+    "`error`": "signal to quantization noise of the outputs in dB, and the error as a share of the outputs: "
+    "20 dB are 10 %, 40 dB are 1 %. `largest entries`: of outputs that look like scores. Below 20 dB the "
+    "text begins with LOW or HOPELESS instead.",
+    "`size`": "bytes of the constants.",
+    "`chosen`": 'why "auto" took one of the rows below it; the times are of the example inputs.',
+    "`not int8, and why`": "operators by reason, products first. Names can be copied into `config.exclude`.",
+    "`most error`": "the operators that add most of the error, with their share of it; `dB alone`: the error "
+    "of their own results, where shares were not measured.",
+    "`most time`": "the operators that take most time, with what is fused into them, and the time of the same "
+    "in fp32; with `profile_inputs` shares of a call.",
+    "`what to do next`": "what is likely to help here.",
+}
+#: Lines of details, by their first words → what they mean.
+DETAILS = {
+    "`backend`": "the engine, and how many of the operators that were asked to run int8 do.",
+    "`weights`, `multiply-adds`": "shares of the values and of the work by precision.",
+    '`"auto" takes`': "why this engine was chosen.",
+    "`… fused int8 groups`": "of engines that fuse groups: how many, and what is outside them.",
+    "`constants`": "bytes of the engine's constants and of those of fp32.",
+    "`on the example inputs`": "error of the quantized graph against fp32, and of the engine against the "
+    "quantized graph. The second is the proof of the kernels.",
+    "`quantized graph`": "its error on calibration data.",
+    "`the integer ranges rely on`": "CPU features without which sums of products could saturate.",
+    "`auto`": "all that was tried, and what was decided.",
+    "`autoquant`, `guard`": "what a search chose, and what was left in float.",
+    "`accuracy floor`": "why operators are in float although int8 is faster.",
+    "`sensitivity`": "shares of the error by operator, their error alone and their times.",
+    "`bias_correction`, `dead_channels`, …": "what each [algorithm](algorithms.md) did, or why it did nothing.",
+    "`health`": "what calibration found, the worst of each kind.",
+    "`rewritten`": "patterns that were rewritten because an engine computes them wrongly.",
+    "`wrong sums, so not taken`": "kernels of oneDNN that gave wrong results on this CPU.",
+    "`not planned`": "why a part runs without a plan.",
+    "`OpenVINO`, `threads`, `all that is not int8`": "its version, threads, and the precision of the rest.",
+    "`run by`": "why TorchScript runs the graph, and not a plan of nc.",
+    "`kernels`": "which libraries compute.",
+    "`kernels compared`": "the proof, kernel by kernel: tensors compared with the reference, the largest "
+    "distance of codes from exact rounding in quanta, and the least SQNR of fp32 results. Results that no "
+    "memory holds are judged with the next kernel.",
+    "`sizes compared`": "the same for other batch sizes and lengths.",
+    "`computed by torch`": "operators for which no kernel of nc is used, and why.",
+    "`not in one call`": "operators that are not fused with their neighbours, and why.",
+    "`between the kernels`": "what computes the rest.",
+    "`padding`": "whether rows of padding are computed, and why.",
+    "`kernel … is not used for`": "a faster kernel that does not compute some layers, and why.",
+    "`profile`, `on … threads`": "times of a call and of its steps, and what more threads would give.",
+    "`… failed`": 'what "auto" passed over, with its traceback.',
+}
+
+
 def reports() -> str:
     """Return the report: columns, fields, and the reasons for fp32."""
     columns = {"type": "kind", "why": "reason"}
@@ -372,6 +451,13 @@ def reports() -> str:
         "Report",
         "[What to do about it](../how-to/accuracy-dropped.md) and [about "
         "speed](../how-to/speed-is-not-there.md) is explained elsewhere.",
+        "## What `print(report)` shows",
+        "At most 25 lines. Here one of a BERT with two layers:",
+        f"```text\n{REPORT}```",
+        table(("line", "meaning"), LINES.items()),
+        "## What `report(details=True)` adds",
+        "Lines of engines and algorithms, then a table of all operators. Equal blocks are one row.",
+        table(("line begins with", "meaning"), DETAILS.items()),
         "## Columns of the table",
         table(("column", "meaning"), [(name, text(says[columns.get(name, name)])) for name in names]),
         "`share` and `kernel` are there with `report(profile_inputs=…)`, `kernel` also where an engine knows "

@@ -47,24 +47,28 @@ class Judged(Protocol):
 
 
 def reasons(ops: Iterable[OpReport]) -> dict[str, list[str]]:
-    """Return why operators are not int8, and the names of those; what was asked to be int8 comes first."""
+    """Return why operators are not int8, and the names of those.
+
+    What was asked to be int8 comes first, then other products.
+    """
     found: dict[str, list[str]] = {}
     known = list(ops)
     asked = [op for op in known if op.asked == "int8" != op.ran]
     others = [op for op in known if op.asked != "int8" and op.ran == "fp32" and op.reason]
-    for op in (*asked, *others):
+    for op in (*asked, *sorted(others, key=lambda op: op.multiply_adds == 0)):
         found.setdefault(op.reason or "the engine does not say", []).append(op.operator)
     return found
 
 
 def reason_lines(ops: Iterable[OpReport]) -> list[str]:
     """Return a line for each reason why operators are not int8, with their number and some names."""
-    return [f"{len(names)} x {why}: {_some(names)}" for why, names in reasons(ops).items()]
+    return [f"{len(names)} x {why}: {some_names(names)}" for why, names in reasons(ops).items()]
 
 
-def _some(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str]) -> str:
+    """Return the first names as Python source, and how many there are beside them."""
     more = f", … ({len(names) - _NAMES} more)" if len(names) > _NAMES else ""
-    return f"{', '.join(names[:_NAMES])}{more}"
+    return f"{', '.join(map(source, names[:_NAMES]))}{more}"
 
 
 def accuracy_lines(accuracy: Accuracy, health: Iterable[Finding]) -> list[str]:
@@ -94,7 +98,7 @@ def ways_out(accuracy: Accuracy, health: Iterable[Finding], modes: Iterable[Mode
     """
     if not trouble(accuracy):
         return []
-    costly = [_source(finding.operator) for finding in health if finding.kind == COSTLY]
+    costly = [source(finding.operator) for finding in health if finding.kind == COSTLY]
     known = set(modes)
     ways = [way for mode, ways in _WAYS_OUT.items() if mode in known for way in ways]
     lines = [f"config.exclude({', '.join(costly)}) leaves them in fp32"] if costly else []
@@ -113,10 +117,10 @@ def next_steps(report: Judged) -> list[str]:
         names = [finding.operator for finding in report.health if finding.kind == kind]
         if names:
             more = f" ({len(names) - 1} more: report.health)" if len(names) > 1 else ""
-            lines.append(f"{step(_source(names[0]))}{more}")
+            lines.append(f"{step(source(names[0]))}{more}")
     return [*lines, *(report.verdict.advice() if report.verdict is not None else [])]
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
     """Return a name as Python source."""
     return json.dumps(name, ensure_ascii=False)

@@ -103,8 +103,8 @@ class QuantizedModel(FixedModule):
         return f"backend={self.backend!r}"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the report without its table."""
-        return preformatted(self.report().summary())
+        """Return what a notebook shows: the report."""
+        return preformatted(str(self.report()))
 
     @property
     def graph(self) -> QDQGraph:
@@ -189,10 +189,11 @@ class QuantizedModel(FixedModule):
         )
         raise StateError(msg)
 
-    def report(self, profile_inputs: Any = None) -> Report:
-        """Return what runs for each operator, read from the engine; `print` shows a table.
+    def report(self, profile_inputs: Any = None, *, details: bool = False) -> Report:
+        """Return what runs for each operator, read from the engine; `print` shows what matters in 25 lines.
 
         Args:
+            details: let `print` show all steps and operators.
             profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords). The engine is timed
                 on them in a child process, and the report names the kernel of each operator and its share of
                 the time.
@@ -204,7 +205,9 @@ class QuantizedModel(FixedModule):
             BackendError: the child process failed.
         """
         if profile_inputs is None:
-            return build(self.graph, self.engine.report(), self.chosen, verdict=self.verdict)
+            return build(
+                self.graph, self.engine.report(), self.chosen, verdict=self.verdict, detailed=details
+            )
         inputs = self.graph.signature.bind(*as_call(profile_inputs))
         if self.engine.profile is None:
             msg = (
@@ -216,7 +219,7 @@ class QuantizedModel(FixedModule):
         profile = profile_in_child(self.graph, get_backend(self.backend), inputs)
         if [x.shape for x in inputs] != [x.shape for x in self.graph.example]:
             profile = dataclasses.replace(profile, limits=None)
-        return build(self.graph, self.engine.report(), self.chosen, profile, self.verdict)
+        return build(self.graph, self.engine.report(), self.chosen, profile, self.verdict, detailed=details)
 
     def save(self, output_dir: str | Path = "saved_results", example_inputs: Any = None) -> None:
         """Save as a directory without code, as `nc.save`. `nc.load` reads it.

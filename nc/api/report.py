@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nc.api.advice import accuracy_lines, next_steps, reason_lines, ways_out
+from nc.api.brief import brief
 from nc.api.op_report import OpReport
 from nc.api.report_page import FORMAT, SCHEMA, numbers_of, page_of
 from nc.api.tune.page import section
@@ -74,6 +75,8 @@ class Report:
         unknown_multiply_adds: operators whose multiply-adds are not known, and so in no share.
         evidence: configuration, errors along the depth, the worst ranges and channels, see
             `nc.graph.evidence`; None for artefacts that do not have it.
+        model: name of the class of the user's model; "" for artefacts that do not have it.
+        detailed: whether `print` shows everything; see `text`.
     """
 
     backend: str
@@ -100,6 +103,8 @@ class Report:
     multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unknown_multiply_adds: tuple[str, ...] = ()
     evidence: Evidence | None = None
+    model: str = ""
+    detailed: bool = False
 
     @property
     def asked_int8(self) -> int:
@@ -270,10 +275,18 @@ class Report:
         return framed(page_of(self))
 
     def __str__(self) -> str:
-        """Return the verdict, what is not int8 and why, what to do next, the figures, and the operators.
+        """Return what `print` shows: `text`, with details where they were asked for."""
+        return self.text(details=self.detailed)
 
-        Equal blocks stand once in the table. Lines have at most 80 columns, but for words that are longer.
+    def text(self, *, details: bool = False) -> str:
+        """Return at most 25 lines: what runs, how fast and exact, what is not int8 and why, what to do next.
+
+        Args:
+            details: also return the figures of all steps and a table of all operators, in which equal blocks
+                are one. Lines have at most 80 columns, except words that are longer.
         """
+        if not details:
+            return plain(brief(self))
         texts = [
             self.headline(),
             listed("not int8, and why:", reason_lines(self.ops)),
@@ -333,6 +346,8 @@ def build(
     chosen: str = "",
     profile: Profile | None = None,
     verdict: Verdict | None = None,
+    *,
+    detailed: bool = False,
 ) -> Report:
     """Combine the plan, the engine's report and the measurements."""
     runs = {run.operator: run for run in engine.ops}
@@ -372,6 +387,8 @@ def build(
         multiply_add_shares=fractions(shares.multiply_adds),
         unknown_multiply_adds=shares.unknown,
         evidence=graph.evidence,
+        model=graph.signature.model,
+        detailed=detailed,
     )
 
 

@@ -15,6 +15,8 @@ import torch
 from nc.algorithms.inputs.block_calls import BlockCall
 from nc.algorithms.inputs.layers import memory_of, other_weights
 from nc.api import generation
+from nc.api.advice import some_names, source
+from nc.api.brief import FOOT, costly, decibels_text, megabytes_text
 from nc.api.report import refused_lines
 from nc.api.weight_verdict import LowBitVerdict
 from nc.backends.profiling.bandwidth import read_bandwidth
@@ -23,6 +25,7 @@ from nc.graph.plan import Applied
 from nc.graph.shares import Part, Shares, fractions, shares_of
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.planning.layer_plan import other_parts, others_text
+from nc.text.fitted import REST, Section, fitted
 from nc.text.html_page import preformatted
 from nc.text.plain import plain
 from nc.text.table import WIDTH, flowing, folded, format_table, largest
@@ -104,6 +107,8 @@ class WeightReport:
         hopeless: (name, dB) of the layers whose own output is far from the float one, the worst first.
         multiply_add_shares: the same of the multiply-adds of linears in a call of the model; empty where no
             layer was timed, because only then the numbers of rows are known.
+        model: name of its class.
+        detailed: whether `print` shows everything; see `text`.
     """
 
     layers: tuple[LayerReport, ...]
@@ -118,6 +123,8 @@ class WeightReport:
     multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     sqnr_db: float | None = None
     hopeless: tuple[tuple[str, float], ...] = ()
+    model: str = "the model"
+    detailed: bool = False
 
     @property
     def shares(self) -> Shares:
@@ -186,9 +193,66 @@ class WeightReport:
         return preformatted(str(self))
 
     def __str__(self) -> str:
-        """Return the layers as a table in which equal blocks stand once, then the figures."""
+        """Return what `print` shows: `text`, with details where they were asked for."""
+        return self.text(details=self.detailed)
+
+    def text(self, *, details: bool = False) -> str:
+        """Return at most 25 lines: what is stored in how many bits, how fast, exact and large it is.
+
+        Args:
+            details: return a table of all layers, in which equal blocks are one, and all figures.
+        """
+        if not details:
+            return plain(self._brief())
         figures = "\n".join(flowing(self.summary(), WIDTH))
         return plain(f"{self.table(WIDTH, fold=True)}\n\n{figures}")
+
+    def _brief(self) -> str:
+        low_bit = self.quantized
+        count = sum(layer.shape[0] * layer.shape[1] for layer in low_bit)
+        bits = f", {sum(layer.size for layer in low_bit) * 8 / count:.2f} bits each" if count else ""
+        hopeless = hopeless_text(self.sqnr_db, self.hopeless).splitlines()
+        head = [
+            *hopeless[:1],
+            f"{self.model}: {len(low_bit)} of {len(self.layers)} layers have low-bit weights{bits}",
+            *([] if self.verdict is None else self.verdict.brief()),
+        ]
+        if self.sqnr_db is not None:
+            head.append(f"error: {decibels_text(self.sqnr_db)} against the float model in the first call")
+        head.append(f"size: {megabytes_text(self.weight_bytes)}, fp32 {megabytes_text(self.float_bytes)}")
+        losses = sorted((x for x in low_bit if x.loss is not None), key=lambda x: -(x.loss or 0.0))
+        worst = [f"{source(layer.operator)} {layer.loss:.1e}" for layer in losses]
+        return fitted(
+            head,
+            [
+                Section("weights:", self._forms(), 6),
+                Section("float, and why:", self._floats(), REST),
+                Section("", costly("largest loss", worst[:3]), 3),
+                Section("", [f"tokens after the first: {self.tokens}"] if self.tokens else [], 3),
+                Section("what to do next:", [f"- {line}" for line in hopeless[1:]], 5),
+            ],
+            FOOT,
+        )
+
+    def _forms(self) -> list[str]:
+        """Return a line for each format of weights, the one with most bytes first."""
+        groups: dict[tuple[str, str], list[LayerReport]] = {}
+        for layer in self.quantized:
+            groups.setdefault((layer.form, layer.kernel), []).append(layer)
+        sizes = {key: sum(layer.size for layer in layers) for key, layers in groups.items()}
+        return [
+            f"- {len(groups[form, kernel])} x {form}: {megabytes_text(sizes[form, kernel])}, kernel {kernel}"
+            for form, kernel in sorted(sizes, key=lambda key: -sizes[key])
+        ]
+
+    def _floats(self) -> list[str]:
+        """Return a line for each reason why weights stay float."""
+        groups: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.form == "float":
+                groups.setdefault(layer.note, []).append(layer.operator)
+        lines = [f"- {len(names)} x {why}: {some_names(names)}" for why, names in groups.items()]
+        return [*lines, *([f"- {others_text(self.others)}"] if self.others else [])]
 
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
         """One row per layer and other weight.
@@ -262,12 +326,15 @@ class WeightReport:
         )
 
 
-def weight_report(model: torch.nn.Module, call: BlockCall | None = None) -> WeightReport:
+def weight_report(
+    model: torch.nn.Module, call: BlockCall | None = None, *, detailed: bool = False
+) -> WeightReport:
     """Return the report of a model; see `WeightReport`.
 
     Args:
         model: with low-bit layers.
         call: arguments of the model, on which each low-bit linear is timed; None: nothing is timed.
+        detailed: whether `print` shows everything.
     """
     speeds = {} if call is None else layer_speeds(model, call)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -298,6 +365,8 @@ def weight_report(model: torch.nn.Module, call: BlockCall | None = None) -> Weig
         verdict=record.verdict,
         sqnr_db=record.sqnr_db,
         hopeless=tuple(hopeless_layers(model)),
+        model=type(model).__name__,
+        detailed=detailed,
     )
 
 

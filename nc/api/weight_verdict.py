@@ -64,6 +64,19 @@ class LayerVerdict:
         """Whether it certainly takes longer than in float."""
         return not self.doubt and self.ratio < 1 / _MARGIN
 
+    def brief(self, dtype: str) -> str:
+        """Return both times of all layers and their ratio; `dtype` is that of float layers."""
+        mine, other = (
+            milliseconds(self.low_bit_ms, self.float_ms),
+            milliseconds(self.float_ms, self.low_bit_ms),
+        )
+        times = f"low-bit layers {mine}, {dtype} {other}"
+        if self.doubt:
+            return f"{times}: cannot tell which ones are faster: {self.doubt}"
+        between = f" ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})" if self.quartiles else ""
+        slower = f"SLOWER than {dtype}: " if self.is_slower else ""
+        return f"{slower}{times}: {self.ratio:.2f} times as fast{between}"
+
     def __str__(self) -> str:
         """Return what was found, without the name."""
         spread = (
@@ -100,6 +113,10 @@ class LowBitVerdict:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return dataclasses.asdict(self)
+
+    def brief(self) -> list[str]:
+        """Return a line for each number of rows."""
+        return [f"speed of {_rows(total.rows)}: {total.brief(self.dtype)}" for total in self.totals]
 
     def __str__(self) -> str:
         """Return a line for each number of rows, and one for each format and shape that is slower."""

@@ -311,30 +311,28 @@ def describe(
     return automatic(model, config, asked).plan if isinstance(config, AutoConfig) else plan_of(model, asked)
 
 
-def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
-    """Return what runs, or is stored, for each layer; `print` shows a table.
+def report(
+    model: torch.nn.Module, profile_inputs: Any = None, *, details: bool = False
+) -> Report | WeightReport:
+    """Return what runs, or is stored, for each layer; `print` shows what matters in 25 lines.
 
     Args:
         model: the result of `convert` or `load`.
-        options: those of `QuantizedModel.report`. With `profile_inputs`, each layer with low-bit weights is
-            timed on them, and its rate compared with the read bandwidth of this machine, which is measured.
+        profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords). Each kernel is timed on
+            them: see `QuantizedModel.report`. A layer with low-bit weights is timed, and its rate compared
+            with the read bandwidth of this machine, which is measured.
+        details: let `print` show all layers and steps.
 
     Raises:
         StateError: nothing in the model is quantized.
     """
     if isinstance(model, QuantizedModel):
-        return model.report(**options)
+        return model.report(profile_inputs, details=details)
     if not has_low_bit(model):
         msg = (
             f"report() expects the result of convert() or load(), but this {type(model).__name__} has no "
             "quantized layer."
         )
         raise StateError(msg)
-    inputs = options.pop("profile_inputs", None)
-    if options:
-        msg = (
-            f"report() of a model with low-bit weights has no option {', '.join(options)}; it has "
-            "profile_inputs."
-        )
-        raise ConfigError(msg)
-    return weight_report(model, None if inputs is None else as_call(inputs))
+    call = None if profile_inputs is None else as_call(profile_inputs)
+    return weight_report(model, call, detailed=details)

@@ -40,13 +40,19 @@ def ranking(noise: Mapping[str, float], times: Mapping[str, str] | None = None) 
     total = sum(noise.values())
     worst = list(noise.items())[:NAMED]
 
-    def alone(name: str, share: float) -> str:
-        db = f"{-10 * math.log10(max(share, 1e-30)):.1f} dB alone"
-        return "; ".join([db, *([times[name]] if times and name in times else [])])
-
-    parts = [f"{name} {share / total if total else 0.0:.0%} ({alone(name, share)})" for name, share in worst]
+    rows = [
+        (
+            name,
+            f"{share / total if total else 0.0:.0%}",
+            f"{-10 * math.log10(max(share, 1e-30)):.1f} dB alone",
+            (times or {}).get(name, ""),
+        )
+        for name, share in worst
+    ]
+    parts = [f"{name} {share} ({'; '.join(filter(None, known))})" for name, share, *known in rows]
     text = f"error of the outputs by operator: {', '.join(parts)}"
-    return Applied(NAME, tuple(name for name, _ in worst), text)
+    header = ("operator", "share", "error alone", "time")
+    return Applied(NAME, tuple(name for name, _ in worst), text, (header, *rows))
 
 
 def noise_of_operators(

@@ -327,7 +327,9 @@ def _attempt(
     check_reads(module, kept, {op.node for op in operators if op.quantizable})
     leaf_of = {node: i for i, node in enumerate(placeholders)}
     effects = _effects(tuple(leaf_of[node] for node in written), returned, seen)
-    signature = Signature(run.parameters, in_spec, leaves, out_spec, kept, effects=effects)
+    signature = Signature(
+        run.parameters, in_spec, leaves, out_spec, kept, effects=effects, model=type(model).__name__
+    )
     example = tuple(
         v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used
     )

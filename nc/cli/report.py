@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--profile/--no-profile", default=True, show_default=True, help="Time each kernel on the example inputs."
 )
+@click.option("--details", is_flag=True, help="Show all operators, kernels and checks.")
 @command
 def report(
     folder: Path,
@@ -44,6 +45,7 @@ def report(
     explorer: Path | None,
     front: Path | None,
     profile: bool,
+    details: bool,
 ) -> None:
     """Show what runs for each operator of the artefact in DIR, where the time goes, and why.
 
@@ -77,7 +79,7 @@ def report(
         if page is not None or explorer is not None:
             msg = f"{folder} holds a {type(q_model).__name__} with low-bit weights, which has no page."
             raise RequestError(msg)
-        click.echo(str(report_of(q_model)))
+        click.echo(str(report_of(q_model, details=details)))
         return
     found = _report(q_model, profile)
     if explorer is not None:
@@ -95,7 +97,7 @@ def report(
         write_text(page, page_of(found, below=below), marks.page)
         click.echo(plain(f"written to {page}"))
     if page is None and explorer is None:
-        click.echo(str(found))
+        click.echo(found.text(details=details))
 
 
 def _report(q_model: QuantizedModel, profile: bool) -> Report:

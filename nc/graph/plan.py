@@ -154,11 +154,13 @@ class Applied:
         algorithm: its name.
         operators: names of the operators that it changed, in execution order.
         text: what it did, or why it did nothing.
+        rows: what it found as a table, whose first row is the header; a row of one cell is a sentence.
     """
 
     algorithm: str
     operators: tuple[str, ...]
     text: str
+    rows: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         """Return a line of the report."""

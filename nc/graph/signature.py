@@ -96,6 +96,7 @@ class Signature:
             Python code.
         effects: what the model changes in its arguments. The graph gives it behind its own outputs, and in
             front of those of `reads`.
+        model: name of the model's class; "" where it is not known.
         plain: the number of captured arguments, where each is one value and calls may give them by position;
             else -1. Calls are bound without looking into structures then, which takes longer than a small
             model.
@@ -108,6 +109,7 @@ class Signature:
     reads: tuple[ValueRead, ...] = ()
     conditions: tuple[SizeCondition, ...] = ()
     effects: Effects = Effects()
+    model: str = ""
     plain: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nc.text.json_text import built
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerResult:
@@ -34,5 +36,9 @@ class LayerResult:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerResult:
-        """Return the inverse of `to_dict`."""
-        return cls(**data)
+        """Return the inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing, unknown or of another type.
+        """
+        return built(cls, data, "a layer's result")

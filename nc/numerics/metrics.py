@@ -40,6 +40,11 @@ def decibels(signal: float, noise: float) -> float:
     return 10.0 * math.log10(signal / noise) if math.isfinite(noise) and signal > 0.0 else -math.inf
 
 
+def relative_error(decibels: float) -> float:
+    """Return the root of an error's power relative to the signal's: 0.01 for 40 dB."""
+    return float(10 ** (-decibels / 20))
+
+
 def worst_sqnr_db(expected: Sequence[Any], got: Sequence[Any]) -> float:
     """Return the smallest `sqnr_db` over the float tensors of two flat output lists.
 

@@ -149,7 +149,12 @@ def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tu
 def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
     """Return what each algorithm did."""
     return tuple(
-        Applied(str(a["algorithm"]), tuple(map(str, a["operators"])), str(a["text"]))
+        Applied(
+            str(a["algorithm"]),
+            tuple(map(str, a["operators"])),
+            str(a["text"]),
+            tuple(tuple(map(str, row)) for row in a.get("rows", ())),
+        )
         for a in document["algorithms"]
     )
 
@@ -460,6 +465,7 @@ def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
             else {}
         ),
         **({"effects": _encode_effects(signature.effects)} if signature.effects else {}),
+        **({"model": signature.model} if signature.model else {}),
     }
 
 
@@ -482,7 +488,9 @@ def _decode_signature(data: dict[str, Any]) -> Signature:
     conditions = tuple(_decode_condition(entry, leaves) for entry in data.get("conditions", ()))
     out_spec = pytree_json.decode(data["outputs"])
     effects = _decode_effects(data["effects"], leaves, out_spec) if "effects" in data else Effects()
-    return Signature(parameters, in_spec, tuple(leaves), out_spec, reads, conditions, effects)
+    return Signature(
+        parameters, in_spec, tuple(leaves), out_spec, reads, conditions, effects, str(data.get("model", ""))
+    )
 
 
 def _encode_effects(effects: Effects) -> dict[str, Any]:

@@ -47,6 +47,12 @@ def format_table(rows: Sequence[Row], width: int | None = None) -> str:
     return "\n".join([*head, rule, *itertools.chain(*body), *notes])
 
 
+def columns(rows: Sequence[Row]) -> list[str]:
+    """Return rows of equal length as lines with aligned columns, without a rule below the header."""
+    widths = _widths(rows) if rows else []
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def _widths(rows: Sequence[Row]) -> list[int]:
     columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
     return [max(map(len, column)) for column in columns]

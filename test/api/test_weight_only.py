@@ -298,7 +298,7 @@ def test_a_forward_of_its_own_is_a_linear_if_it_computes_one():
     model = nn.Sequential(Product(32, 32), Doubled(32, 32), nn.Linear(32, 8)).eval()
     q = quantize(model, WeightOnlyConfig("int8", group_size=-1))
     assert [type(layer) for layer in q] == [QuantLinear, Doubled, QuantLinear]
-    assert "Doubled has a forward of its own" in str(nc.report(q))
+    assert "Doubled has a forward of its own" in nc.report(q).text(details=True)
     x = torch.randn(5, 32)
     assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
 
@@ -311,7 +311,7 @@ def test_a_forward_put_on_a_layer_stays_with_the_float_layer():
         model[0].forward = lambda x, own=model[0].forward: 100 * own(x)
         q = quantize(model, WeightOnlyConfig("int8", group_size=-1, embedding="int8"))
         assert type(q[0]) is type(model[0])
-        assert f"this {type(model[0]).__name__} has a forward of its own" in str(nc.report(q))
+        assert f"this {type(model[0]).__name__} has a forward of its own" in nc.report(q).text(details=True)
         assert type(q[-1]) is QuantLinear
         assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
 
@@ -844,4 +844,4 @@ def test_adapters_are_no_layers():
     assert isinstance(q[1], QuantLinear)
     for name in Adapted.adapter_layer_names:
         assert type(q[0].get_submodule(name)["default"]) is nn.Linear
-    assert "it is part of an adapter" in str(nc.report(q))
+    assert "it is part of an adapter" in nc.report(q).text(details=True)

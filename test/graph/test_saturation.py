@@ -300,7 +300,7 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
         "re-quantized from int8 for a CPU that adds products in 16 bits: 2 of 2 layers: fc1, fc2; outputs "
         "before and after"
     )
-    assert line in " ".join(str(report).split())
+    assert line in " ".join(report.text(details=True).split())
     assert (report.isa, report.sqnr_vs_fp32_db) == (("avx2",), q.graph.sqnr_vs_fp32_db)
     assert loaded.graph.plan.to_dict()["decisions"][0]["spec"]["weight"]["paired"]
     assert report.ran_int8 == 2

@@ -513,7 +513,7 @@ class BackendSuite:
         assert report.weight_bytes > 0
         assert report.sqnr_vs_fp32_db > 20
         assert report.to_dict()["ops"][0]["operator"] == report.ops[0].operator
-        text = str(report)
+        text = report.text(details=True)
         assert all(op.operator in text for op in report.ops)
         assert f"{report.ran_int8} of {report.asked_int8}" in text
 

@@ -3,4 +3,4 @@
 
 def said(report):
     """Return the text of a report, each run of spaces and line breaks as one space."""
-    return " ".join(str(report).split())
+    return " ".join(report.text(details=True).split())

@@ -81,10 +81,10 @@ def test_module_names_of_any_kind(name, tmp_path):
     json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     weights = nc.quantize(model, nc.RTNConfig(group_size=4), measure=False)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    for text in (str(report), report.summary(), str(plan), str(nc.report(weights)), page):
+    for text in (str(report), report.text(details=True), str(plan), str(nc.report(weights)), page):
         assert plain(text) == text
         text.encode()
-    for text in (str(report), str(plan)):
+    for text in (report.text(details=True), str(plan)):
         assert max(map(len, text.splitlines())) < 2 * MOST
     with pytest.raises(NCError) as caught:
         nc.prepare(

@@ -192,7 +192,7 @@ def test_plans_and_reports_of_repeated_blocks(config):
         (prepared.plan, len(prepared.plan.decisions)),
         (report, len(getattr(report, "ops", getattr(report, "layers", ())))),
     ):
-        text = str(shown)
+        text = str(shown) if shown is prepared.plan else shown.text(details=True)
         width = 80 if isinstance(shown, Report) else WIDTH
         assert "layers.{0..5} (6 times)\n" in text
         assert max(map(len, shown.table(width, fold=True).splitlines())) <= width

@@ -49,13 +49,18 @@ class Trial:
         """Power of the error, as a part of that of the signal."""
         return 10 ** min(-self.sqnr_db / 10, 300.0)  # -inf dB is a power that numbers can hold
 
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """The name and what was measured, as a row of a table."""
+        if self.failed:
+            return self.name, "failed", ""
+        error = f"{self.sqnr_db:.1f} dB" if self.int8 else "near fp32"
+        return self.name, error, "" if self.ms is None else f"{self.ms:.2f} ms"
+
     def __str__(self) -> str:
         """Return the name and what was measured."""
-        if self.failed:
-            return f"{self.name}: {self.failed}"
-        time = "" if self.ms is None else f", {self.ms:.2f} ms"
-        error = f"{self.sqnr_db:.1f} dB" if self.int8 else "near fp32"
-        return f"{self.name}: {error}{time}"
+        name, error, time = self.cells
+        return f"{name}: {self.failed or error}{', ' * bool(time)}{time}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

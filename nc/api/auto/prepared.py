@@ -198,7 +198,12 @@ class PreparedAuto(CapturedPreparation):
         """Return a model with what its report says of the choice."""
         operators = tuple(d.operator for d in found.graph.plan.quantized)
         text = "; ".join([*map(str, trials), *said])
-        notes = [*record.floor, Applied(_NAME, operators, f"{self.where()}: {text}")]
+        rows = (
+            ("tried", "error", "time"),
+            *(trial.cells for trial in trials),
+            (f"{self.where()}; {said[0]}",),
+        )
+        notes = [*record.floor, Applied(_NAME, operators, f"{self.where()}: {text}", rows)]
         graph = dataclasses.replace(
             found.graph, applied=(*notes, *found.graph.applied), failures=dict(record.failed)
         )

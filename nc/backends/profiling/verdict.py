@@ -58,8 +58,13 @@ class OpCost:
     def __str__(self) -> str:
         """Return the names and both times."""
         more = " + …" if len(self.operators) > _NAMES else ""
-        times = f"{milliseconds(self.engine_ms)}, fp32 {milliseconds(self.fp32_ms)}"
-        return f"{' + '.join(self.operators[:_NAMES])}{more} ({times})"
+        return f"{' + '.join(self.operators[:_NAMES])}{more} ({self.times})"
+
+    @property
+    def times(self) -> str:
+        """Both times."""
+        mine = milliseconds(self.engine_ms, self.fp32_ms)
+        return f"{mine}, fp32 {milliseconds(self.fp32_ms, self.engine_ms)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +121,18 @@ class Verdict:
     def __str__(self) -> str:
         """Return the verdict in one line, and in two more what costs more than it gains."""
         return plain("\n".join([*self.facts(), *self.advice()]))
+
+    def brief(self, what: str) -> str:
+        """Return both times and their ratio in one sentence; `what` is the precision of the model."""
+        mine, other = milliseconds(self.engine_ms, self.fp32_ms), milliseconds(self.fp32_ms, self.engine_ms)
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        times = f"{what} {mine}, {self.timed or 'fp32'} {other} (example inputs, {threads})"
+        if self.doubt:
+            return f"speed: {times}: cannot tell which one is faster: {self.doubt}"
+        bounds = self.interval or self.quartiles
+        between = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
+        slower = "" if round(self.ratio, 2) >= 1 else "SLOWER than fp32: "
+        return f"speed: {slower}{times}: {self.ratio:.2f} times as fast{between}"
 
     def facts(self) -> list[str]:
         """Return the verdict in one line, and in another one what costs more than it gains."""

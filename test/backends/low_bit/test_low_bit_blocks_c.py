@@ -347,7 +347,7 @@ def test_without_a_compiler_blocks_compute_and_the_report_says_why():
     assert [layer.kernel for layer in nc.report(q).layers] == [BLOCKS.name]
     assert (
         "kernel c blocks is not used for 1 layers: its C code can't be loaded: there is no C compiler"
-        in str(nc.report(q))
+        in nc.report(q).text(details=True)
     )
 
 

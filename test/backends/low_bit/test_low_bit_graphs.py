@@ -238,7 +238,7 @@ def test_the_report_of_a_captured_model_names_kernels_and_refusals(mixed):
         in said(report)
     )
     assert ("AVX512-FP16" in said(report)) is (backend == "ipex")
-    head = next(line for line in str(report).splitlines() if line.startswith("operator"))
+    head = next(line for line in report.text(details=True).splitlines() if line.startswith("operator"))
     assert head.split() == ["operator", "type", "asked", "ran", "kernel", "why"]
     assert ("run by" in report.details) is (
         backend == "native" and not planned

@@ -221,7 +221,7 @@ def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leave
     assert report.profile.parts()["conversion"] > 0
     relu = next(op for op in report.ops if op.kind == "relu")
     assert (relu.kernel, relu.share) == (f"in the kernel of {weighted[0].operator}", None)
-    lines = str(report).splitlines()
+    lines = report.text(details=True).splitlines()
     head, *rows = lines[next(i for i, line in enumerate(lines) if line.startswith("operator ")) :]
     assert head.split() == ["operator", "type", "asked", "ran", "share", "kernel", "why"]
     assert rows

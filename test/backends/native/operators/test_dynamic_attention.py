@@ -334,7 +334,7 @@ def test_keys_that_do_not_fit_go_to_torch_in_fp32_which_the_report_says():
     assert (
         "kernel c:dynamic_attention is not used for 1 layers: keys and values of a head don't fit into the "
         "second cache"
-    ) in " ".join(str(q.report()).split())
+    ) in " ".join(q.report().text(details=True).split())
     assert worst_db([q.reference(x)], [q(x)]) > 48
     assert "c:dynamic_attention" in names(q, x[:, :40])
 
