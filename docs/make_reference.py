@@ -385,8 +385,8 @@ All operators, kernels and checks: report(details=True)
 LINES = {
     "`… products run in int8`": "products are linears, convolutions, matmuls and recurrent layers, all that "
     "multiplies. Where none runs in int8, the line says why.",
-    "`speed`": "medians of calls of your model and of the quantized one, in turns, on the example inputs. The "
-    "range in brackets has the ratio in 95 of 100 such measurements. With `cannot tell` the machine was too "
+    "`speed`": "medians of calls of your model and of the quantized one, in turns, on the example inputs. "
+    "The range in brackets has the ratio in 95 of 100 such measurements. With `cannot tell` the machine was too "
     "busy, or had no time for enough calls.",
     "`error`": "signal to quantization noise of the outputs in dB, and the error as a share of the outputs: "
     "20 dB are 10 %, 40 dB are 1 %. `largest entries`: of outputs that look like scores. Below 20 dB the "
@@ -396,8 +396,8 @@ LINES = {
     "`not int8, and why`": "operators by reason, products first. Names can be copied into `config.exclude`.",
     "`most error`": "the operators that add most of the error, with their share of it; `dB alone`: the error "
     "of their own results, where shares were not measured.",
-    "`most time`": "the operators that take most time, with what is fused into them, and the time of the same "
-    "in fp32; with `profile_inputs` shares of a call.",
+    "`most time`": "the operators that take most time, with what is fused into them, and the time of the "
+    "same in fp32; with `profile_inputs` shares of a call.",
     "`what to do next`": "what is likely to help here.",
 }
 #: Lines of details, by their first words → what they mean.
@@ -415,7 +415,8 @@ DETAILS = {
     "`autoquant`, `guard`": "what a search chose, and what was left in float.",
     "`accuracy floor`": "why operators are in float although int8 is faster.",
     "`sensitivity`": "shares of the error by operator, their error alone and their times.",
-    "`bias_correction`, `dead_channels`, …": "what each [algorithm](algorithms.md) did, or why it did nothing.",
+    "`bias_correction`, `dead_channels`, …": "what each [algorithm](algorithms.md) did, or why it did "
+    "nothing.",
     "`health`": "what calibration found, the worst of each kind.",
     "`rewritten`": "patterns that were rewritten because an engine computes them wrongly.",
     "`wrong sums, so not taken`": "kernels of oneDNN that gave wrong results on this CPU.",
