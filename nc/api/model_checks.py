@@ -11,16 +11,21 @@ from nc.api.quantized import QuantizedModel, ReferenceModule
 from nc.config import ComposedConfig, QuantConfig
 from nc.config.auto import AutoConfig
 from nc.errors import InputError, StateError
-from nc.formats.checks import kind_of
+from nc.formats.checks import check_callable, kind_of
 from nc.process.lock import LOCK
 
 #: What `metric` has to be.
 METRIC = "a function that is called with a model and returns a number"
-PROGRESS = "a function that is told how far the work is"
 #: What holds a model as `module`.
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 #: A model that is one of these, or holds one, is quantized already.
 _OURS = (Preparation, QuantizedModel, ReferenceModule)
+
+
+def check_progress(progress: object) -> None:
+    """Raise InputError for what is neither a function, nor True, False or None."""
+    if not isinstance(progress, bool):
+        check_callable("progress", progress, "a function that is told how far the work is, False or None")
 
 
 def checked_model(model: Any) -> torch.nn.Module:

@@ -27,10 +27,11 @@ from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.process.malloc import give_back_large_pieces
+from nc.process.progress import Progress
 from nc.storage import folder, pretrained_class
 from nc.storage.json_file import json_object
 from nc.storage.tensor_file import Source
-from nc.weights.driver import Driver, Progress
+from nc.weights.driver import Driver
 from nc.weights.experts import separated, stacked_names
 from nc.weights.files import artefact
 from nc.weights.files.streamed import StreamedWeights, shards, take_values_from

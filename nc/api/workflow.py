@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.model_checks import PROGRESS, check_run_fn, checked_model
+from nc.api.model_checks import check_progress, check_run_fn, checked_model
 from nc.api.preparation.base import Conversion, NotCalibratedError, Preparation
 from nc.api.preparation.make import Request, automatic, plan_of, preparation
 from nc.api.quantized import QuantizedModel, as_call
@@ -19,11 +20,10 @@ from nc.backends.verify import check_option
 from nc.config import AnyConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import ConfigError, StateError
-from nc.formats.checks import check_callable
 from nc.graph.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_plan import WeightPlan
+from nc.process.progress import Progress, shown
 from nc.process.torch_settings import check_default_device
-from nc.weights.driver import Progress
 
 _NO_RUN_FN = (
     "quantize() got no run_fn, and this configuration needs calibration data. Give a function that calls the "
@@ -118,7 +118,7 @@ def convert(
     padding: str = "skipped",
     measure: bool = True,
     guard: str = "warn",
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Any:
     """Convert a prepared model to an int8 model on an engine. The prepared model can be used again.
 
@@ -149,7 +149,8 @@ def convert(
             and the rule that leaves them in fp32. "undo": they are left in fp32, and so is the whole model
             where int8 is not 1.02 times as fast; the report says which and why. With "auto" it always acts.
         progress: called as `progress(done, total, name)` before each block of weight-only quantization, and
-            before each configuration that "auto" tries.
+            before each configuration that "auto" tries. None: stderr shows a bar in a terminal or notebook,
+            and a line a minute elsewhere. False: nothing is shown.
 
     Returns:
         A `QuantizedModel`; with weight-only quantization a module of the class of the user's model.
@@ -175,7 +176,7 @@ def convert(
         )
         raise ConfigError(msg)
     check_default_device("convert")
-    check_callable("progress", progress, PROGRESS)
+    check_progress(progress)
     check_option("guard", guard, ("warn", "undo"))
     asked = Conversion(
         backend=backend,
@@ -186,9 +187,9 @@ def convert(
         padding=padding,
         measure=measure,
         guard=guard,
-        progress=progress,
     )
-    return model.convert(asked)
+    with shown(progress, "convert") as told:
+        return model.convert(dataclasses.replace(asked, progress=told))
 
 
 def quantize(
@@ -205,7 +206,7 @@ def quantize(
     placement: str = INPUTS,
     measure: bool = True,
     guard: str = "warn",
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Any:
     """Quantize a model: call `prepare`, `run_fn(prepared, *run_args)` and `convert`.
 
@@ -249,7 +250,7 @@ def quantize(
         (4, 8)
     """
     check_run_fn(run_fn)
-    check_callable("progress", progress, PROGRESS)
+    check_progress(progress)
     if run_fn is None and isinstance(auto_or_config(quant_config), AutoConfig):
         raise StateError(_NO_RUN_FN)
     prepared = prepare(

@@ -42,13 +42,11 @@ from nc.numerics.group_ranges import refuse_underflow
 from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import WeightPlan
 from nc.process.malloc import give_back_small_pieces
+from nc.process.progress import Progress
 from nc.weights.experts import is_expert
 from nc.weights.held_out import LOOKED_AT, BlockJudge, Tokens, divided, held_out, parameters_of, put
 from nc.weights.shared_work import Share
 from nc.weights.swap import replace
-
-#: (blocks done, blocks in all, name of the block)
-Progress = Callable[[int, int, str], None]
 
 
 class Calls(Sequence[BlockCall]):

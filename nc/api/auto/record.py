@@ -7,7 +7,7 @@ import traceback
 
 from nc.errors import NCError
 from nc.graph.plan import Applied
-from nc.weights.driver import Progress
+from nc.process.progress import Progress
 
 
 def text_of(error: Exception) -> str:

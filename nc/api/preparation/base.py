@@ -17,7 +17,7 @@ from nc.errors import StateError
 from nc.graph.fixed_module import FixedModule
 from nc.graph.plan import Plan
 from nc.planning.layer_plan import WeightPlan
-from nc.weights.driver import Progress
+from nc.process.progress import Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Self

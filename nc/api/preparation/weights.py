@@ -30,9 +30,10 @@ from nc.graph.caches import is_cache
 from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.process.modes import PlainPath, evaluating
+from nc.process.progress import Progress
 from nc.process.warn import warn
 from nc.weights.accuracy import FirstCall, accuracy_db, first_call, goes_on, hopeless_layers, hopeless_text
-from nc.weights.driver import Driver, Progress
+from nc.weights.driver import Driver
 from nc.weights.encoders import zeros_at_padding
 from nc.weights.history import note
 from nc.weights.saved_calls import RecordedCalls

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nc.api.auto.prepared import PreparedAuto
-from nc.api.model_checks import PROGRESS, check_run_fn, checked_model
+from nc.api.model_checks import check_progress, check_run_fn, checked_model
 from nc.api.preparation.make import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.tune.calibrate import calibrate, request_of
@@ -24,7 +24,7 @@ from nc.api.workflow import convert
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ConfigError
-from nc.formats.checks import check_callable, checked_path, is_number
+from nc.formats.checks import checked_path, is_number
 from nc.graph.plan import Applied
 from nc.process.torch_settings import check_default_device
 from nc.process.warn import warn
@@ -47,7 +47,7 @@ def autoquant(
     min_sqnr_db: float | None = None,
     budget: str | float = "30min",
     backend: str = "auto",
-    progress: Callable[[TuneProgress], object] | None = None,
+    progress: Callable[[TuneProgress], object] | bool | None = None,
 ) -> torch.nn.Module:
     """Give each layer the precision that is the fastest on this CPU for these inputs.
 
@@ -84,7 +84,7 @@ def autoquant(
         msg = f"min_sqnr_db={min_sqnr_db!r}: expected a number of dB, or None."
         raise ConfigError(msg)
     check_run_fn(run_fn)
-    check_callable("progress", progress, PROGRESS)
+    check_progress(progress)
     choices = Choices(None if cache is None else checked_path("cache", cache))
     candidates: dict[str, AnyConfig] = {"int8 per row": DynamicQuantConfig()}
     if run_fn is not None:
@@ -131,7 +131,10 @@ def autoquant(
     if taken.config is None:
         warn(f"autoquant leaves the model as it is: {taken.why}")
         return model
-    return _with_note(convert(prepared.prepared(taken.config), measure=False), taken.why)
+    return _with_note(
+        convert(prepared.prepared(taken.config), measure=False, progress=None if progress is None else False),
+        taken.why,
+    )
 
 
 def choose(front: Front, min_sqnr_db: float | None) -> Taken:

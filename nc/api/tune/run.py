@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nc.api.tune.elsewhere import Elsewhere
@@ -14,6 +15,7 @@ from nc.api.tune.low_bit_costs import LayerCosts
 from nc.api.tune.trials import Result, Trials
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
+from nc.process.progress import shown
 from nc.text.plain import plain
 
 #: Notes of a search that is not whole.
@@ -47,6 +49,18 @@ class TuneProgress:
         return plain(f"[{self.done}/{self.total}, {self.seconds_left:.0f} s left] {self.phase}{best}")
 
 
+@contextlib.contextmanager
+def telling(
+    progress: Callable[[TuneProgress], object] | bool | None,
+) -> Iterator[Callable[[TuneProgress], object]]:
+    """Yield what a search tells where it is: the caller's function, or what shows it; see `shown`."""
+    if callable(progress):
+        yield progress
+        return
+    with shown(progress, "tune") as tell:
+        yield lambda where: tell(where.done, where.total, where.phase)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Open:
     """A point whose metric is computed elsewhere."""
@@ -73,7 +87,7 @@ class Run:
         key: Mapping[str, Any],
         trials: Trials,
         end: float,
-        progress: Callable[[TuneProgress], object] | None,
+        progress: Callable[[TuneProgress], object],
         elsewhere: Elsewhere | None = None,
     ) -> None:
         self.points: list[FrontPoint] = []
@@ -192,8 +206,6 @@ class Run:
 
     def say(self, phase: str) -> None:
         """Tell where the search is."""
-        if self._progress is None:
-            return
         near = [p for p in self.points if p.drop <= 0.01 * abs(self.points[0].metric)]
         self._progress(
             TuneProgress(

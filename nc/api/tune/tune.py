@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nc.api.model_checks import METRIC, PROGRESS, check_run_fn, checked_model
+from nc.api.model_checks import METRIC, check_progress, check_run_fn, checked_model
 from nc.api.preparation.make import automatic, preparation
 from nc.api.quantized import as_call
 from nc.api.tune.calibrate import calibrate, request_of
@@ -30,7 +30,7 @@ from nc.api.tune.identity import (
     plain_or_described,
 )
 from nc.api.tune.low_bit import LowBitSearch, default_candidates, plans_of
-from nc.api.tune.run import Run, TuneProgress
+from nc.api.tune.run import Run, TuneProgress, telling
 from nc.api.tune.search import AUTO, BF16, GraphSearch
 from nc.api.tune.trials import Trials
 from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
@@ -67,7 +67,7 @@ def tune(
     mix: Sequence[Any] | None = None,
     backend: str = "auto",
     automatically: bool = True,
-    progress: Callable[[TuneProgress], object] | None = None,
+    progress: Callable[[TuneProgress], object] | bool | None = None,
     executor: Executor | None = None,
     target_bits: float | None = None,
     fused: bool = False,
@@ -102,7 +102,7 @@ def tune(
         mix: inputs, as in calls, whose times are added up; None: the most frequent sizes of `run_fn`.
         backend: as for `prepare`.
         automatically: whether `"auto"` is among the points.
-        progress: called with a `TuneProgress`; `print` shows it.
+        progress: called with a `TuneProgress`; `print` shows it. None and False: as for `convert`.
         executor: computes the metrics of quantized models, which are sent as artefacts, after all times were
             measured here. Any `concurrent.futures.Executor`; the metric must be one that it can send. None:
             here.
@@ -131,7 +131,7 @@ def tune(
         msg = "run_fn=None: a search needs calibration data; give a function that calls the prepared model."
         raise InputError(msg)
     check_callable("metric", metric, METRIC)
-    check_callable("progress", progress, PROGRESS)
+    check_progress(progress)
     _check_mix(mix)
     if metric_id is not None and (metric is None or not isinstance(metric_id, str) or not metric_id):
         msg = f"metric_id={metric_id!r}: expected a text that tells metric= apart, and a metric."
@@ -147,37 +147,38 @@ def tune(
         raise ConfigError(msg)
     named = _named(candidates, weights=target_bits is not None)
     try:
-        if target_bits is not None:
-            bits = _bits(target_bits)
-            options = named or default_candidates(model)
-            first = preparation(model, request_of(next(iter(options.values())), backend))
-            plans = plans_of(model, options)
-            calls = KeptCalls()
-            _calibrate(first, run_fn, calls.note)
-            timed = _mix(mix, calls, example_inputs)
+        with telling(progress) as told:
+            if target_bits is not None:
+                bits = _bits(target_bits)
+                options = named or default_candidates(model)
+                first = preparation(model, request_of(next(iter(options.values())), backend))
+                plans = plans_of(model, options)
+                calls = KeptCalls()
+                _calibrate(first, run_fn, calls.note)
+                timed = _mix(mix, calls, example_inputs)
 
-            def low_bit_key() -> dict[str, Any]:
-                with evaluating(model):
-                    form = f"{model} {described(model)} {_layers(plans.values())}"
-                return key_of(model, form, backend, metric_of(metric, metric_id), calls.hash, timed)
+                def low_bit_key() -> dict[str, Any]:
+                    with evaluating(model):
+                        form = f"{model} {described(model)} {_layers(plans.values())}"
+                    return key_of(model, form, backend, metric_of(metric, metric_id), calls.hash, timed)
 
-            run = _run(kept, low_bit_key, options, start + seconds, progress, elsewhere)
-            search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run, fused=fused)
-            return search.front(bits, points)
-        prepared = automatic(
-            model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named
-        )
-        seen = SeenCalls()
-        _calibrate(prepared, run_fn, seen.note)
-        timed = _mix(mix, seen, example_inputs)
+                run = _run(kept, low_bit_key, options, start + seconds, told, elsewhere)
+                search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run, fused=fused)
+                return search.front(bits, points)
+            prepared = automatic(
+                model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named
+            )
+            seen = SeenCalls()
+            _calibrate(prepared, run_fn, seen.note)
+            timed = _mix(mix, seen, example_inputs)
 
-        def key() -> dict[str, Any]:
-            told, graph = metric_of(metric, metric_id), prepared.graph
-            return key_of(graph.module, form_of(graph), prepared.first.asked, told, seen.hash, timed)
+            def key() -> dict[str, Any]:
+                judged_by, graph = metric_of(metric, metric_id), prepared.graph
+                return key_of(graph.module, form_of(graph), prepared.first.asked, judged_by, seen.hash, timed)
 
-        run = _run(kept, key, named, start + seconds, progress, elsewhere)
-        whole = GraphSearch(model, prepared, metric, timed, run)
-        return whole.front(points, given=candidates is not None, automatically=automatically)
+            run = _run(kept, key, named, start + seconds, told, elsewhere)
+            whole = GraphSearch(model, prepared, metric, timed, run)
+            return whole.front(points, given=candidates is not None, automatically=automatically)
     finally:
         if elsewhere is not None:
             elsewhere.close()
@@ -188,7 +189,7 @@ def _run(
     key: Callable[[], dict[str, Any]],
     candidates: Mapping[str, AnyConfig],
     end: float,
-    progress: Callable[[TuneProgress], object] | None,
+    progress: Callable[[TuneProgress], object],
     elsewhere: Elsewhere | None,
 ) -> Run:
     """Return the state of a search; trials are kept if all that determines them can be told apart."""
