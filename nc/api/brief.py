@@ -59,16 +59,16 @@ class Told(Protocol):
 def brief(report: Told) -> str:
     """Return the text; see the module."""
     where = f"{report.model or 'the model'} on {report.backend}"
-    runs, warnings = _what_runs(report), _warnings(report)
+    runs, warnings = _what_runs(report), warnings_of(report)
     head = [*warnings, f"{where}: {runs}"] if runs else [f"{where}: {_why_nothing(report)}", *warnings]
-    head.append(_speed(report))
+    head.append(f"speed: {speed_text(report)}")
     if not trouble(report.accuracy):  # of which the warnings have it
         head.append(f"error: {error_text(report.accuracy)}")
     head.append(f"size: {megabytes_text(report.weight_bytes)}, fp32 {megabytes_text(report.float_bytes)}")
     return fitted(
         head,
         [
-            Section(*_tried(report.algorithms), 9),
+            Section(*_rows(report.algorithms), 9),
             Section("not int8, and why:", [f"- {line}" for line in reason_lines(report.ops)], REST),
             Section("", costly("most error", _errors(report)), 3),
             Section("", costly("most time", _times(report)), 3),
@@ -96,7 +96,7 @@ def megabytes_text(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
-def _warnings(report: Told) -> list[str]:
+def warnings_of(report: Told) -> list[str]:
     """Return what is wrong with the accuracy, or was until operators went to float."""
     floor = [applied.text for applied in report.algorithms if applied.algorithm == FLOOR]
     _, *most = accuracy_lines(report.accuracy, report.health) or [""]
@@ -131,19 +131,30 @@ def _why_nothing(report: Told) -> str:
     return f"nothing runs in int8: {why}{more}"
 
 
-def _speed(report: Told) -> str:
+def counted(report: Told) -> tuple[int, int]:
+    """Return the number of products, and of those that run in int8."""
+    products = _products(report)
+    return len(products), sum(op.ran == "int8" for op in products)
+
+
+def speed_text(report: Told) -> str:
+    """Return the speed relative to fp32, or that it was not measured."""
     what = next((op.ran for op in _products(report) if op.ran != "fp32"), "quantized")
-    return "speed against fp32: not measured" if report.verdict is None else report.verdict.brief(what)
+    return "not measured against fp32" if report.verdict is None else report.verdict.brief(what)
 
 
-def _tried(algorithms: Sequence[Applied]) -> tuple[str, list[str]]:
-    """Return why one of several ways was chosen, and the rows of what was tried."""
+def tried(algorithms: Sequence[Applied]) -> tuple[list[tuple[str, ...]], str]:
+    """Return a table of the ways that were tried, with its header, and why one of them was chosen."""
     for applied in algorithms:
         if applied.algorithm != sensitivity.NAME and applied.rows:
-            table = columns([row for row in applied.rows if len(row) > 1])
-            chosen = "; ".join(row[0] for row in applied.rows if len(row) == 1)
-            return chosen or "tried:", [f"  {line}" for line in table]
-    return "", []
+            sentences = [row[0] for row in applied.rows if len(row) == 1]
+            return [row for row in applied.rows if len(row) > 1], "; ".join(sentences)
+    return [], ""
+
+
+def _rows(algorithms: Sequence[Applied]) -> tuple[str, list[str]]:
+    rows, why = tried(algorithms)
+    return why or "tried:", [f"  {line}" for line in columns(rows)]
 
 
 def costly(what: str, parts: Sequence[str]) -> list[str]:

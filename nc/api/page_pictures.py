@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from nc.graph.evidence import ChannelView, DepthPoint, Evidence, RangeView
 from nc.text.html_page import escaped, table
 
-_WIDTH, _HEIGHT, _EDGE = 1000.0, 200.0, 34.0
+_WIDTH, _HEIGHT = 1000.0, 200.0
 _SMALL = 90.0
 STYLE = """
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1rem }
@@ -18,6 +18,10 @@ polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke }
 .local { stroke: var(--int8) } .cumulative { stroke: var(--fp32); stroke-dasharray: 6 3 }
 .grid svg { height: 90px; border-bottom: 1px solid var(--line) }
 line { vector-effect: non-scaling-stroke; stroke-width: 2 }
+.chart { display: grid; grid-template-columns: 3.2rem 1fr } .chart svg { height: 200px }
+.ticks { position: relative; font-size: 12px } .ticks span { position: absolute; transform: translateY(-50%) }
+.grid-line { stroke: var(--line); stroke-width: 1 } .axis { text-align: center }
+.ends { display: flex; justify-content: space-between; gap: 1rem; margin: 0 0 0 3.2rem; font-size: 12px }
 .chosen { stroke: var(--fp32) } .bar { fill: var(--int8) } .before { stroke: var(--fp32) }
 .after { stroke: var(--int8) }
 """
@@ -47,8 +51,8 @@ def configuration(evidence: Evidence | None) -> str:
 
 
 def _line(values: Sequence[float], y: Callable[[float], float], kind: str) -> str:
-    step = (_WIDTH - _EDGE) / max(len(values) - 1, 1)
-    points = " ".join(f"{_EDGE + i * step:.1f},{y(value):.1f}" for i, value in enumerate(values))
+    step = _WIDTH / max(len(values) - 1, 1)
+    points = " ".join(f"{i * step:.1f},{y(value):.1f}" for i, value in enumerate(values))
     return f"<polyline class={kind} points='{points}'/>"
 
 
@@ -56,23 +60,31 @@ def _depth(points: Sequence[DepthPoint]) -> str:
     if not points:
         return ""
     shown = [db for p in points for db in (p.local_db, p.cumulative_db)]
-    low, high = math.floor(min(shown)), math.ceil(min(max(shown), 80.0))
-    high = max(high, low + 1)
+    low, high = 10 * math.floor(min(shown) / 10), 10 * math.ceil(min(max(shown), 80.0) / 10)
+    high = max(high, low + 10)
 
     def y(db: float) -> float:
-        return 8 + (_HEIGHT - 16) * (1 - (min(db, high) - low) / (high - low))
+        return _HEIGHT * (1 - (min(db, high) - low) / (high - low))
 
-    worst = sorted(points, key=lambda p: p.cumulative_db)[:8]
+    ticks = range(high, low - 1, -10 * math.ceil((high - low) / 50))
+    grid = "".join(
+        f"<line class=grid-line x1=0 x2={_WIDTH:g} y1={y(db):.1f} y2={y(db):.1f} />" for db in ticks
+    )
+    labels = "".join(f"<span style=top:{100 * y(db) / _HEIGHT:.1f}%>{db} dB</span>" for db in ticks)
     lines = _line([p.local_db for p in points], y, "local")
     lines += _line([p.cumulative_db for p in points], y, "cumulative")
-    axis = f"<text x=0 y=14>{high}</text><text x=0 y={_HEIGHT - 4:g}>{low} dB</text>"
+    worst = sorted(points, key=lambda p: p.cumulative_db)[:8]
     rows = [(p.operator, f"{p.local_db:.1f}", f"{p.cumulative_db:.1f}") for p in worst]
+    ends = f"<span>{escaped(points[0].operator)}</span><span>{escaped(points[-1].operator)}</span>"
     return (
-        "<h2>Error along the depth</h2><p>Of each quantized operator, in execution order, on the example "
-        "inputs at conversion: its own error for fp32 inputs (local, solid), and the quantized graph against "
-        "fp32 there (cumulative, dashed). More dB is better.</p>"
-        f"<svg viewBox='0 0 {_WIDTH:g} {_HEIGHT:g}' role=img aria-label='local and cumulative error of "
-        f"{len(points)} operators, {low} to {high} dB'>{lines}{axis}</svg>"
+        "<h2>Error along the depth</h2><p>Of each quantized operator, on the example inputs at conversion: "
+        "its own error for fp32 inputs, and the quantized graph against fp32 there. More dB is better.</p>"
+        "<p class=legend><span><b class=int8 aria-hidden=true>—</b> local</span>"
+        "<span><b class=fp32 aria-hidden=true>- -</b> cumulative</span></p>"
+        f"<div class=chart><div class=ticks aria-hidden=true>{labels}</div>"
+        f"<svg viewBox='0 0 {_WIDTH:g} {_HEIGHT:g}' preserveAspectRatio=none role=img aria-label='local and "
+        f"cumulative error of {len(points)} operators, {low} to {high} dB'>{grid}{lines}</svg></div>"
+        f"<p class=ends>{ends}</p><p class=axis>{len(points)} operators in execution order</p>"
         "<h3>The worst by cumulative error</h3>" + table(("operator", "local dB", "cumulative dB"), rows)
     )
 
@@ -81,6 +93,7 @@ def _ranges(views: Sequence[RangeView]) -> str:
     if not views:
         return ""
     names = list(dict.fromkeys(name for view in views for name in view.others))
+    data = escaped(" and ".join(dict.fromkeys(view.data for view in views)))
     rows = [
         (
             view.operator,
@@ -91,9 +104,9 @@ def _ranges(views: Sequence[RangeView]) -> str:
         for view in views
     ]
     return (
-        "<h2>The worst ranges</h2><p>Tensors whose rounding loses most. The height of a bar is the logarithm "
-        "of a number of values; the lines are the range that the codes cover. The table says what each "
-        "algorithm would choose; kl, which takes long, is there where it was asked for.</p>"
+        f"<h2>The worst ranges</h2><p>Tensors whose rounding loses most, on {data}. The height of a bar is "
+        "the logarithm of a number of values; the lines are the range that the codes cover. The table says "
+        "what each algorithm would choose; kl, which takes long, is there where it was asked for.</p>"
         f"<div class=grid>{''.join(map(_histogram, views))}</div>"
         + table(("operator", "dB", "chosen", *names), rows)
     )
@@ -123,7 +136,7 @@ def _histogram(view: RangeView) -> str:
     return (
         f"<figure><svg viewBox='0 0 300 {_SMALL:g}' preserveAspectRatio=none role=img aria-label='{label}'>"
         f"{bars}{marks}</svg><figcaption>{escaped(view.operator)}: {view.db:.1f} dB, values "
-        f"{view.low:.3g} … {view.high:.3g} ({escaped(view.data)})</figcaption></figure>"
+        f"{view.low:.3g} … {view.high:.3g}, range {_pair(view.chosen)}</figcaption></figure>"
     )
 
 

@@ -29,13 +29,20 @@ def times(profile: Profile | None, ops: Sequence[OpReport]) -> str:
         by_kernel[f"{step.role}: {step.kernel}"].append(step)
     total = sum(step.ms for step in profile.steps) or 1.0
     largest = sorted(by_kernel.items(), key=lambda each: -_ms(each[1]))[:_MOST_KERNELS]
+    doubt = (
+        f"The steps take {milliseconds(total)} when they are called one by one, a call takes "
+        f"{milliseconds(profile.call_ms)}: this machine was busy meanwhile."
+        if profile.call_ms > 2 * total
+        else ""
+    )
     rows = [
         (name, f"{_ms(steps):.3f}", f"{_ms(steps) / total:.1%}", _part(steps, profile.limits, ops))
         for name, steps in largest
     ]
     return (
         "<h2>Where the time goes</h2>"
-        + table(("kernel", "ms", "share", "of the limit"), rows)
+        + (f"<p class=doubt>{escaped(doubt)}</p>" if doubt else "")
+        + table(("kernel", "ms", "share", "of the limit"), rows, bars=2)
         + f"<p>{escaped(limit_text(profile, ops))}</p>"
     )
 

@@ -1,4 +1,4 @@
-"""A report as one page: a strip of the model, where the time goes, a table with reasons, findings.
+"""A report as one page: four figures, a strip of the model, where the time goes, why, and all operators.
 
 The page needs nothing else: no request, plain SVG, and a few lines of script for zooming and sorting,
 without which all of it can be read. Names of operators are escaped.
@@ -16,18 +16,22 @@ import torch
 
 from nc._version import __version__
 from nc.api.advice import next_steps, reasons
+from nc.api.brief import counted, error_text, megabytes_text, speed_text, tried, warnings_of
 from nc.api.op_report import OpReport
 from nc.api.page_pictures import STYLE as PICTURES
 from nc.api.page_pictures import configuration, pictures
-from nc.api.page_strip import SCRIPT, STYLE, strip
+from nc.api.page_strip import SCRIPT, strip
+from nc.api.page_strip import STYLE as STRIP
 from nc.api.page_times import times
 from nc.backends import cpu
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
+from nc.calibration.costly import trouble
 from nc.graph.accuracy import Accuracy
 from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied
 from nc.graph.qdq import Finding
+from nc.numerics.metrics import relative_error
 from nc.text.html_page import SORTING, bullets, document, escaped, table
 from nc.text.table import folded
 
@@ -47,6 +51,14 @@ class Shown(Protocol):
     @property
     def algorithms(self) -> Sequence[Applied]: ...  # noqa: D102
     @property
+    def model(self) -> str: ...  # noqa: D102
+    @property
+    def backend(self) -> str: ...  # noqa: D102
+    @property
+    def weight_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def float_bytes(self) -> int: ...  # noqa: D102
+    @property
     def changes(self) -> Sequence[str]: ...  # noqa: D102
     @property
     def rewrites(self) -> Sequence[str]: ...  # noqa: D102
@@ -58,9 +70,15 @@ class Shown(Protocol):
     @property
     def accuracy(self) -> Accuracy: ...  # noqa: D102
 
-    def headline(self) -> str: ...  # noqa: D102
     def figures(self) -> str: ...  # noqa: D102
     def to_dict(self) -> dict[str, Any]: ...  # noqa: D102
+
+
+STYLE = """
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .75rem }
+.cards div { border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem; font-size: 13px }
+.cards b { display: block; font-size: 1.7rem; line-height: 1.3 } .doubt { color: var(--fp32) }
+"""
 
 
 def page_of(report: Shown, title: str = "", above: str = "", below: str = "") -> str:
@@ -68,33 +86,66 @@ def page_of(report: Shown, title: str = "", above: str = "", below: str = "") ->
 
     Args:
         report: it.
-        title: of the page; "" takes the verdict.
+        title: of the page; "" takes the name of the model.
         above: content on top, whose texts are escaped.
         below: content behind the findings, likewise.
     """
-    verdict, *more = report.headline().splitlines()
+    name = f"{report.model or 'A quantized model'} on {report.backend}"
+    notes = warnings_of(report)
     parts = [
-        f"<h1>{escaped(title)}</h1>{above}<h2>{escaped(verdict)}</h2>"
-        if title
-        else f"<h1>{escaped(verdict)}</h1>",
-        "".join(f"<p>{escaped(line)}</p>" for line in more),
+        f"<h1>{escaped(title or name)}</h1>{above}",
+        f"<h2>{escaped(name)}</h2>" if title else "",
+        f"<p>{escaped('{CPU} · {threads} threads · {versions}'.format(**_machine()))}</p>",
+        "".join(f"<p class=doubt>{escaped(line)}</p>" for line in notes),
+        _cards(report),
+        _next_steps(report),
         "<h2>The model, operator by operator</h2>",
         strip(report.ops, report.profile),
-        _next_steps(report),
         times(report.profile, report.ops),
-        pictures(report.evidence),
+        _tried(report),
         _not_int8(report),
+        pictures(report.evidence),
         "<h2>All operators</h2>",
         _table(report),
         _findings(report),
         below,
-        f"<h2>Figures</h2><pre>{escaped(report.figures())}</pre>",
         "<h2>Where this was made</h2>",
         table(("what", "value"), _machine().items()),
         configuration(report.evidence),
+        f"<h2>Details</h2><details><summary>What was compared and computed</summary>"
+        f"{bullets(report.figures().splitlines())}</details>",
     ]
-    name = title or "Report of a quantized model"
-    return document(name, "".join(parts), style=STYLE + PICTURES, script=SCRIPT + SORTING)
+    style = STYLE + STRIP + PICTURES
+    return document(title or name, "".join(parts), style=style, script=SCRIPT + SORTING)
+
+
+def _cards(report: Shown) -> str:
+    """Return the four figures that decide: speed, error, share of int8, size."""
+    verdict, db = report.verdict, report.accuracy.sqnr_db
+    products, int8 = counted(report)
+    cards = [
+        ("?" if verdict is None else f"{verdict.ratio:.2f} ×", speed_text(report)),
+        (f"{100 * relative_error(db):.2g} %", f"error: {error_text(report.accuracy)}"),
+        (f"{int8} of {products}", "products run in int8"),
+        (
+            megabytes_text(report.weight_bytes),
+            f"of constants; fp32 has {megabytes_text(report.float_bytes)}",
+        ),
+    ]
+    unsure = [verdict is None or not verdict.certain, bool(trouble(report.accuracy)), not int8, False]
+    made = (
+        f"<div><b{' class=doubt' * doubt}>{escaped(figure)}</b>{escaped(text)}</div>"
+        for (figure, text), doubt in zip(cards, unsure, strict=True)
+    )
+    return f"<div class=cards>{''.join(made)}</div>"
+
+
+def _tried(report: Shown) -> str:
+    """Return what was tried, as a table, and why one way was chosen."""
+    rows, why = tried(report.algorithms)
+    if not rows:
+        return ""
+    return f"<h2>What was tried</h2><p>{escaped(why)}</p>" + table(rows[0], rows[1:])
 
 
 def _not_int8(report: Shown) -> str:
@@ -127,7 +178,7 @@ def _table(report: Shown) -> str:
         row if len(row) == 1 else (*row[:-1], f"{float(row[-1]):.1%}" if float(row[-1]) else "")
         for row in body
     ]
-    return table(head, shown)
+    return table(head, shown, bars=len(head) - 1)
 
 
 def _findings(report: Shown) -> str:

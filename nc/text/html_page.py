@@ -15,10 +15,13 @@ _STYLE = """
   --bf16: #81c995; --fp32: #fcad70; --other: #c6b3ff; --conversion: #ff8a80; --low-bit: #4fd1c5 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 70rem;
   margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100%; font-size: 13px } td, th { text-align: left;
-  padding: .15rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top }
+h1, h2, li, p, summary { overflow-wrap: anywhere }
+.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: 13px }
+td, th { text-align: left; padding: .15rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top }
 th { white-space: nowrap } th.block { white-space: normal }
-td:first-child, td:nth-child(n + 5) { overflow-wrap: anywhere }
+td { min-width: 3rem; max-width: 28rem; overflow-wrap: break-word } td:first-child { min-width: 11rem }
+td.bar { background: linear-gradient(var(--int8), var(--int8)) no-repeat 0 100% / var(--share) 5px;
+  padding-bottom: .35rem; min-width: 5rem }
 pre { white-space: pre-wrap } svg { width: 100%; height: auto; display: block } svg text { fill: var(--text) }
 td:first-child { white-space: pre-wrap } th button { font: inherit; font-weight: bold; background: none;
   border: 0; padding: 0; color: inherit; cursor: pointer; text-decoration: underline dotted }
@@ -89,16 +92,29 @@ def framed(page: str) -> str:
     return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
-def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; a row of one cell is a heading of those below it."""
+def table(head: Sequence[object], rows: Iterable[Sequence[object]], bars: int | None = None) -> str:
+    """Return a table in a box that scrolls; a row of one cell is a heading of those below it.
+
+    Args:
+        head: titles of the columns.
+        rows: their cells.
+        bars: the column whose cells are shares in per cent, which are drawn too.
+    """
+
+    def cell(at: int, value: object) -> str:
+        share = escaped(value) if at == bars else ""
+        return f"<td{f' class=bar style=--share:{share}' if share else ''}>{escaped(value)}</td>"
+
     titles = "".join(f"<th scope=col>{escaped(title)}</th>" for title in head)
     body = "".join(
         f"<tr><th class=block colspan={len(head)} scope=rowgroup>{escaped(row[0])}</th></tr>"
         if len(row) == 1 < len(head)
-        else "<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>"
+        else "<tr>" + "".join(cell(at, value) for at, value in enumerate(row)) + "</tr>"
         for row in rows
     )
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    head_row = f"<thead><tr>{titles}</tr></thead>"
+    # to be reached by keyboard, as all that scrolls has to be
+    return f"<div class=scroll tabindex=0><table>{head_row}<tbody>{body}</tbody></table></div>"
 
 
 def bullets(lines: Iterable[object]) -> str:

@@ -185,6 +185,6 @@ def test_a_model_that_is_slower_says_so():
         fp32_ms=0.1, engine_ms=0.11, calls=9, threads=1, rounds=9, round_ratio=0.91, interval=(0.86, 0.95)
     )
     assert found.brief("int8") == (
-        "speed: SLOWER than fp32: int8 0.11 ms, fp32 0.10 ms (example inputs, 1 thread): 0.91 times as fast "
+        "SLOWER than fp32: int8 0.11 ms, fp32 0.10 ms (example inputs, 1 thread): 0.91 times as fast "
         "(0.86 to 0.95)"
     )

@@ -50,7 +50,8 @@ class ExecutedPrimitive:
 
     def __str__(self) -> str:
         """As the report shows it: "convolution jit_uni_int8:avx2 (u8, s8 -> u8)"."""
-        return f"{self.primitive} {self.implementation} ({', '.join(self.reads)} -> {self.writes})"
+        dtypes = f" ({', '.join(self.reads)} -> {self.writes})" if self.reads or self.writes else ""
+        return f"{self.primitive} {self.implementation}{dtypes}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -128,11 +128,11 @@ class Verdict:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         times = f"{what} {mine}, {self.timed or 'fp32'} {other} (example inputs, {threads})"
         if self.doubt:
-            return f"speed: {times}: cannot tell which one is faster: {self.doubt}"
+            return f"{times}: cannot tell which one is faster: {self.doubt}"
         bounds = self.interval or self.quartiles
         between = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
         slower = "" if round(self.ratio, 2) >= 1 else "SLOWER than fp32: "
-        return f"speed: {slower}{times}: {self.ratio:.2f} times as fast{between}"
+        return f"{slower}{times}: {self.ratio:.2f} times as fast{between}"
 
     def facts(self) -> list[str]:
         """Return the verdict in one line, and in another one what costs more than it gains."""

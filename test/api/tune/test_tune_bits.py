@@ -137,7 +137,8 @@ def test_a_metric_of_the_user_and_an_executor(model):
     here = tuned(model, metric=metric, points=2)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         there = tuned(model, metric=metric, points=2, executor=pool)
-    assert [(p.name, p.metric) for p in here.measured] == [(p.name, p.metric) for p in there.measured]
+    # in whatever order: the fastest comes first, and times differ
+    assert {(p.name, p.metric) for p in here.measured} == {(p.name, p.metric) for p in there.measured}
 
 
 def test_few_calls_judge_too_and_that_is_said(model):

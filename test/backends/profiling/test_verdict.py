@@ -510,7 +510,7 @@ def test_off_by_argument(engine, monkeypatch):
     for q in made:
         assert q.verdict is None
         assert q.report().to_dict()["verdict"] is None
-        assert "speed against fp32: not measured" in str(q.report())
+        assert "\nspeed: not measured against fp32\n" in str(q.report())
 
 
 def test_it_is_not_saved(engine, tmp_path):
