@@ -189,20 +189,27 @@ def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
 
     None is returned when it depends on inputs, or is changed in place.
     """
-    value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
+    value = _evaluate(module, node) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def constant_number(module: fx.GraphModule, node: fx.Node) -> float | None:
     """Return the same of a node whose value is a number."""
-    value = _evaluate(module, node, {})
+    value = _evaluate(module, node)
     return value if isinstance(value, int | float) else None
 
 
 def _is_changed(node: fx.Node) -> bool:
     """Whether an operator changes a node's value in place, perhaps through a view."""
-    readers = [user for user in node.users if first_input(user) is node]
-    return any(works_in_place(user) or (may_be_view(user) and _is_changed(user)) for user in readers)
+    seen = [node]
+    for each in seen:  # which grows
+        for user in each.users:
+            if first_input(user) is each:
+                if works_in_place(user):
+                    return True
+                if may_be_view(user):
+                    seen.append(user)
+    return False
 
 
 def _function(target: object) -> Callable[..., object] | None:
@@ -212,26 +219,42 @@ def _function(target: object) -> Callable[..., object] | None:
     return target if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable else None
 
 
-def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]) -> object:
-    """Value of a constant node, None for others; `memo` keeps the walk linear in the size of the graph."""
-    if node not in memo:
-        memo[node] = None
-        if _is_changed(node):
+def _evaluate(module: fx.GraphModule, node: fx.Node) -> object:
+    """Return the value of a constant node, None for others."""
+    values: dict[fx.Node, Any] = {}
+    for each in _constants_in_order(node) or ():
+        if each.op == "get_attr":
+            values[each] = constant_of(module, each)
+            continue
+        function = _function(each.target)
+        assert function is not None, "asked for constants"
+        args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
+        with torch.no_grad():
+            values[each] = function(*args, **kwargs)
+    return values.get(node)
+
+
+def _constants_in_order(node: fx.Node) -> list[fx.Node] | None:
+    """Return what the value of a node depends on, and the node; None where not all of that is constant.
+
+    A walk without recursion: models have thousands of operators one after another.
+    """
+    order: dict[fx.Node, None] = {}
+    opened: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        last = stack[-1]
+        if last in opened:
+            order[stack.pop()] = None
+            continue
+        opened.add(last)
+        is_computed = bool(last.all_input_nodes) and _function(last.target) is not None
+        if _is_changed(last) or not (last.op == "get_attr" or is_computed):
             return None
-        if node.op == "get_attr":
-            memo[node] = constant_of(module, node)
-        elif node.all_input_nodes and (function := _function(node.target)) is not None:
-            # the last inputs first: activations come before weights, and one non-constant input ends the
-            # search
-            values: dict[fx.Node, Any] = {}
-            for source in reversed(node.all_input_nodes):
-                values[source] = _evaluate(module, source, memo)
-                if values[source] is None:
-                    return None
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            with torch.no_grad():
-                memo[node] = function(*args, **kwargs)
-    return memo[node]
+        # the last inputs are looked at first: activations come before weights, and one that is not constant
+        # ends the search
+        stack += [source for source in last.all_input_nodes if source not in order]
+    return list(order)
 
 
 def free_name(module: torch.nn.Module, name: str) -> str:
