@@ -386,8 +386,8 @@ LINES = {
     "`… products run in int8`": "products are linears, convolutions, matmuls and recurrent layers, all that "
     "multiplies. Where none runs in int8, the line says why.",
     "`speed`": "medians of calls of your model and of the quantized one, in turns, on the example inputs. "
-    "The range in brackets has the ratio in 95 of 100 such measurements. With `cannot tell` the machine was too "
-    "busy, or had no time for enough calls.",
+    "The range in brackets has the ratio in 95 of 100 such measurements. With `cannot tell` the machine was "
+    "too busy, or had no time for enough calls.",
     "`error`": "signal to quantization noise of the outputs in dB, and the error as a share of the outputs: "
     "20 dB are 10 %, 40 dB are 1 %. `largest entries`: of outputs that look like scores. Below 20 dB the "
     "text begins with LOW or HOPELESS instead.",

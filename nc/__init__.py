@@ -22,6 +22,7 @@ from nc.errors import ConfigError as ConfigError
 from nc.errors import InputError as InputError
 from nc.errors import NCError as NCError
 from nc.errors import NCWarning as NCWarning
+from nc.errors import NotCalibratedError as NotCalibratedError
 from nc.errors import PatternError as PatternError
 from nc.errors import StateError as StateError
 from nc.errors import UnknownBackendError as UnknownBackendError

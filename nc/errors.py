@@ -90,6 +90,13 @@ class StateError(NCError, RuntimeError):
     """
 
 
+class NotCalibratedError(StateError):
+    """A prepared model is converted, and was not called with calibration data.
+
+    Call it with about a hundred typical inputs first.
+    """
+
+
 class CalibrationError(NCError, ValueError):
     """Calibration data contains NaN or Inf. The message names operator and batch: remove that input."""
 

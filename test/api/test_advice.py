@@ -31,11 +31,11 @@ def report():
 
 def test_the_order_of_the_text(report):
     shown = dataclasses.replace(report, verdict=SLOWER, health=())
-    parts = str(shown).split("\n\n")
+    parts = shown.text(details=True).split("\n\n")
     assert parts[0].startswith("SLOWER than fp32")
     assert parts[1].splitlines() == [
         "not int8, and why:",
-        "- 5 x normalisation stays fp32: 1, 3, 4, … (2 more)",
+        '- 5 x normalisation stays fp32: "1", "3", "4", … (2 more)',
     ]
     assert parts[2].splitlines() == [
         "what to do next:",
@@ -43,8 +43,11 @@ def test_the_order_of_the_text(report):
     ]
     assert parts[3].startswith(f"backend {report.backend}: 2 of 2")
     assert parts[4].startswith("operator")
-    assert "what to do" not in str(dataclasses.replace(report, health=()))
-    assert max(map(len, str(shown).splitlines())) <= 80
+    assert "what to do" not in dataclasses.replace(report, health=()).text(details=True)
+    assert max(map(len, shown.text(details=True).splitlines())) <= 80
+    brief = str(shown)
+    assert brief.index("2 of 2") < brief.index("SLOWER than fp32") < brief.index("not int8, and why")
+    assert brief.index("not int8, and why") < brief.index('- config.exclude("2") leaves')
 
 
 def test_what_was_asked_for_comes_first(report):
@@ -54,7 +57,7 @@ def test_what_was_asked_for_comes_first(report):
     unsaid = dataclasses.replace(first, operator="x", ran="unknown")
     plain = dataclasses.replace(first, operator="y", asked="fp32", ran="fp32")
     lines = reason_lines([*others, failed, unsaid, plain])
-    assert lines[:2] == ["1 x no kernel: 0", "1 x the engine does not say: x"]
+    assert lines[:2] == ['1 x no kernel: "0"', '1 x the engine does not say: "x"']
     assert len(lines) == 3
 
 

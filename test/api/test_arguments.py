@@ -42,7 +42,9 @@ def quantized():
 RUN_FN = (
     "Expected run_fn to be a function that is called with the prepared model, but got a list. For a list of"
 )
-PROGRESS = "Expected progress to be a function that is told how far the work is, but got an int"
+PROGRESS = (
+    "Expected progress to be a function that is told how far the work is, False or None, but got an int"
+)
 CASES = {
     "quantize run_fn": (lambda: nc.quantize(MODEL, DYNAMIC, [X], example_inputs=X), InputError, RUN_FN),
     "tune run_fn": (lambda: nc.tune(MODEL, X, [X]), InputError, RUN_FN),

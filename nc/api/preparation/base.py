@@ -58,10 +58,6 @@ class Conversion:
     progress: Progress | None = None
 
 
-class NotCalibratedError(StateError):
-    """A model was converted that no data went through."""
-
-
 class Preparation(FixedModule, abc.ABC):
     """A model under calibration: call it as the user's model; it returns what the float model returns.
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from nc.algorithms.base import Algorithm, Bound, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
-from nc.api.preparation.base import CapturedPreparation, Conversion, NotCalibratedError
+from nc.api.preparation.base import CapturedPreparation, Conversion
 from nc.api.preparation.finish import finished
 from nc.api.preparation.observed import Observed
 from nc.api.quantized import QuantizedModel
@@ -41,7 +41,7 @@ from nc.calibration.tensor_file import checksum
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
 from nc.config.document import plain_values
-from nc.errors import InputError
+from nc.errors import InputError, NotCalibratedError
 from nc.formats import BF16, FLOAT, Capabilities
 from nc.formats.reasons import Cause, Reason
 from nc.graph.accuracy import Accuracy

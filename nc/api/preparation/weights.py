@@ -17,7 +17,7 @@ from nc.algorithms.inputs.block_calls import Sample
 from nc.algorithms.inputs.copies import own_tensors, sharing
 from nc.algorithms.inputs.layers import is_low_bit, settle_layers
 from nc.algorithms.transforms import TEQ
-from nc.api.preparation.base import Conversion, NotCalibratedError, Preparation
+from nc.api.preparation.base import Conversion, Preparation
 from nc.api.weight_verdict import measure as low_bit_verdict
 from nc.api.weight_verdict import warn_if_slower
 from nc.backends.low_bit.engine import engine as low_bit_engine
@@ -25,7 +25,7 @@ from nc.backends.low_bit.engine import set_backend
 from nc.calibration.ranks import Ranks
 from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
-from nc.errors import StateError
+from nc.errors import NotCalibratedError, StateError
 from nc.graph.caches import is_cache
 from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
