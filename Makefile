@@ -19,6 +19,7 @@
 #   SOURCES="rows"                                         only these
 # make test-isas                                           the kernels' tests once for each instruction set of this CPU
 # make wheel | wheel-check | setup-wheel                   the wheel to publish; whether it has every instruction set and needs no compiler (.venv-wheel)
+# make release-check                                       what a release publishes: two equal builds, systems, metadata, bill of materials
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges; folders in the tools
 #                  | setup-readers | setup-vllm            that load them, in .venv-readers and .venv-vllm
 # make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
@@ -73,7 +74,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks bench-ragged newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-ragged setup-browser test-browser setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks bench-ragged newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-ragged setup-browser test-browser setup-lint setup-wheel wheel wheel-check release-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -213,6 +214,10 @@ wheel: setup-wheel
 	rm -rf build dist
 	.venv-wheel/bin/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w build/wheel .
 	PATH="$$PWD/.venv-wheel/bin:$$PATH" .venv-wheel/bin/python -m auditwheel repair -w dist build/wheel/*.whl
+
+# What a release publishes, made twice and checked; .github/workflows/release.yml runs it.
+release-check: setup-wheel
+	.ci/release
 
 wheel-check: setup-wheel
 	.venv-wheel/bin/python -m pytest -q -rs test/process/test_wheel.py

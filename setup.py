@@ -11,6 +11,8 @@ for all platforms (``py3-none-any``), and says so in its metadata; then, and in 
 
 import ctypes
 import functools
+import hashlib
+import json
 import os
 import platform
 import re
@@ -29,6 +31,7 @@ ROOT = Path(__file__).parent
 # Read, not imported: importing nc needs torch, which a build environment does not have.
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "nc/_version.py").read_text(encoding="utf-8"))[1]
 README = ROOT / "README.md"
+REQUIRES = ["click", "numpy", "packaging", "rich", "safetensors", "torch>=2.8"]
 MODELS = ["torchvision", "transformers>=4.55.4,<6"]
 
 C_CODE = Path("nc/kernels/c_code")
@@ -116,8 +119,43 @@ class BuildPy(build_py):
         )
 
 
+def bill_of_materials() -> str:
+    """Return what a wheel consists of and needs, as CycloneDX JSON; the same text for the same sources."""
+
+    def package(name: str) -> dict[str, str]:
+        return {"type": "library", "name": name, "bom-ref": f"pkg:pypi/{name}", "purl": f"pkg:pypi/{name}"}
+
+    own = {**package("nc-quant"), "version": VERSION, "licenses": [{"license": {"id": "Apache-2.0"}}]}
+    needed = [package(re.split(r"[<>=~!]", requirement)[0]) for requirement in REQUIRES]
+    libraries = [
+        {
+            "type": "file",
+            "name": f"{C_CODE}/{name}",
+            "bom-ref": name,
+            "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(content).hexdigest()}],
+        }
+        for name, content in compiled().items()
+    ]
+    document = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": own},
+        "components": [*needed, *libraries],
+        "dependencies": [{"ref": own["bom-ref"], "dependsOn": [each["bom-ref"] for each in needed]}],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
 class BdistWheel(bdist_wheel):
     """A wheel for every Python. auditwheel finds out which systems it runs on."""
+
+    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
+        """Write the metadata, with the bill of materials where PEP 770 expects it."""
+        super().egg2dist(egginfo_path, distinfo_path)
+        folder = Path(distinfo_path, "sboms")
+        folder.mkdir()
+        (folder / "nc-quant.cdx.json").write_text(bill_of_materials(), encoding="utf-8")
 
     def get_tag(self) -> tuple[str, str, str]:
         """Python, its binary interface, and the platform."""
@@ -127,17 +165,13 @@ class BdistWheel(bdist_wheel):
 setup(
     distclass=Package,
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
-    name="nc-quant",  # the module is `nc`; PyPI's `nc` is another project
     version=VERSION,
-    description="Post-training quantization of PyTorch models for x86-64 CPUs",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
     packages=find_packages(include=["nc", "nc.*"]),
     package_data={"nc": ["py.typed", "kernels/c_code/*.c", "kernels/c_code/*.h"]},
     entry_points={"console_scripts": ["nc-quant = nc.__main__:run"]},
-    python_requires=">=3.10,<3.14",
-    install_requires=["click", "numpy", "packaging", "rich", "safetensors", "torch>=2.8"],
+    install_requires=REQUIRES,
     extras_require={
         "hf": ["sentence-transformers>=5", "transformers>=4.55.4,<6"],
         "vision": ["torchvision"],

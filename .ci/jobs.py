@@ -21,7 +21,15 @@ NEAR = 2
 #: What every job depends on.
 COMMON = ("pyproject.toml", "Makefile", "requirements/common.txt", "test/conftest.py", "test/models.py")
 #: Minutes of a job that the ledger does not know, by its target.
-MINUTES = {"mutations": 1.5, "sanitize": 3.0, "isas": 3.0, "judges": 3.5, "wheel": 4.0, "serve": 4.0}
+MINUTES = {
+    "mutations": 1.5,
+    "sanitize": 3.0,
+    "isas": 3.0,
+    "judges": 3.5,
+    "wheel": 4.0,
+    "release": 5.0,
+    "serve": 4.0,
+}
 UNKNOWN = 2.0
 #: Environment → minutes that it takes to set up where nothing is kept; the gate itself needs the others.
 SETUPS = {
@@ -231,6 +239,8 @@ def _others(tree: Tree) -> list[Job]:
     """Return those of other projects: what they read, serve, show and install."""
     packaging = ("setup.py", C_CODE, "requirements/wheel.txt", "test/process/test_wheel.py")
     found = [Job("wheel", ("make", "wheel-check"), packaging, "wheel", also=("nc",))]
+    release = (*packaging, ".ci/release", "README.md", "LICENSE")
+    found.append(Job("release", ("make", "release-check"), release, "wheel", also=("nc",)))
     for name in sorted(tree.below(("test/judges",))):
         file = PurePosixPath(name).stem
         if file.startswith("test_"):

@@ -1,4 +1,4 @@
-"""Find phrases that are English words in another language's order; docs/contribute/style.md says what to write.
+"""Find phrases that are English words in another language's order; see docs/contribute/style.md.
 
     python3 .ci/words.py [PATH ...]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Phrase → what to write.
 PHRASES = {
     r"(?<!there )(?<!There )\b(is|are|was|were) no (?!longer\b|more\b|one\b|matter\b)": "is not a …",
-    r"\bwhat there (is|are|was|were)\b|\bthose (that|which) there (are|were)\b": "what exists; the ones that exist",
+    r"\bwhat there (is|are|was|were)\b|\bthose (that|which) there (are|were)\b": "what exists",
     r"\b(stands|stood)\b(?! for\b)|\b(?<!to )stand\b(?! for\b|-|s? alone)": "is",
     r"\b(lies|lay|lie)\b": "is",
     r"\bin front of\b": "before",
@@ -62,7 +62,9 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def main(paths: list[str]) -> int:
     """Print findings; returns their number."""
-    folders = [Path(path) for path in paths] or [ROOT / name for name in ("nc", "docs", "examples", "README.md")]
+    folders = [Path(path) for path in paths] or [
+        ROOT / name for name in ("nc", "docs", "examples", "README.md")
+    ]
     files = [
         file
         for folder in folders

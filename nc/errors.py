@@ -11,6 +11,7 @@ One tree:
     ├── InputError (ValueError)           example or call inputs that don't fit the model
     ├── CaptureError (RuntimeError)       torch.export could not capture the model
     ├── StateError (RuntimeError)         a step called in the wrong order
+    │   └── NotCalibratedError                no calibration data before convert
     ├── CalibrationError (ValueError)     calibration data with NaN or Inf
     ├── BackendError (RuntimeError)       an engine that is missing or failed
     │   ├── UnknownBackendError               no backend has this name

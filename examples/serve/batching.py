@@ -54,10 +54,10 @@ class Batches(Generic[Item, Answer]):
 
     Args:
         run: returns one answer for each item of a list, in their order. An `async def` is awaited; another
-            function runs in one thread of its own, so that the event loop stays free. Where it raises, it
+            function runs in one separate thread, so that the event loop stays free. Where it raises, it
             is called with halves of the list, until the items that fail are alone.
         cost: returns the tokens of an item.
-        most_tokens: of a batch. An item with more is a batch of its own.
+        most_tokens: of a batch. An item with more is a batch by itself.
         most_items: of a batch.
         most_waiting: items that may wait. A request with more is taken only when nothing waits.
         timeout: seconds from `ask` to the answer.

@@ -1,4 +1,4 @@
-"""Serve a quantized model by Ray Serve, on one machine or many: replicas with cores of their own.
+"""Serve a quantized model by Ray Serve, on one machine or many: replicas with their own cores.
 
     pip install 'ray[serve]'
     python examples/serve/ray_app.py DIR [--cores 2] [--least 1] [--most 4] [--most_tokens 4096]
@@ -97,9 +97,9 @@ class Served:
             body = await request.json()
             given = web.given_of(body.get("instances") if isinstance(body, dict) else None)
             rows = await asyncio.to_thread(self.served.rows, given)
-        except ValueError as error:  # a BadRequestError is one, and what is no JSON
+        except ValueError as error:  # a BadRequestError, or a body that is not JSON
             return web.failure(BadRequestError(str(error)))
-        # Ray refuses a request that costs more than a batch may: such a one is a batch of its own.
+        # Ray refuses a request that costs more than a batch may: such a one is a batch by itself.
         tokens = min(sum(row.tokens for row in rows), self.most_tokens)
         outputs = await self.compute((tokens, rows))
         if isinstance(outputs, Exception):

@@ -3,14 +3,14 @@
 It subtracts the mean error of quantization in each output channel from the bias, where that helps.
 
 `b += E[y_fp32] - E[y_int8]` per output channel over calibration samples (Nagel et al., arXiv 1906.04721,
-section 4.2, the empirical form), in execution order: each operator is corrected with the corrected operators
-in front of it, in one pass over the graph.
+section 4.2, the empirical form), in execution order: each operator is corrected with all earlier corrections
+applied, in one pass over the graph.
 
-A smaller mean error is no smaller error of the model: a norm makes noise as large as data of the row that
-padding leaves behind. So each correction is judged three times, and taken back where something gets worse:
+A smaller mean error does not imply a smaller error of the model: a norm makes the noise in rows of padding as
+large as data. So each correction is judged three times, and undone where something gets worse:
 
 * at the operator's output, for samples that it was not computed from;
-* where its output is read, behind activations, additions and norms;
+* where its output is read, after activations, additions and norms;
 * all together at the model's outputs. If one of them gets worse there, halves of the corrections are tried,
   and halves of these.
 """
@@ -119,13 +119,13 @@ class Corrections:
 def correct_biases(
     fp32: fx.GraphModule, quantized: fx.GraphModule, operators: Collection[str], batches: Sequence[Batch]
 ) -> Corrections:
-    """Correct the biases of a QDQ graph in place, where no output gets worse on the batches by it.
+    """Correct biases of a QDQ graph in place, where that makes no output worse on the batches.
 
     Args:
-        fp32: the graph that it was made from.
+        fp32: the graph that `quantized` was made from.
         quantized: gets new bias constants.
-        operators: names of those to correct.
-        batches: flat calibration inputs, each with shapes of its own.
+        operators: names of the operators to correct.
+        batches: flat calibration inputs, each with its own shapes.
     """
     found = _best(
         _Attempts(fp32, quantized, batches), [n.meta["operator"] for n in _targets(quantized, set(operators))]
@@ -228,7 +228,7 @@ def _correction(
 def _harms_readers(
     expected: Stream, original: fx.Node, got: Stream, node: fx.Node, values: Sequence[torch.Tensor]
 ) -> bool:
-    """Tell whether something behind an operator gets worse by other values of it, up to the next products."""
+    """Return whether new values of an operator make its readers worse, up to the next products."""
     behind = {n.name: n for n in expected.behind(original)}
     copies = {n.name: n for n in got.behind(node)}
     ends = {

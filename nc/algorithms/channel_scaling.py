@@ -1,16 +1,15 @@
-"""Channel scaling: channels of an activation become equally large, where layers around it take the scale.
+"""Channel scaling: channels of an activation become equally large, and the layers around it take the scale.
 
-A tensor has one range, and a channel that is a hundredth of it has two of its codes. Where only operators
-with `f(s x) = s f(x)` and additions stand between the layers that give a tensor and those that read it, each
-channel can be larger by a factor, which the weights behind it take back. It is the s of SmoothQuant (arXiv
-2211.10438, equation 4) with the direction of cross-layer equalization (arXiv 1906.04721, section 4.1), and
-costs nothing at run time.
+A tensor has one range, and a channel that covers a hundredth of it uses two of its codes. If only additions
+and operators with `f(s x) = s f(x)` are between the layers that produce a tensor and those that read it, each
+channel can be scaled up by a factor that the weights after it divide out. The factor is the s of SmoothQuant
+(arXiv 2211.10438, equation 4) in the direction of cross-layer equalization (arXiv 1906.04721, section 4.1).
+It costs nothing at run time.
 
-A clip (ReLU6) is no obstacle for channels that calibration never saw reach it: they grow up to it at most.
+Channels that never reach a clip (ReLU6) in calibration are scaled too, at most up to the clip.
 
-How far channels become alike is chosen by the error that is to be expected of the tensor's codes and of the
-weights that read it. For depthwise convolutions, whose weights have a scale for each channel, that is all the
-way.
+How far channels become alike minimises the expected error of the tensor's codes and of the weights that read
+it. For depthwise convolutions, whose weights have a scale for each channel, that is all the way.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class ChannelRegion:
 
     Attributes:
         producers: layers whose outputs they are.
-        tensors: the outputs of producers, and of what stands behind them; all have the channels along `axis`.
+        tensors: outputs of producers and of the operators after them; all have the channels along `axis`.
         consumers: layers that read them.
         clips: those of the tensors that a clip gives, and its limits.
         axis: of the channels, counted from the end.
@@ -88,7 +87,7 @@ class ChannelRegion:
 
 
 def regions(module: fx.GraphModule) -> Iterator[ChannelRegion]:
-    """Yield the regions of a graph whose layers are no part of another region of the same side."""
+    """Yield the regions of a graph; a layer is a producer in at most one, and a consumer in at most one."""
     reads = constant_reads(module)
     done: set[fx.Node] = set()
     for node in module.graph.nodes:

@@ -2,9 +2,9 @@
 
 See Nagel et al., arXiv 1906.04721, section 4.1.
 
-Where only positively homogeneous operators stand between two layers (`f(s x) = s f(x)` for s > 0), a channel
-can be made larger by the first layer and smaller by the second. Equation 11 picks the scales that make the
-ranges of both sides of each channel equal.
+If only positively homogeneous operators (`f(s x) = s f(x)` for s > 0) are between two layers, the first layer
+can scale a channel up and the second scale it down. Equation 11 gives the scales that make the ranges of both
+sides of each channel equal.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ LARGEST_SCALE = 1e4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """Two layers with nothing but homogeneous operators between them, which nobody else reads.
+    """Two layers with only homogeneous operators between them, which nothing else reads.
 
     Attributes:
         first: the layer whose outputs are the channels.
-        second: the layer that reads them; a linear behind a flatten reads each channel as a block of inputs.
-        between: what a value passes from one to the other.
+        second: the layer that reads them; a linear after a flatten reads each channel as a block of inputs.
+        between: the operators from the first to the second.
     """
 
     first: fx.Node
@@ -215,9 +215,9 @@ def channel_axis(layer: fx.Node) -> int:
 
 
 def axis_behind(node: fx.Node, axis: int) -> int | None:
-    """Where the channels are behind a homogeneous operator, from the end.
+    """Return the axis of the channels after a homogeneous operator, from the end.
 
-    None is returned behind one that is not, or that mixes channels.
+    None if the operator is not homogeneous or mixes channels.
     """
     name = op_name(node)
     if name in HOMOGENEOUS:
@@ -235,9 +235,9 @@ def axis_behind(node: fx.Node, axis: int) -> int | None:
 
 
 def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
-    """Return the last, where it holds the channels and all that was behind them.
+    """Return the last axis if it holds the channels and all dimensions that were after them.
 
-    Dimensions in front may change in any way.
+    Earlier dimensions may change in any way.
     """
     # torch's symbolic sizes are loaded by whoever captures; `import nc` needn't wait for them
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -247,9 +247,9 @@ def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
 
 
 def _axis_behind_squeeze(node: fx.Node, axis: int) -> int | None:
-    """Return the axis where a dimension in front of the channels comes or goes.
+    """Return the axis if the dimension that is added or removed is before the channels.
 
-    A convolution without a batch gets a batch of 1 in this way.
+    A convolution without a batch gets a batch of 1 this way.
     """
     dim = schema_arguments(node).get("dim")
     rank = max(node.meta["val"].dim(), input_node(node).meta["val"].dim())

@@ -18,7 +18,7 @@ from nc.graph.plan import Applied, Plan
 from nc.numerics.metrics import worst_sqnr_db
 from nc.process.warn import warn
 
-#: An algorithm in front of quantization that changes outputs by more than eight bits do needs a warning.
+#: Agreement below which an algorithm before quantization gives a warning; int8 alone changes outputs less.
 LEAST_AGREEMENT_DB = 30.0
 
 

@@ -99,13 +99,13 @@ def channel_axis(node: fx.Node, value: torch.Tensor) -> int:
 def inputs_of(
     module: fx.GraphModule, names: Iterable[str], batches: Sequence[Sequence[torch.Tensor]], rows: int
 ) -> dict[str, torch.Tensor]:
-    """Rows of the values of some nodes, evenly spaced over all batches.
+    """Return rows of the values of some nodes, evenly spaced over all batches.
 
     Args:
         module: flat graph.
         names: names of the nodes.
-        batches: flat inputs, each with shapes of its own.
-        rows: how many to keep, about.
+        batches: flat inputs, each with its own shapes.
+        rows: about how many to keep.
 
     Returns:
         Node name → fp32, shape [rows, channels]: the last dimension is the channels.

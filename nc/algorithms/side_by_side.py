@@ -23,7 +23,7 @@ class Stream:
 
     Args:
         module: flat graph.
-        batches: flat inputs, each with shapes of its own; they do not change.
+        batches: flat inputs, each with its own shapes; they do not change.
     """
 
     def __init__(self, module: fx.GraphModule, batches: Sequence[Batch]) -> None:
@@ -42,7 +42,7 @@ class Stream:
         return [run.env[node] for run in self._runs]
 
     def until(self, node: fx.Node) -> None:
-        """Compute a node, and all in front of it."""
+        """Compute a node and all nodes before it."""
         for each in self._nodes[self._position : self._order[node] + 1]:
             for run, value in zip(self._runs, self._values(each), strict=True):
                 run.env[each] = value
@@ -89,15 +89,15 @@ class Stream:
     def ahead(
         self, node: fx.Node, values: Sequence[torch.Tensor], nodes: Sequence[fx.Node], wanted: Collection[str]
     ) -> Iterator[Mapping[str, Any]]:
-        """Yield what some nodes behind a node would be for other values of it.
+        """Yield the values of some later nodes for other values of a node.
 
-        There is one mapping by name for each batch; nothing changes.
+        There is one mapping by name for each batch; the stream does not change.
 
         Args:
-            node: computed last.
-            values: of it.
+            node: the node that was computed last.
+            values: of `node`.
             nodes: of `behind`.
-            wanted: names of those whose values are returned.
+            wanted: names of the nodes whose values are returned.
         """
         for run, value in zip(self._runs, values, strict=True):
             trial = _interpreter(self._module, {**run.env, node: value})

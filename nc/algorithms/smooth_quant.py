@@ -3,8 +3,8 @@
 The method is of Xiao et al., arXiv 2211.10438.
 
 For linears that read one tensor, `Y = X W^T = (X / s)(W * s)^T` for any s > 0 per input channel. With the s
-of equation 4 both sides become about equally hard to quantize. 1/s goes into the normalisation or linear in
-front where nothing else reads its result, else into a multiplication of its own. The fp32 function stays.
+of equation 4 both sides become about equally hard to quantize. 1/s is folded into the preceding normalisation
+or linear if nothing else reads its result, else it is a separate multiplication. The fp32 function stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nc.graph.fx_utils import add_constant, call_function, constant_of, copy_mod
 from nc.graph.placement import works_in_place
 from nc.graph.views import Weighted, set_argument
 
-#: Operators whose result scales with constants of theirs, per channel of the last dimension.
+#: Operators whose result scales with their constants, per channel of the last dimension.
 _TAKERS = frozenset({"layer_norm", "rms_norm", "linear"})
 
 
@@ -36,7 +36,7 @@ class Smoothed:
             fp32 scalars.
         sources: name of each such node → name of the one that they read before.
         alphas: operator → the alpha that was used.
-        folded: operators whose 1/s is part of what is in front of them.
+        folded: operators whose 1/s is folded into the operator before them.
         worse: operators whose error on calibration samples is larger than without smoothing.
     """
 

@@ -27,11 +27,11 @@ Range = tuple[torch.Tensor, torch.Tensor]
 Batch = Sequence[torch.Tensor]
 #: Rows of a linear's input that the search looks at.
 _ROWS = 256
-#: An error that is larger by less than this is no loss: 0.5 dB.
+#: Factor by which an error may grow without being a loss: 0.5 dB.
 _WORSE = 10**0.05
 #: Calibration batches that the search over blocks runs.
 _BATCHES = 4
-#: A block is what lies below the first number in an operator's path: "encoder.layer.0".
+#: A block is an operator's path up to its first number: "encoder.layer.0".
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 
 
@@ -174,9 +174,9 @@ class _Part:
 
     Attributes:
         interpreter: of the whole graph.
-        inputs: values of the nodes in front of the block.
+        inputs: values of the nodes before the block.
         nodes: those of the block, in execution order.
-        results: values of its nodes that are read behind it, in fp32.
+        results: fp32 values of its nodes that are read after the block.
     """
 
     interpreter: fx.Interpreter

@@ -1,9 +1,9 @@
 """Weight rounding: int8 weights are rounded so that the outputs of their operators stay, not the weights.
 
 It is GPTQ (arXiv 2210.17323) for the codes of static and dynamic int8 operators: scales stay, and so does the
-time of a call. Operators are solved in execution order, each for the inputs that those in front of it give.
-All together are judged at the model's outputs, on batches that nothing was solved for where there are
-several. If one of the outputs gets worse, halves are tried, and halves of these.
+time of a call. Operators are solved in execution order, each for the inputs that earlier ones give. All
+codes together are judged at the model's outputs, on held-out batches if there are enough. If one of the
+outputs gets worse, halves are tried, and halves of these.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def round_weights(
     weights: Mapping[str, WeightCodes],
     batches: Sequence[Batch],
 ) -> tuple[list[str], int]:
-    """Replace codes of a QDQ graph where no output gets worse by it.
+    """Replace codes of a QDQ graph where that makes no output worse.
 
     Args:
-        fp32: the graph that it was made from.
+        fp32: the graph that `quantized` was made from.
         quantized: the QDQ graph.
         weights: of its operators.
-        batches: flat calibration inputs, each with shapes of its own.
+        batches: flat calibration inputs, each with its own shapes.
 
     Returns:
         The operators with other codes, in execution order, and how many were tried.
@@ -208,7 +208,7 @@ def _unfolded(conv: Conv, image: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def _padding(padding: int | str, window: int, dilation: int) -> tuple[int, int]:
-    """Return the zeros in front of a dimension and behind it."""
+    """Return the zeros before and after a dimension."""
     if isinstance(padding, int):
         return padding, padding
     total = dilation * (window - 1) if padding == "same" else 0

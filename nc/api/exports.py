@@ -26,8 +26,8 @@ def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) ->
 
     The file is a program: load it only from a source that you trust. Load it with `torch.jit.load`:
 
-    * The process must first import `intel_extension_for_pytorch` (in C++: link its library). Without it there
-      are no int8 kernels.
+    * The process must first import `intel_extension_for_pytorch` (in C++: link its library). Without it the
+      int8 kernels are missing.
     * It takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
       tuple of outputs.
     * Inputs must be contiguous (row-major): call `x.contiguous()`. Another layout can give wrong numbers.

@@ -33,7 +33,7 @@ def checked_model(model: Any) -> torch.nn.Module:
 
     Raises:
         StateError: it is prepared or quantized already, or holds something that is.
-        InputError: it is no model, has values on another device or none yet, or another tool has quantized
+        InputError: it is not a model, has values on another device or none yet, or another tool has quantized
             it.
     """
     while isinstance(model, _PARALLEL) or type(model).__module__.startswith("torch._dynamo."):

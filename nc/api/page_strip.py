@@ -70,7 +70,7 @@ document.querySelectorAll(".strip").forEach(function (strip) {
   bar.className = "tools"; strip.after(bar);
 });
 """
-#: Up to the first number that stands alone in a name: "encoder.layer.0".
+#: Up to the first number that is a separate part of a name: "encoder.layer.0".
 _STAGE = re.compile(r".*?(?<![^._@])\d+(?![^._@])")
 
 
@@ -105,7 +105,7 @@ def form_of(ran: str) -> str:
 def cells_of(ops: Sequence[OpReport], profile: Profile | None) -> tuple[list[Cell], str]:
     """Return the cells, and what their width means.
 
-    Conversions stand in front of the operator that they are made for; those of no known operator at the end.
+    Conversions are before the operator that they are made for; those of no known operator are at the end.
     """
     timed = profile is not None and any(op.share for op in ops)
     conversions = _conversions(profile) if profile is not None and timed else {}

@@ -2,7 +2,7 @@
 
 Neither model need fit into memory.
 
-Finished blocks are kept in a folder beside the result. A run that was stopped goes on behind the last of
+Finished blocks are kept in a folder beside the result. A run that was stopped continues after the last of
 them, and gives the same bytes.
 """
 
@@ -53,7 +53,7 @@ def quantize_folder(
     Args:
         source: a folder with config.json and safetensors files, as `save_pretrained` writes it.
         config: weight-only.
-        out: the artefact; `out` with ".partial" behind it holds finished blocks until it is complete.
+        out: the artefact; `out` with ".partial" appended holds finished blocks until it is complete.
         samples: token ids, each of shape [batch, length].
         progress: see `nc.convert`.
         strict: as for `nc.prepare`.
@@ -64,8 +64,8 @@ def quantize_folder(
     Raises:
         ArtefactMissingError, ArtefactCorruptError: the folder lacks a file or a tensor, or a file cannot be
         read.
-        ArtefactError: the class of the model is not one of transformers' auto classes; or something else lies
-            at `out`.
+        ArtefactError: the class of the model is not one of transformers' auto classes; or `out` exists
+            and is not an artefact.
         UnsupportedError: a transform needs the whole model.
         InputError: the configuration needs data, and there is none.
     """
@@ -106,7 +106,7 @@ def quantize_folder(
 
 
 def _with_experts_apart(model: Any, plan: WeightPlan, where: Mapping[str, Source]) -> dict[str, Source]:
-    """Give stacked experts that are quantized a weight each, in place; returns where all tensors lie."""
+    """Give each quantized stacked expert its own weight, in place; return where all tensors are."""
     found = dict(where)
     asked = {d.operator.rpartition(".")[0] for d in plan.quantized}
     for name in [

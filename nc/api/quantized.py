@@ -1,6 +1,6 @@
 """The quantized model.
 
-It is an engine model behind the user's signature, with its reference, its report and its artefact.
+It is an engine model with the user's signature, its reference, its report and its artefact.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class Report:
         """Return the worst finding of each kind, and the number of others."""
         kinds: dict[str, list[Finding]] = {}
         for finding in self.health:
-            if finding.kind != COSTLY:  # they stand on top, with the verdict
+            if finding.kind != COSTLY:  # they are at the top, with the verdict
                 kinds.setdefault(finding.kind, []).append(finding)
         more = {
             kind: f" ({len(found) - 1} more: report.health)" if len(found) > 1 else ""

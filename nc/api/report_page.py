@@ -88,7 +88,7 @@ def page_of(report: Shown, title: str = "", above: str = "", below: str = "") ->
         report: it.
         title: of the page; "" takes the name of the model.
         above: content on top, whose texts are escaped.
-        below: content behind the findings, likewise.
+        below: content after the findings, likewise.
     """
     name = f"{report.model or 'A quantized model'} on {report.backend}"
     notes = warnings_of(report)

@@ -91,9 +91,9 @@ def race_for(features: Collection[str], model: str) -> Race | None:
 
 
 def in_order(names: Sequence[str], race: Race | None) -> tuple[str, ...]:
-    """Names of backends, the faster one of a race in front of the slower one.
+    """Return the names of backends with the faster one of a race before the slower one.
 
-    The others stay where they are.
+    Other names keep their positions.
     """
     found = list(names)
     if race is not None and race.faster in found and race.slower in found:

@@ -97,9 +97,9 @@ class EngineModel:
         run: flat input tensors → flat outputs; safe to call from several threads.
         report: builds the proof of what runs.
         script: the TorchScript module, where the engine has one.
-        profile: flat input tensors → the kernels that run and their times. It takes over the standard output
-            of the process, so it is called in one of its own, on a model lowered there; None: the engine
-            can't be profiled.
+        profile: flat input tensors → the kernels that run and their times. It captures the standard output of
+            the process, so call it in a separate process, on a model lowered there; None: the engine can't
+            be profiled.
         steps: flat input tensors → the calls that the engine makes, each with the time that it took this
             once. It runs in this process, and its steps have no kernels; None: the engine can't be taken
             apart here.
@@ -249,9 +249,9 @@ class Backend:
         return None
 
     def start(self) -> None:
-        """Import the engine, if it is not yet.
+        """Import the engine if it is not imported yet.
 
-        It may bring kernels of its own for fp32 operators, so this comes before anything runs.
+        The engine may register its own kernels for fp32 operators, so call this before anything runs.
 
         Raises:
             BackendUnavailableError: it can't run here.

@@ -204,8 +204,8 @@ def capabilities(
         bf16: it computes in bf16 where this CPU does.
         halved: kinds for whose int8 activations oneDNN halves the weights itself, so that they can't
             saturate.
-        exact: (kind, granularity) of ranges found in each call for which the backend has kernels of its own,
-            whose sums are exact.
+        exact: (kind, granularity) of dynamic ranges for which the backend has its own kernels, whose sums are
+            exact.
     """
     narrow: set[tuple[str, str]] = set()
     windows = [row for row in ops if row.kind in CONVOLUTIONS]  # oneDNN computes these, also dynamic ones

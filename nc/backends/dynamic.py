@@ -254,7 +254,7 @@ def _attribute(module: fx.GraphModule, name: str, value: object) -> fx.Node:
         module.register_buffer(name, value)
     else:
         setattr(module, name, value)
-    return module.graph.create_node("get_attr", name)  # `get_attr` warns of what is no tensor
+    return module.graph.create_node("get_attr", name)  # `get_attr` warns of non-tensors
 
 
 @contextlib.contextmanager

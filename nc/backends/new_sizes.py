@@ -1,8 +1,8 @@
 """Compare an engine's outputs with the quantized graph's the first time that inputs have new sizes.
 
-Engines choose kernels by sizes, and some of these are wrong for few sizes only. This is for engines that show
-no values inside of a call. The graph computes the first and the last sample of a batch. What is no match is
-compared as a whole: samples of a graph may depend on each other.
+Engines choose kernels by sizes, and some kernels are wrong for few sizes only. This check is for engines that
+do not expose intermediate values. The graph computes the first and the last sample of a batch. If they
+differ, the whole batch is compared: samples of a graph may depend on each other.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class NewSizes:
         """Return what the graph computes of some samples; None where it computes no part of these inputs."""
         try:
             return self._of_graph(_samples(inputs, ends))
-        except Exception:  # the first dimension is no batch: the whole is compared
+        except Exception:  # the first dimension is not a batch: compare the whole output
             return None
 
     def _note(self, sizes: tuple[tuple[int, ...], ...], *, is_right: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
-#: What passes give that is no kernel.
+#: What passes give other than a kernel.
 _NO_KERNELS = ("int8", "bf16", "")
 
 
@@ -19,8 +19,8 @@ class Pass:
         name: for reports and messages.
         run: changes a graph in place; returns the names of the operators that a report should show as
             rewritten, or None.
-        why: asked of every operator behind the pass, and of every node where the pass gives a kernel: why it
-            leaves that node alone, "" where it does not, or where the node is none of its business.
+        why: called after the pass for every operator, and for every node where the pass gives a kernel: why
+            it leaves that node alone; "" where it does not, or where the node is not its concern.
         gives: what operators get by this pass: a precision, "int8" or "bf16", or a kernel of the name that
             reports have for it, instead of other kernels; "" where it gives neither.
         avoids: the engine's fault that the pass is there to avoid; "" where it avoids none.
@@ -80,7 +80,7 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> PassesResult:
         if each.why is None:
             continue
         for node in module.graph.nodes:
-            # sums, roots and the like are no operators of the plan, but kernels are for some of them together
+            # sums, roots and the like are not in the plan, but kernels compute some of them together
             operator = node.meta.get("operator", "" if each.gives in _NO_KERNELS else node.name)
             why = each.why(node) if operator else ""
             if why:

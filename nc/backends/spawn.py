@@ -14,8 +14,8 @@ from pathlib import Path
 from nc.process import env
 
 _PR_SET_PDEATHSIG = 1
-#: The child imports from where this process does. The user's working directory is not among that: it may be
-#: the folder of an artefact, and nothing that lies there may run.
+#: The child imports from the same folders as this process, without the user's working directory: that may be
+#: the folder of an artefact, and nothing in it may run.
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])

@@ -121,7 +121,7 @@ def script(
     module, _ = copy_module(module)
     explicit_clamps(module)
     replace_dynamic(module)
-    # a class of its own: TorchScript shares types between modules with equal attributes, and a type has one
+    # a separate class: TorchScript shares types between modules with equal attributes, and a type has one
     # forward
     root = type("QuantizedGraph", (torch.nn.Module,), {})()
     names: dict[fx.Node, str] = {}
@@ -160,11 +160,11 @@ def script(
 def explicit_clamps(module: fx.GraphModule) -> None:
     """Write out the clamp of quantize nodes that use part of their dtype's codes.
 
-    TorchScript's saturates at the dtype's ends.
+    TorchScript's quantize saturates at the dtype's limits.
 
-    The clamp stands as far up as values are only moved, where a fuser makes it a post-operation of what
-    computes them. Where operators work in place, a value depends on when it is read: there it stands directly
-    in front of the quantize node.
+    The clamp moves up past operators that only move values, so that a fuser makes it a post-operation of the
+    operator that computes them. Where operators work in place, a value depends on when it is read: there the
+    clamp is directly before the quantize node.
     """
     hoist = not works_in_place(module)
     for node in [n for n in module.graph.nodes if n.target is quantize_per_tensor]:
@@ -283,7 +283,7 @@ def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _is_strided(node: fx.Node) -> bool:
-    """Whether a value may lie in memory in another order than its shape says."""
+    """Return whether the memory layout of a value may differ from row-major."""
     if op_name(node) in POOLS and all(
         isinstance(size, int) and size == 1 for size in node.meta["val"].shape[2:]
     ):

@@ -92,7 +92,7 @@ class _Walk:
     """Hooks that look at the values of both graphs.
 
     Attributes:
-        local: operator → SQNR of its own result, in dB.
+        local: operator → SQNR of its result for exact inputs, in dB.
         cumulative: operator → SQNR of its result in the quantized graph, in dB.
         states: name of a watched node → histogram of its values.
     """
@@ -222,7 +222,7 @@ def _rounded(value: float) -> float:
 def _channels(
     original: fx.GraphModule, module: fx.GraphModule, plan: Plan, example: Sequence[torch.Tensor]
 ) -> tuple[ChannelView, ...]:
-    """Return the smoothed operators whose largest channel stands out most without smoothing."""
+    """Return the smoothed operators whose largest channel most exceeds the median without smoothing."""
     names = {d.operator for d in plan.quantized if d.spec.smooth is not None}
     if not names:
         return ()

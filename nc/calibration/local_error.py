@@ -2,8 +2,8 @@
 
 It compares its int8 result with its fp32 result, for the inputs that it has in fp32.
 
-Dynamic quantization has no calibration that could show a bad operator, and the error of one operator can hide
-behind those of others.
+Dynamic quantization has no calibration that could show a bad operator, and the errors of other operators can
+mask the error of one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The outputs change by `J e`, to first order, where an operator's result changes by e and J is the Jacobian of
 the outputs. For random v with independent signs, `E[(v^T J e)^2] = |J e|^2` (M. Hutchinson, 1990), and
-`v^T J` is the gradient that one backward pass gives for all operators. Samples of a batch do not meet, so
-each is a draw of its own.
+`v^T J` is the gradient that one backward pass gives for all operators. Samples of a batch do not
+interact, so each is an independent draw.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Samples:
     They have at most `rows` rows and `size` bytes.
 
     Attributes:
-        batches: flat inputs, each with shapes of its own.
+        batches: flat inputs, each with its own shapes.
     """
 
     def __init__(self, rows: int, size: int) -> None:

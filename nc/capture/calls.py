@@ -28,7 +28,7 @@ class Replaced:
 
     Attributes:
         after: their structure.
-        sources: for each leaf the one in front of the call that stands there; None for a new one.
+        sources: for each leaf, the index that it had among the leaves before the call; None for a new one.
     """
 
     after: pytree.TreeSpec
@@ -76,7 +76,7 @@ class Caller:
         before = pytree.tree_flatten(arguments)
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", module=r"torch\.")  # what torch says of its own prototypes
+            warnings.filterwarnings("ignore", module=r"torch\.")  # what torch says about its prototypes
             for around in self.precautions.around:
                 stack.enter_context(around(self.model))
             outputs = self.model(*args, **kwargs)

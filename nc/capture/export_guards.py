@@ -43,7 +43,7 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
-                # torch compares no sparse tensors; their values are a tensor of their own
+                # torch can't compare sparse tensors; their values are a separate tensor
                 if buffer.layout is not torch.strided or not torch.equal(buffer, before):
                     buffer.copy_(before)
 
@@ -196,12 +196,12 @@ def one_list_of_weights(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
-    """Let each `nn.TransformerEncoder` give what its nested tensors give in eval mode.
+    """Let each `nn.TransformerEncoder` return what its nested tensors return in eval mode.
 
     It does so on its plain path, which can be exported.
 
-    There it leaves padding out, and gives zeros in its place; but only where all padding is behind the tokens
-    (`mask_check`).
+    With nested tensors it leaves padding out, and returns zeros in its place, but only if all padding is
+    after the tokens (`mask_check`).
     """
     with contextlib.ExitStack() as stack:
         for encoder in model.modules():
@@ -212,7 +212,7 @@ def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
             )
             if nests and isinstance(encoder, torch.nn.TransformerEncoder):
                 encoder.use_nested_tensor = (
-                    False  # torch 2.8 asks whether padding is behind the tokens, which it can't export
+                    False  # torch 2.8 asks whether padding is after the tokens, which it can't export
                 )
                 stack.callback(setattr, encoder, "use_nested_tensor", True)
                 last = encoder.layers[-1]
@@ -238,7 +238,7 @@ def zero_padding(
         output: of the layer.
         src: its input, [batch, length, features].
         options: its further arguments.
-        check: only where all padding is behind the tokens.
+        check: only if all padding is after the tokens.
     """
     mask = options.get("src_key_padding_mask")
     if mask is None or options.get("src_mask") is not None or src.dim() != 3:

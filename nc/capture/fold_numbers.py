@@ -90,9 +90,9 @@ def _is_of_activation(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_layer(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node is a linear or convolution in fp32 with a constant weight of its own, and numbers.
+    """Whether a node is an fp32 linear or convolution with its own constant weight and constant options.
 
-    A weight that several layers share would be there several times.
+    A weight that several layers share would be stored several times.
     """
     if op_name(node) not in WEIGHTED or node.meta["val"].dtype is not torch.float32 or computed_options(node):
         return False

@@ -30,8 +30,8 @@ class Operator:
         node: name of its fx node.
         quantizable: whether some integer kernel exists for its kind.
         why: why it cannot be quantized; None if it can.
-        followed_by: the operators behind it, as long as each is the only one that reads the result in front
-            of it: ("add", "relu").
+        followed_by: the operators after it, as long as each is the only reader of the result before it:
+            ("add", "relu").
         weights: the weights that it reads.
     """
 
@@ -62,8 +62,8 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
     operators = []
     weights = weights_read(module, {name for name, _ in model.named_parameters(remove_duplicate=False)})
     reasons = _reasons(module)
-    # users' rules have the names of these, so what is listed only because it reads a weight is numbered
-    # behind them
+    # users' rules have the names of these, so operators that are listed only because they read a weight are
+    # numbered after them
     listed = [node for node in module.graph.nodes if _is_listed(node, reasons)]
     others = [node for node in weights if node not in set(listed)]
     for node in (*listed, *others):
@@ -93,7 +93,7 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
 
 
 def _numbered(base: str, count: int, *, owned: bool) -> str:
-    """Return a name of its own for an operator, of which `count` with the same base stand in front of it.
+    """Return a unique name for an operator that has `count` operators with the same base before it.
 
     A module that is called again (`owned`) has the number of the call.
     """

@@ -99,7 +99,7 @@ def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
         reads: how many of its last outputs are `value_reads`. Those in between are new entries of containers.
 
     Returns:
-        The inputs that are written, whose values are new outputs in front of the last `reads`; and (output,
+        The inputs that are written, whose values are new outputs before the last `reads`; and (output,
         value) for each output of the model that is a new entry or a written input itself, which is taken out.
         Values are counted from the first entry.
 
@@ -531,7 +531,7 @@ def _zeros_per_side(pad: fx.Node, dims: int) -> list[int] | None:
 
 
 def fold_batch_norm(module: fx.GraphModule) -> None:
-    """Fold a batch norm behind a conv or linear into that operator.
+    """Fold a batch norm after a conv or linear into that operator.
 
     It is computed in float64 (Jacob et al., arXiv 1712.05877, section 3.2).
     """

@@ -5,8 +5,8 @@ notes as a guard. A call with sizes for which the model would take another way w
 guard becomes a condition of the graph's signature.
 
 Most guards do not matter: operators ask whether a size is 1 or whether a tensor is contiguous, and compute
-the same either way. So each one is tried: the model and the graph run with sizes that do not fulfil it. Where
-both give the same, it is no condition.
+the same either way. So each one is tried: the model and the graph run with sizes that do not fulfil it. If
+both give the same outputs, the guard does not become a condition.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
     """Return the guards of an exported program.
 
     Args:
-        shapes: of each flat input, with symbols as free sizes; empty for one that is no tensor.
+        shapes: of each flat input, with symbols as free sizes; empty for an input that is not a tensor.
 
     Raises:
-        UnfitGuardError: one can't be expressed in sizes of inputs.
+        UnfitGuardError: a guard can't be expressed in sizes of inputs.
     """
     free = {
         f"in{i}_{d}": size

@@ -87,9 +87,9 @@ def changed(before: State, after: State) -> list[str]:
 
 
 def computed_by_hooks(model: torch.nn.Module, before: State, after: State) -> set[str]:
-    """Return the attributes that are weights which hooks compute, not states.
+    """Return the attributes that are weights computed by hooks, not states.
 
-    Their modules have hooks in front of their call, and they are other tensors with the same values.
+    Their modules have forward pre-hooks, and `after` has other tensors for them with the same values.
     `weight_norm`, `spectral_norm` and pruning compute a weight of parameters in each call.
     """
     hooked = {

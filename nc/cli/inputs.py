@@ -114,7 +114,7 @@ def users_code(what: str) -> Iterator[None]:
     `SystemExit` and the like too, so that the user's code does not choose the exit code of the command.
 
     Args:
-        what: in front of what was raised.
+        what: text before the message of the exception.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):

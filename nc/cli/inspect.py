@@ -29,13 +29,13 @@ def show(folder: Path, console: Console, *, limited: bool, as_json: bool) -> Non
     """Print the contents of an artefact.
 
     Args:
-        folder: where it lies.
+        folder: of the artefact.
         console: has the width.
         limited: whether cells that make lines wider take several lines.
         as_json: plain values instead of a table.
 
     Raises:
-        ArtefactError: it is none, or was altered.
+        ArtefactError: it is not an artefact, or was altered.
     """
     content = folders.read(folder)
     with folders.malformed(folder / folders.MODEL):

@@ -1,8 +1,8 @@
 """Ways to share cores among processes: `python -m nc bench DIR --cores 4 --instances 1,2 --lengths mix.txt`.
 
-Each instance is a process with cores of its own, as a server would start it. All of one way compute at the
-same time, requests of the same mix, one after the other. OpenVINO runs the same quantized graph in one
-process with its throughput hint, which shares the cores by itself.
+Each instance is a process with its own cores, as a server would start it. All instances of one way run at the
+same time, and each computes requests of the same mix in sequence. OpenVINO runs the same quantized graph in
+one process with its throughput hint, which shares the cores by itself.
 """
 
 from __future__ import annotations

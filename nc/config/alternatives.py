@@ -52,10 +52,10 @@ class Alternatives:
 
 
 def single(value: Any) -> Any:
-    """Return a value that is no `Alternatives`.
+    """Return a value that is not an `Alternatives`.
 
     Raises:
-        ConfigError: it is; one configuration is expected here.
+        ConfigError: it is one; one configuration is expected here.
     """
     if isinstance(value, Alternatives):
         msg = (
@@ -83,7 +83,7 @@ def alternatives(
     Args:
         make: makes a configuration.
         title: its name.
-        takes: parameter → whether a list is a value of its own; in the order of positions.
+        takes: parameter → whether a list is one value; in the order of positions.
         args: values by position.
         fields: values by name.
 
@@ -125,7 +125,7 @@ def alternatives(
 def with_alternatives(make: Callable[_P, _Made]) -> Callable[_P, _Made]:
     """Decorate a function that makes a configuration: lists of values give `Alternatives`.
 
-    A white list is a value of its own, and so is what a parameter like `**others` takes.
+    A white list is one value, and so is what a parameter like `**others` takes.
     """
     takes: dict[str, Callable[[Any], bool]] = {
         parameter.name: _always if parameter.name == "white_list" else _never

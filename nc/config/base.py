@@ -68,7 +68,7 @@ class QuantConfig(Document):
     def __new__(cls, *args: Any, **fields: Any) -> Any:
         """Return `Alternatives` where a field that takes no list has one: `act_sym=[True, False]`."""
         first = list(inspect.signature(cls.__init__).parameters.values())[1]
-        # a subclass may have parameters of its own in front
+        # a subclass may have its own parameters first
         are_fields = first.kind is first.VAR_POSITIONAL
         make = cls if are_fields else functools.partial(cls, *args)
         takes = {name: functools.partial(field.takes, name) for name, field in cls.FIELDS.items()}

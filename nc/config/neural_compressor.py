@@ -2,10 +2,10 @@
 
 Its names, parameters and defaults give a `WeightOnlyConfig`.
 
-Each is a function that translates; there is no other engine behind it. All fields of the result are given, so
-that in `set_local` it stands for itself, as Neural Compressor's does. Parameters that only say how memory is
-saved have no effect, because layers are always quantized block by block; the docstrings name them. A
-parameter that would change numbers and is not there gives an `NCWarning` or an `UnsupportedError`.
+Each is a function that translates; there is no second engine. All fields of the result are set, so it is
+complete in `set_local`, as Neural Compressor's is. Parameters that only control how memory is saved have no
+effect, because layers are always quantized block by block; the docstrings name them. A parameter that would
+change numbers and has no equivalent gives an `NCWarning` or an `UnsupportedError`.
 docs/how-to/migrate-from-neural-compressor.md compares the two.
 """
 
@@ -162,7 +162,7 @@ def GPTQConfig(
         static_groups: all scales come from the original weight.
         true_sequential: not used: all layers of a block are solved from the same inputs. True gives an
             `NCWarning`.
-        use_block_wise: no effect; blocks are always solved one after the other.
+        use_block_wise: no effect; blocks are always solved in sequence.
 
     The other parameters and the errors are those of `RTNConfig`.
     """
@@ -539,7 +539,7 @@ def MXQuantConfig(
 
 
 def get_default_rtn_config(processor_type: Any = None) -> WeightOnlyConfig:
-    """`RTNConfig()`. The machine makes no difference: layers are always quantized one after the other."""
+    """`RTNConfig()`. The machine makes no difference: layers are always quantized in sequence."""
     del processor_type
     return RTNConfig()
 
@@ -648,7 +648,7 @@ def _from_fields(factory: Callable[..., QuantConfig], data: object) -> QuantConf
 
 
 def _called(factory: Callable[..., QuantConfig], fields: Mapping[str, Any]) -> QuantConfig:
-    """Raise UnknownFieldError for a name that is no parameter."""
+    """Call a factory; raise UnknownFieldError for a name that is not a parameter."""
     try:
         inspect.signature(factory).bind(**fields)
     except TypeError as error:

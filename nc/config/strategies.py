@@ -95,7 +95,7 @@ class StaticQuantConfig(QuantConfig):
     FIELDS = _STATIC
 
 
-#: Neural Compressor's name of the class behind its `StaticQuantConfig`.
+#: Name of the class that Neural Compressor's `StaticQuantConfig` makes.
 INT8StaticQuantConfig = StaticQuantConfig
 
 
@@ -107,8 +107,8 @@ class SmoothQuantConfig(QuantConfig):
     Args:
         alpha: strength, 0 to 1: `s = max|X|^alpha / max|W|^(1 - alpha)` per channel. "auto" tries
             `alpha_min` to `alpha_max` for each linear and keeps the value with the least output error.
-        folding: put 1/s into the normalisation or linear in front, if no other operator reads its result.
-            Else a multiplication is inserted in front of the linear.
+        folding: fold 1/s into the preceding normalisation or linear, if no other operator reads its result.
+            Else a multiplication is inserted before the linear.
         scale_sharing: linears that read one tensor share one s. With folding they always do.
         init_alpha: the first alpha that "auto" tries, and keeps if no other one is better.
         alpha_min: lowest alpha that "auto" tries.
@@ -231,7 +231,7 @@ class WeightOnlyConfig(QuantConfig):
         solver: chooses the codes: `RTN()`, `GPTQ()`, … One for a layer can be set with `set_local`.
         transforms: change weights of the float model first, without changing what it computes: `AWQ()`, … A
             rule gives them to some layers, or `transforms=()` to leave them alone. `Rotation()` changes the
-            whole model, so it stands in the outer configuration only.
+            whole model, so it belongs in the outer configuration only.
         lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the
             head also quantizes it.
         embedding: number format of embeddings; None leaves them float.
@@ -317,7 +317,7 @@ def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> W
         float_zero=values["float_zero"],
         scale_mode=values["scale_mode"],
         tensor_scale=values["scale_dtype"]
-        == "e4m3",  # alone it ends at 2^-9, where scales of usual weights lie
+        == "e4m3",  # alone it ends at 2^-9, the size of usual weights' scales
     )
 
 

@@ -33,8 +33,8 @@ class DType:
     Attributes:
         name: as configurations, reports and artefacts write it, e.g. "int4".
         bits: of one code.
-        kind: "integer" (a code minus the zero point is a whole number of scales) or "float" (a code stands
-            for a value of the format).
+        kind: "integer" (a code minus the zero point is a whole number of scales) or "float" (a code
+            encodes a value of the format).
         quant_min: lowest code.
         quant_max: highest code.
         storage: the torch dtype of a tensor of codes, one element per code.

@@ -47,7 +47,7 @@ class FakeTensorSpec:
         granularity: which elements share a scale: "per_tensor" (the default), "per_channel" (one per index of
             `axis`), "per_token" (one per row of the last dimension), "per_group" (one per `group_size`
             neighbours along `axis`) or "per_block" (one per block of `block_size` in the last dimensions).
-        axis: of the channels, or the one that groups lie along; by default the output channels of a weight,
+        axis: of the channels, or the axis along which groups are; by default the output channels of a weight,
             the channels of an activation (the last dimension of linears and embeddings, 1 for convolutions),
             for groups of a weight its input channels.
         group_size: number of neighbours.
@@ -236,7 +236,7 @@ def _default_axis(role: str, kind: str, grouped: bool) -> int:
 def _contradiction(spec: FakeTensorSpec, role: str) -> str:
     """Return what is wrong with a spec whose defaults are filled in; "" if nothing is."""
     of_ranges = _range_of_constant if role in ("weight", "bias") else _range_of_activation
-    # each rule may rely on those in front of it
+    # each rule may rely on those before it
     rules = itertools.chain(_codes(spec), of_ranges(spec), _observer(spec))
     return next((text for wrong, text in rules if wrong), "")
 

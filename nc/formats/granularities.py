@@ -22,7 +22,7 @@ class Granularity:
     Attributes:
         name: "per_tensor", "per_channel", "per_token", "per_column", "per_group" or "per_block".
         axis: per channel, the axis of the channels (None: the operator's output channels); per group, the
-            axis that groups lie along.
+            axis along which groups are.
         shape: per group, (size,); per block, the block's size in the last dimensions.
     """
 
@@ -35,8 +35,8 @@ class Granularity:
 
         Args:
             shape: of the tensor.
-            channels: axis of the output channels, which `per_channel` without an axis of its own means; None
-                where there is none.
+            channels: axis of the output channels, which `per_channel` without an axis means; None if there is
+                none.
 
         Raises:
             ConfigError: the tensor has no such axis, or the blocks do not cover it; names sizes that do.

@@ -323,7 +323,7 @@ class Capabilities:
         isa: CPU features that the resulting numbers rely on.
         why_no_bf16: why what is not int8 can't compute in bf16, on this CPU or at all; "" where it can.
         bf16_isa: CPU features that bf16 relies on.
-        fused_add: kinds of operators whose kernels also do an addition behind them.
+        fused_add: kinds of operators whose kernels also do an addition after them.
         tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is
             right.
     """

@@ -224,8 +224,8 @@ def _microscaling(element: str) -> WeightFormat:
     return WeightFormat(dtype=dtype(element), group_size=32, scale_dtype="e8m0")
 
 
-#: Formats with a name of their own: those of the OCP Microscaling Specification 1.0 (section 5.2), and
-#: NVIDIA's NVFP4.
+#: Formats that have a name: those of the OCP Microscaling Specification 1.0 (section 5.2), and NVIDIA's
+#: NVFP4.
 PRESETS: dict[str, WeightFormat] = {
     "mxfp8_e4m3": _microscaling("fp8_e4m3"),
     "mxfp8_e5m2": _microscaling("fp8_e5m2"),

@@ -61,7 +61,7 @@ def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
 def _takes_codes(node: fx.Node) -> bool:
     """Whether a pool can run on codes.
 
-    It cannot when it counts zeros outside the tensor, which are no code 0 where the zero point is another.
+    A pool that counts padding cannot: with a zero point other than 0 the code of a zero is not 0.
     """
     if op_name(node) not in POOLS:
         return False
@@ -73,7 +73,7 @@ def _takes_codes(node: fx.Node) -> bool:
 def producer(node: fx.Node) -> fx.Node:
     """Return the operator that computed a tensor.
 
-    It goes up through everything that an engine fuses behind it or passes codes through.
+    Operators after it that an engine fuses into it, or that pass codes on, are skipped.
     """
     return climb(node, lambda n: op_name(n) in MOVES | POOLS | ACTIVATIONS)
 
@@ -126,7 +126,7 @@ def useless_adds(
 
     An int8 addition pays when an int8 operator produces one side and an int8 operator reads the sum. A
     residual stream that ends in a normalisation (transformers) or in the model's output does neither: its sum
-    is a fp32 post-operation of what is in front of it.
+    is an fp32 post-operation of the operator before it.
     """
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     adds = [n for n in int8 if kind_of_node(n) == "add" and n.meta["operator"] not in keep]

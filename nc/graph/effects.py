@@ -30,13 +30,13 @@ def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 class Effects:
     """See the module text.
 
-    A graph gives the values of all changes behind its own outputs: first entries, then tensors.
+    A graph returns the values of all changes after its own outputs: first entries, then tensors.
 
     Attributes:
         written: the flat inputs whose tensors the model writes.
         after: structure of the arguments, by name, after a call that replaces entries of containers; None
-            where none does.
-        sources: for each leaf of `after` the flat input that stands there; None: the next value.
+            if no entry is replaced.
+        sources: for each leaf of `after`, the flat input at that place; None: the next value.
         returned: (flat output, value) where the model returns a value itself; a graph does not give such an
             output twice.
         objects: (where in the outputs, where in the arguments) the model returns a container that it was
@@ -185,7 +185,7 @@ def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    """Return the offsets in its storage of a tensor's first byte and of the byte after its last."""
     size = tensor.element_size()
     start = tensor.storage_offset() * size
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -220,10 +220,10 @@ def _members(value: Any) -> list[Any] | None:
 def _become(value: Any, spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
     """Give a container the structure and leaves that it has after a call.
 
-    It returns what stands in its place, which is itself if it can be changed.
+    Returns the container itself if it can be changed, else its replacement.
 
     Raises:
-        InputError: it is of a kind that can't.
+        InputError: nc can't change a container of this type.
     """
     if spec.is_leaf():
         return next(leaves)

@@ -36,7 +36,7 @@ class Site:
         operator: name of the operator.
         role: "input" or "output".
         node: the tensor.
-        reader: the node in front of which it has the value that counts.
+        reader: the node before which the tensor has the value that counts.
         spec: how it is simulated.
     """
 

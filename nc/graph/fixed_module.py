@@ -34,9 +34,9 @@ class FixedModule(torch.nn.Module):
     )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Return what `to`, `half`, `cuda` and the like call, with a function for each tensor.
+        """Check the function that `to`, `half`, `cuda` and the like apply to each tensor; return the module.
 
-        What would change nothing is no error.
+        A function that changes nothing is allowed.
 
         Raises:
             UnsupportedError: tensors would be on another device, or of another dtype.

@@ -165,9 +165,9 @@ def run_with(
     Args:
         module: flat graph.
         inputs: flat inputs.
-        hook: called behind each node with the node, its value, and the values of what it reads; returns the
-            value to go on with.
-        before: called in front of each node with the node and the values of what it reads, which the node may
+        hook: called after each node with the node, its value, and the values of its inputs; returns the value
+            to continue with.
+        before: called before each node with the node and the values of its inputs, which the node may then
             change in place.
         gradients: record for a backward pass.
 
@@ -258,10 +258,10 @@ def _constants_in_order(node: fx.Node) -> list[fx.Node] | None:
 
 
 def free_name(module: torch.nn.Module, name: str) -> str:
-    """Return a name that `module` has no attribute of, as artefacts take it.
+    """Return a name that artefacts take and that is not an attribute of `module`.
 
-    Letters beyond ASCII and what is no letter become underscores; as many more stand behind it as make it
-    free.
+    Characters other than ASCII letters, digits and underscores become underscores. More underscores are
+    appended until the name is free.
     """
     name = re.sub(r"\W", "_", name, flags=re.ASCII)
     while hasattr(module, name):
@@ -272,7 +272,7 @@ def free_name(module: torch.nn.Module, name: str) -> str:
 def add_constant(
     module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str
 ) -> fx.Node:
-    """Return a new constant of the graph, inserted in front of `before`."""
+    """Insert a new constant into the graph before the node `before`, and return it."""
     name = free_name(module, name)
     module.register_buffer(name, value.detach().contiguous())
     with module.graph.inserting_before(before):

@@ -3,13 +3,13 @@
 Quantization is asked for by the *inputs* of integer operators, never by outputs: a tensor that no integer
 operator reads stays fp32. Three rules follow from how integer engines fuse:
 
-* a pair sits directly in front of the operator that asks, behind activations (relu, gelu) that the engine
+* a pair is directly before the operator that asks for it, after activations (relu, gelu) that the engine
   fuses into the producer;
-* values that are only moved or pooled keep the scale of the tensor that they come from, and pools between two
-  integer operators get a pair in front as well, so that they run on codes, unless somebody else needs their
-  input in fp32 (the gate of a squeeze-and-excitation block): then the pool reads that too;
-* of an addition, one side that a convolution or linear computes only for it stays fp32: engines add the other
-  as a post-operation. An addition that stays fp32 behind a convolution reads its shortcut as codes where
+* values that are only moved or pooled keep the scale of the tensor that they come from. A pool between two
+  integer operators also gets a pair before it, so that it runs on codes, unless another operator needs its
+  input in fp32 (the gate of a squeeze-and-excitation block): then the pool reads fp32 too;
+* the side of an addition that a convolution or linear computes for it alone stays fp32: engines add the other
+  side as a post-operation. An addition that stays fp32 after a convolution reads its shortcut as codes if
   these exist.
 
 Some engines fuse whole units only, from codes to codes. For them a plan can ask for outputs as well: then
@@ -32,7 +32,7 @@ from nc.graph.dataflow import is_fused_side, origin
 from nc.graph.plan import INPUTS, Plan
 from nc.graph.views import Binary, Weighted
 
-#: What engines leave out in front of codes whose range ends where these cut.
+#: Operators that engines leave out before codes whose range ends where these clip.
 _CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp"})
 
 
@@ -42,7 +42,7 @@ class Edge:
 
     Attributes:
         reader: the operator's node; for an output what is read.
-        index: position among its arguments; None for an output: all readers that have no pair of their own.
+        index: position among its arguments; None for an output: all readers without their own pair.
         source: the node that is read there.
         origin: the node whose range gives the qparams.
         spec: how it is quantized.
@@ -118,7 +118,7 @@ def _edge(node: fx.Node, index: int, pools: set[fx.Node], spec: OpSpec) -> Edge:
 def _edges_in_place(node: fx.Node, spec: OpSpec) -> Iterator[Edge]:
     """Yield the edges of an operator in a model that changes tensors in place.
 
-    Each input gets codes of its own.
+    Each input gets its own codes.
     """
     for index, source in enumerate(_activations(node)):
         yield Edge(node, index, source, source, spec.input(index), node.meta["operator"])
@@ -146,9 +146,9 @@ def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -
 def _share_codes(
     edges: dict[tuple[fx.Node, int | None], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]
 ) -> None:
-    """Let a fp32 addition behind a convolution read the shortcut's codes.
+    """Let an fp32 addition after a convolution read the shortcut's codes.
 
-    This is done where an int8 operator needs those anyway.
+    This is done if an int8 operator needs those codes anyway.
 
     So the last block of a network without a head leaves the block before it wholly in int8, instead of asking
     it for fp32 values too.
@@ -167,7 +167,7 @@ def _share_codes(
 
 
 def _add_edge(edges: dict[tuple[fx.Node, int | None], Edge], pools: set[fx.Node], edge: Edge) -> None:
-    """Enter an edge, and one for every pool in front of it that runs on codes."""
+    """Enter an edge, and one for every pool before it that runs on codes."""
     edges.setdefault((edge.reader, edge.index), edge)
     node = edge.source
     while (op_name(node) in MOVES or node in pools) and (source := first_input(node)) is not None:

@@ -38,7 +38,7 @@ class Decision:
         fields: for each field of its configuration the name, the value as text, and the rule that gives it
             ("default" if no rule does).
         weights: names and shapes of the weights that it reads.
-        float_weights: names of those that stay fp32 where each row has a range of its own.
+        float_weights: names of the weights that stay fp32 because each row has its own range.
         multiply_adds: how many it does on the example inputs; None if that is not known.
     """
 
@@ -249,7 +249,7 @@ class Plan:
     def __str__(self) -> str:
         """Return a table of operators, shares, algorithms, and where codes are.
 
-        Equal blocks stand once. The shares are those of weights and multiply-adds.
+        Equal blocks are shown once. The shares are those of weights and multiply-adds.
         """
         outputs = (
             ["", "What int8 convolutions and additions give becomes codes, whoever reads it."]

@@ -74,15 +74,15 @@ class QDQGraph:
             what quantization itself costs.
         health: problems that calibration found, the worst of each kind first.
         applied: what each algorithm did, in the order of the plan.
-        noise: operator → power of the error that it adds to the outputs, as a part of theirs, the largest
-            first; empty where it was not estimated. Artefacts do not have it.
+        noise: operator → power of the error that it adds to the outputs, as a fraction of their power, the
+            largest first; empty if it was not estimated. Artefacts do not have it.
         accuracy: this graph against the fp32 model on calibration data; None where it was not measured.
         failures: what "auto" passed over → its traceback. Artefacts do not have it.
         changes: what `saturation.py` did to this graph, one line each.
         evidence: what conversion saw, for reports; None in artefacts that do not have it.
         expected: what `module` gives for the example, where that is known already; see `expected_outputs`.
-        intact: raises NCError when the constants are no longer what they were: codes may lie in a file that
-            is mapped. To be called before they are read again after the graph was lowered.
+        intact: raises NCError if the constants have changed: codes may be in a mapped file. Call it before
+            the constants are read again after the graph was lowered.
     """
 
     module: fx.GraphModule
@@ -123,7 +123,7 @@ def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] 
 
 
 def in_memory(graph: QDQGraph) -> QDQGraph:
-    """Return the same graph with all codes in memory of their own, so that nothing can happen to them."""
+    """Return the same graph with copies of all codes in memory, which changes of files do not reach."""
     module, _ = copy_module(graph.module, lazy=True)
     for name, value in list(module.named_buffers()):
         if value.dtype in (torch.int8, torch.uint8):
@@ -192,7 +192,7 @@ def _insert_pairs(
                 numbers = scale, zero_point, qp.spec.quant_min, qp.spec.quant_max
                 codes[key] = call_operator(graph, quantize_per_tensor, source, *numbers, storage)
                 codes[key].meta["val"] = source.meta.get("val")
-        # each reader has a dequantize of its own, so that an engine can fuse every one of them
+        # each reader has its own dequantize, so that an engine can fuse every one of them
         for user in readers:
             with graph.inserting_before(user):
                 values = call_operator(graph, dequantize_per_tensor, codes[key], scale, zero_point, storage)
@@ -299,7 +299,7 @@ def _storage(spec: TensorSpec) -> torch.dtype:
 
 
 def _last_input(source: fx.Node) -> fx.Node:
-    """Where a quantize of `source` may stand: behind it, and behind all placeholders."""
+    """Return the node after which to insert a quantize of `source`: `source`, or the last placeholder."""
     node = source
     while node.next.op == "placeholder":
         node = node.next

@@ -162,7 +162,7 @@ def _largest_size(value: object) -> int:
 def _requantize_weight(
     module: fx.GraphModule, node: fx.Node, old: fx.Node, spec: TensorSpec, done: _Done
 ) -> None:
-    """Give an operator codes of its own weight that fit; those that read the same codes alike share them."""
+    """Requantize an operator's weight so that it fits; operators that read the same codes alike share it."""
     axis, groups = _layout(node)
     key = (old.args, spec, axis, groups)
     if key not in done:

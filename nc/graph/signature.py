@@ -94,8 +94,8 @@ class Signature:
             this order.
         conditions: on the sizes of the flat inputs. For others the model would take another path through its
             Python code.
-        effects: what the model changes in its arguments. The graph gives it behind its own outputs, and in
-            front of those of `reads`.
+        effects: what the model changes in its arguments. The graph returns these values after its own
+            outputs and before those of `reads`.
         model: name of the model's class; "" where it is not known.
         plain: the number of captured arguments, where each is one value and calls may give them by position;
             else -1. Calls are bound without looking into structures then, which takes longer than a small

@@ -144,7 +144,7 @@ def _texts(model: torch.nn.Module, processor: Any, part: Sequence[Any]) -> Mappi
 def _positions(model: torch.nn.Module) -> int:
     """Return how many tokens a model has positions for."""
     most = getattr(model.config, "max_position_embeddings", None)
-    # RoBERTa and its kin count from behind the padding token's position
+    # RoBERTa and related models count from the position after the padding token's
     taken = [
         module.padding_idx + 1
         for name, module in model.named_modules()

@@ -144,7 +144,7 @@ def quantize_parts(
 
 
 def load_parts(folder: Path, warm: Sequence[Any] = (), lengths: Sequence[int] = (), **options: Any) -> Any:
-    """Return the model of a folder with both artefacts, of its own class; `options` are those of `nc.load`.
+    """Return the model of a folder with both artefacts, with its class; `options` are those of `nc.load`.
 
     Raises:
         ArtefactError: the model of the folder has no encoder; or as `nc.load`.

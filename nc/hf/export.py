@@ -95,11 +95,11 @@ def export(
         format: "onnx" (`onnx/model.onnx`: ONNX Runtime, fastembed, text-embeddings-inference, Optimum),
             "openvino" (`openvino/openvino_model.xml`: Optimum Intel, sentence-transformers, OpenVINO Model
             Server), or weights: "compressed-tensors", "gptq", "awq", "quark". Configuration, tokenizer and
-            the other modules lie beside it, under the names that these tools know.
+            the other modules are beside it, under the names that these tools know.
         target: "vllm-cpu" refuses weights for which vLLM has no kernel on CPUs.
         processor: tokenizer to save beside weights; None: the one in the model's folder.
         verify: see `export_onnx`.
-        trust_remote_code: run Python code that lies in the model's folder, for its tokenizer.
+        trust_remote_code: run Python code in the model's folder, for its tokenizer.
 
     Returns:
         What runs in int8 there, and what does not, with the reason.
@@ -107,7 +107,7 @@ def export(
     Raises:
         ConfigError: no such format or target, or one that does not belong to the format.
         StateError: no quantized model that this format takes.
-        ArtefactError: something else than an earlier export lies at `out`, or the folder is damaged.
+        ArtefactError: `out` exists and is not an earlier export, or the folder is damaged.
         UnsupportedError: the format, or the target, cannot hold or run a layer.
         BackendUnavailableError: a package that writes the format is missing.
         BackendError, VerificationError: as `export_onnx` and `export_openvino`.
@@ -208,7 +208,7 @@ def _openvino(model: QuantizedModel, folder: Path, verify: str, trust_remote_cod
 
 
 def _tokenizer(folder: Path, out: Path, trust_remote_code: bool) -> tuple[str, ...]:
-    """Write the tokenizer as OpenVINO Model Server reads it; returns what stands in the way."""
+    """Write the tokenizer as OpenVINO Model Server reads it; returns what prevents that."""
     if not (folder / "tokenizer_config.json").is_file():
         return ()
     if importlib.util.find_spec("openvino_tokenizers") is None:

@@ -149,7 +149,7 @@ class QuantizedTransformer(torch.nn.Module):
         """Find out whether texts may be filled up, so that no request waits for it.
 
         Raises:
-            InputError: the inputs are no texts.
+            InputError: the inputs are not texts.
         """
         if self.main_input_name != "input_ids":
             msg = f"lengths={self.lengths}: numbers of tokens are for models over texts."
@@ -167,7 +167,7 @@ class QuantizedTransformer(torch.nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of inputs and outputs that are no token ids."""
+        """The dtype of inputs and outputs other than token ids."""
         return torch.float32
 
     def can_generate(self) -> bool:

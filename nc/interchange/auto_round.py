@@ -1,6 +1,6 @@
-"""Files that AutoRound writes in the layouts of others, with settings of its own.
+"""Files that AutoRound writes in the layouts of other tools, with its own settings.
 
-Not all of its layouts like GPTQ's have zero points from which 1 was taken.
+Only some of its GPTQ layouts store zero points minus 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def settings(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the format of a file, and what its reader is told.
 
     Raises:
-        UnsupportedError: another layout, or numbers that are no integers, or rounded activations.
+        UnsupportedError: another layout, codes that are not integers, or quantized activations.
     """
     check_settings(config, (*_KNOWN.split(), *_SHARED), "quantization_config")
     backend = config.get("backend") if config.get("backend") != "auto" else None

@@ -49,8 +49,8 @@ class Scores:
 
     Attributes:
         factor: of the products; None: 1 / sqrt(width of a head).
-        causal: whether a query sees no key behind its own. The last query is beside the last key.
-        window: how many keys before and behind its own a query sees; -1: all.
+        causal: whether a query sees no key after its own. The last query is aligned with the last key.
+        window: how many keys before and after its own a query sees; -1: all.
         softcap: c of c * tanh(score / c); 0: none.
     """
 
@@ -136,12 +136,12 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of texts whose rows lie one after the other.
+    """Return the attention of texts whose rows are consecutive.
 
     The result of a text has the same bits in any batch and on any number of threads.
 
     Args:
-        q: queries [rows, heads, width], fp32 or bf16; heads may lie apart, as in slices of one projection.
+        q: queries [rows, heads, width], fp32 or bf16; heads may be strided, as in slices of a projection.
         k: keys [rows, heads of keys, width]; the heads of q are a multiple of them.
         v: values [rows, heads of keys, width of values].
         cu_seqlens_q: where texts begin in q, and where the last one ends: int32 [texts + 1].
@@ -150,8 +150,8 @@ def flash_attn_varlen_func(
         max_seqlen_k: not used.
         dropout_p: 0.
         softmax_scale: factor of the scores; 1 / sqrt(width) by default.
-        causal: whether a query sees no key behind its own; the last query of a text is beside its last key.
-        window_size: how many keys before and behind its own a query sees; -1: all.
+        causal: whether a query sees no key after its own; the last query of a text aligns with its last key.
+        window_size: how many keys before and after its own a query sees; -1: all.
         softcap: c of c * tanh(score / c); 0: none.
         block_table: for k and v in pages [pages, page size, heads of keys, width]: int32 [texts, pages].
 
@@ -198,8 +198,8 @@ def flash_attn_func(
         v: values [texts, keys, heads of keys, width of values].
         dropout_p: 0.
         softmax_scale: factor of the scores; 1 / sqrt(width) by default.
-        causal: whether a query sees no key behind its own; the last query of a text is beside its last key.
-        window_size: how many keys before and behind its own a query sees; -1: all.
+        causal: whether a query sees no key after its own; the last query of a text aligns with its last key.
+        window_size: how many keys before and after its own a query sees; -1: all.
         softcap: c of c * tanh(score / c); 0: none.
 
     Returns:
@@ -234,14 +234,14 @@ def flash_attn_with_kvcache(
         k_cache: keys [texts, most keys, heads of keys, width], or with a table of pages
             [pages, page size, heads of keys, width].
         v_cache: likewise values.
-        k: keys [texts, new keys, heads of keys, width] that are written behind those of the cache first.
+        k: keys [texts, new keys, heads of keys, width] that are first appended to those of the cache.
         v: likewise values.
         cache_seqlens: how many keys of each text are in the cache: int32 [texts], or one number for all. All
             by default.
         block_table: numbers of each text's pages: int32 [texts, most pages].
         softmax_scale: factor of the scores; 1 / sqrt(width) by default.
-        causal: whether a query sees no key behind its own; the last query of a text is beside its last key.
-        window_size: how many keys before and behind its own a query sees; -1: all.
+        causal: whether a query sees no key after its own; the last query of a text aligns with its last key.
+        window_size: how many keys before and after its own a query sees; -1: all.
         softcap: c of c * tanh(score / c); 0: none.
 
     Returns:
@@ -289,7 +289,7 @@ def _append(
     lengths: torch.Tensor,
     table: torch.Tensor,
 ) -> None:
-    """Write new keys and values behind those of the cache."""
+    """Append new keys and values to those of the cache."""
     size, new = k_cache.shape[1], k.shape[1]
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if x.shape != (expected := (len(lengths), new, *cache.shape[2:])):
@@ -393,7 +393,7 @@ def _attention(*arguments: Any) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _packed(fields: tuple[tuple[str, abi.Value], ...]) -> bytes:
-    """Return the first argument of the function in C: layers of a model give the same one after the other."""
+    """Return the first argument of the function in C: consecutive layers give the same one."""
     return abi.FUNCTIONS["flash"].packed(**dict(fields))
 
 

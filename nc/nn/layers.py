@@ -1,6 +1,6 @@
 """Modules with low-bit weights.
 
-They stand in the place of the user's linears and embeddings, in the user's own model.
+They replace the linears and embeddings in the user's own model.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ class _Packed(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(
-            destination, "_metadata", {}
-        )  # torch's, which comes along without a key of its own
+        metadata = getattr(destination, "_metadata", {})  # torch's, which is an attribute and not a key
         metadata[prefix[:-1]] = {**metadata.get(prefix[:-1], {}), _FORM: str(self.form)}
 
     def _load_from_state_dict(
@@ -157,7 +155,7 @@ class _Packed(torch.nn.Module):
         return super()._apply(kept, recurse)  # type: ignore[no-untyped-call] # torch annotates it in part only
 
 
-class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is no parameter
+class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is not a parameter
     """A linear whose weight of shape [N, K] is packed. It is made by `convert`, or from a `PackedWeight`.
 
     Its result has the dtype of its input. `packed` gives the stored weight, `weight` the same as a tensor.
@@ -239,7 +237,7 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a copy a layer of its own."""
+        """Make a copy a separate layer."""
         super().__setstate__(state)  # type: ignore[no-untyped-call] # torch annotates it in part only
         self._number = layer_calls.number(self)
 

@@ -71,7 +71,7 @@ class QuantizedTensor(torch.Tensor):
         return values.t() if self.transposed else values
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the dequantized values as an array of its own."""
+        """Return the dequantized values as a new array."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:

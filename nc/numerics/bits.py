@@ -23,14 +23,14 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packed rows.
+    """Pack rows.
 
     Args:
         codes: uint8, shape [rows, count], each below 2^bits.
         bits: 1 to 8.
 
     Returns:
-        uint8, shape [rows, ceil(count * bits / 8)]; the bits behind the last code are 0.
+        uint8, shape [rows, ceil(count * bits / 8)]; the bits after the last code are 0.
     """
     if bits == 8:
         return codes.contiguous()
@@ -45,7 +45,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     )
     wide = _WIDE.get(bits)
     if wide is not None:
-        # code i of a byte stands in bits 8 i of a wide number, and goes to bits `bits * i`
+        # code i of a byte is at bit 8 i of a wide number, and moves to bit `bits * i`
         # flat, because a contiguous tensor may have any stride along a dimension of length 1, which `view`
         # refuses
         together = padded.reshape(-1).view(wide).reshape(rows, padded.shape[1] // period)

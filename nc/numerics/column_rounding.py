@@ -1,4 +1,4 @@
-"""Integer weights whose columns are rounded one after the other: those behind take over the error.
+"""Integer weights whose columns are rounded in sequence: later columns take over the error.
 
 It minimises `tr((Q - W) H (Q - W)^T)` over the codes of Q greedily, for many weights at once: the groups of
 a convolution. This is GPTQ (arXiv 2210.17323, algorithm 1) in the form of LDLQ (arXiv 2307.13304, theorem
@@ -86,7 +86,7 @@ def round_columns(
         low, high = max(low, -pairs.limit), min(high, pairs.limit)  # a code may have no partner but itself
 
     def each(start: int, end: int) -> None:
-        """Round columns one after the other; `current` has their errors then."""
+        """Round columns in sequence; `current` then has their errors."""
         for k in range(start, end):
             code = current[:, k : k + 1].round().clamp_(low, high)
             if pairs is not None and ranks is not None:

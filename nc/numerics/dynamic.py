@@ -28,9 +28,9 @@ def quantize_dequantize_dynamic(
         quant_max: highest code.
         symmetric: fix the zero point at the middle of the codes.
         dim: -1 for rows, -2 for columns.
-        right: fp32, [..., columns of x, any]: what `x` is multiplied with, where each row of that has a range
-            of its own. Codes are those of `x` times these ranges, which is what the product sums: a large
-            element of `x` that meets a small row does not widen the range of the others.
+        right: fp32, [..., columns of x, any]: the right factor of the product, if each of its rows has its
+            own range. Codes are those of `x` times these ranges, as the product sums them: a large element of
+            `x` that meets a small row does not widen the range of the others.
     """
     if not x.numel():
         return x.clone()

@@ -100,7 +100,7 @@ def factor(
         sums: sums of x x^T, float64, shape [K, K]. A channel that is always zero gets the mean of the others
             on its diagonal.
         damp: at least 0.
-        order: a permutation of the rows and columns of H; None: as they stand.
+        order: a permutation of the rows and columns of H; None: as given.
         tokens: how many x were added.
     """
     size = len(sums)
@@ -138,7 +138,7 @@ def round_columns(
     """Codes of the columns, in their order.
 
     Args:
-        target: W, fp32, shape [N, K]; no copy is made if its columns lie one behind the other.
+        target: W, fp32, shape [N, K]; not copied if `target.T` is contiguous.
         form: the format.
         feed: A, made for the same `block` and `group`.
         params: k → params of column k, shape [N, 1].
@@ -178,11 +178,11 @@ def round_columns(
 
 
 def _blocks(inputs: int, block: int, group: int) -> list[tuple[int, int]]:
-    """Where blocks begin and end.
+    """Return where blocks begin and end.
 
     A group never begins in one block and ends in another that holds other groups too.
 
-    So a group begins after all columns in front of it gave their errors to all of its columns.
+    So all earlier columns have passed their errors to all columns of a group before it begins.
     """
     if group <= block:
         size = _step(block, group)
@@ -200,9 +200,9 @@ def _step(block: int, group: int) -> int:
 
 
 def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: Feed, part: slice) -> torch.Tensor:
-    """Return the columns of a group that have the least loss beside columns that are rounded.
+    """Return the columns of a group that have the least loss, given the columns already rounded.
 
-    They stand as rows, and have the least loss if nothing more is rounded.
+    Each is a row of the result. The loss is that without further rounding.
 
     The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A
     that part of the matrix.

@@ -69,7 +69,7 @@ def nearest_values(x: torch.Tensor, dtype: DType) -> torch.Tensor:
 def values(dtype: DType) -> torch.Tensor:
     """Return the value of each code, fp32.
 
-    Not kept: torch.compile would keep a tensor of its own, which nothing else can read.
+    Not cached: torch.compile would cache its own tensor, which nothing else can read.
     """
     return torch.tensor(dtype.values, dtype=torch.float32, device="cpu")
 

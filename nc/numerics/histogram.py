@@ -70,7 +70,7 @@ def centres(exponent: int, low: float, high: float) -> torch.Tensor:
 
 
 def quantile(counts: torch.Tensor, exponent: int, low: float, high: float, share: float) -> float:
-    """Return the value below which `share` of the counted values lie, interpolated inside its bin.
+    """Return the value below which `share` of the counted values are, interpolated inside its bin.
 
     Args:
         counts: shape [BINS], not all zero.

@@ -15,7 +15,7 @@ import torch
 #: 255 * 128 = 32640 < 2^15.
 PAIR_LIMIT = 128
 _LIMIT = 127
-#: A sum with it has no digits behind the point.
+#: A sum with it has no fractional digits.
 _TO_UNITS = 1.5 * 2**23
 #: A little less than a half: what is halfway is rounded towards zero, for numbers below 256.
 _HALF = 0.5 - 2**-9

@@ -13,7 +13,7 @@ from nc.formats.weight_format import WeightFormat
 from nc.numerics.dynamic import quantize_dequantize_dynamic
 from nc.numerics.packed_weight import PackedWeight
 
-#: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric
+#: What activations are rounded to before a low-bit linear: nothing, bf16, or int8 with one symmetric
 #: scale per token, or for each `BLOCK` of its elements.
 ACT_DTYPES = ("fp32", "bf16", "int8", "int8_block32")
 #: Those that are codes with a scale.

@@ -2,7 +2,7 @@
 
 The mean is over rows that tell something; other rows show whether it helps. Padding repeats one row many
 times, and a masked row can be a thousand times as large as the others. Neither may decide the mean: equal
-rows count as one, and a row that is far larger than the median counts as if it were no larger than that.
+rows count as one, and a row whose power is far above the median counts less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MeanError:
     Attributes:
         delta: weighted mean of `expected - got` per channel, float64 [channels].
         before: weighted square error.
-        held_out: the same behind the correction, where each sample is corrected by the mean of the others;
+        held_out: the same after the correction, where each sample is corrected by the mean of the others;
             None if all rows are equal.
     """
 

@@ -65,7 +65,7 @@ def scales(codes: torch.Tensor) -> torch.Tensor:
 
 
 def mantissa_bits(dtype: DType) -> int:
-    """Bits behind the leading 1 of the largest values of a format."""
+    """Return the bits after the leading 1 of the largest values of a format."""
     emax = _floor_log2(dtype.largest)
     if dtype.kind == "integer":
         return emax

@@ -1,9 +1,9 @@
 """LSTM, GRU and RNN with int8 weights and activations that are quantized in each step, in plain operators.
 
-The input of a layer and the hidden state are quantized to affine codes, and with a projection what that
-reads. There are two granularities. `per_token`: each row of each step has a range of its own, so a row of the
-result depends on the same row of the input alone. Otherwise the input has one range for all steps, and the
-state one for all rows of a step: what torch's dynamic kernels compute. Gates are those of `torch.nn.LSTM`,
+The input of a layer and the hidden state are quantized to affine codes, and so is the input of a projection.
+There are two granularities. `per_token`: each row of each step has its own range, so a row of the result
+depends on the same row of the input alone. Otherwise the input has one range for all steps, and the state one
+for all rows of a step, as in torch's dynamic kernels. Gates are those of `torch.nn.LSTM`,
 `torch.nn.GRU` and `torch.nn.RNN`. With `float_input` the first layer multiplies its input in fp32.
 """
 
@@ -135,5 +135,5 @@ def weights_of_layers(params: Sequence[Any], has_biases: bool, layers: int) -> I
 
 
 def has_projections(params: Sequence[Any], has_biases: bool, layers: int) -> bool:
-    """Whether each layer and direction has a matrix behind its gates (`proj_size`)."""
+    """Return whether each layer and direction has a matrix after its gates (`proj_size`)."""
     return len(params) == layers * (5 if has_biases else 3)

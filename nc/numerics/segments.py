@@ -6,7 +6,7 @@ import torch
 
 
 def segment_bias(starts: torch.Tensor, rows: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
-    """Return what is added to the scores of attention, so that a row sees the rows of its own text only.
+    """Return what is added to the scores of attention, so that a row sees only rows of the same text.
 
     Args:
         starts: int32, [texts + 1]: where each text begins; the last number is that of all rows.
@@ -33,7 +33,7 @@ def segment_sum(x: torch.Tensor, starts: torch.Tensor, keepdim: bool) -> torch.T
     Args:
         x: [1, rows, ...].
         starts: see `segment_bias`.
-        keepdim: with a dimension of 1 for the rows. Rows behind the last text are in no sum.
+        keepdim: with a dimension of 1 for the rows. Rows after the last text are not summed.
 
     Returns:
         [texts, ...], or [texts, 1, ...]; of the dtype of `x`, int64 for integers.
@@ -57,7 +57,7 @@ def segment_attention(
     key_columns: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Return attention of rows to rows of their own text, with scores by distance.
+    """Return attention of rows to rows of the same text, with scores by distance.
 
     This is disentangled attention (He et al. 2021, arXiv 2006.03654, equation 4). For a query i and a key j,
     and c = j - i + distances - 1, the score is scale * q[i] k[j] + q[i] of_queries[query_columns[c]] +

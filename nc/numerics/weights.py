@@ -99,18 +99,18 @@ def pairs_of_columns(weight: torch.Tensor, groups: int = 1) -> Pairs:
 
 def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:
     """Return the input channels of each group as the last dimension, whose neighbours are pairs."""
-    # transposed: [inputs, outputs, ...], the inputs of all groups behind each other
+    # transposed: [inputs, outputs, ...], the inputs of all groups consecutively
     split = weight.reshape(groups, -1, *weight.shape[1:]) if axis != 0 else weight
     return split.movedim(1, -1)
 
 
 def _pairs_positions(weight: torch.Tensor, axis: int | None, groups: int) -> bool:
-    """Tell whether kernels may add products of any two positions of the window.
+    """Return whether kernels may add products of any two positions of the window.
 
     They may if a group has one input channel.
 
-    Those of oneDNN for AVX-512 without VNNI do (`brg_conv_fwd:avx512_core`, `gemm_s8u8s32`), each in an order
-    of its own. Depthwise convolutions of one or two dimensions have kernels that sum in 32 bits.
+    oneDNN's kernels for AVX-512 without VNNI do (`brg_conv_fwd:avx512_core`, `gemm_s8u8s32`), each in its own
+    order. Depthwise convolutions of one or two dimensions have kernels that sum in 32 bits.
     """
     inputs = weight.shape[1] if axis == 0 else weight.shape[0] // groups
     is_flat_depthwise = axis == 0 and weight.dim() < 5 and weight.shape[0] == groups > 1
@@ -130,7 +130,7 @@ def _paired(
     )
     result = torch.empty(
         weight.shape, dtype=spec.dtype.storage
-    )  # strides of its own: those of size 1 count for convolutions
+    )  # default strides: convolutions read those of size 1 too
     result.copy_(codes[..., ::times].reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
     return result, scale if per_channel else scale[0]
 

@@ -187,7 +187,7 @@ def _quantize_dequantize_dynamic(
     return dynamic.quantize_dequantize_dynamic(x, per_token, quant_min, quant_max, symmetric, dim, right)
 
 
-# `options` end with the dtype of codes, which their limits say too, and whether rows have ranges of their own
+# `options` end with the dtype of codes, which their limits say too, and whether rows have their own ranges
 def _lstm(
     x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -370,7 +370,7 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return of_x, *[None] * 6, of_bias, *[None] * 3
 
 
-# adapters are trained in front of a low-bit linear, and biases; its own weight never is
+# adapters before a low-bit linear are trained, and biases; its own weight never is
 torch.library.register_autograd("nc::quant_linear", _gradients, setup_context=_keep_weight, lib=_LIBRARY)
 quant_embedding = _operator(
     f"quant_embedding(Tensor ids, {_PACKED}, str dtype, int features, ScalarType result) -> Tensor",

@@ -33,8 +33,8 @@ VERDICTS = ("equal", "within one quantum", "propagated", "disagreement")
 #: magnitude over this.
 _STEPS = 255
 #: Where roundings that can't be read feed operators that nothing bounds, a tensor is judged as a whole:
-#: behind an LSTM or GRU, which round in every step what the last step made, or behind a norm that the engine
-#: fused with them.
+#: after an LSTM or GRU, which round the result of the last step in every step, or after a norm that the
+#: engine fused with them.
 WHOLE_DB = 30.0
 
 

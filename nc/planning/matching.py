@@ -189,7 +189,7 @@ def _check_matches(key: ParsedKey, graph: Named, strict: bool) -> None:
 
 
 def _types(graph: Named, *, fused: bool) -> Iterator[str]:
-    """Types of the model's operators; if `fused`, with the types of the operators behind them."""
+    """Yield the types of the model's operators; if `fused`, with the types of the operators after them."""
     for op in graph.operators:
         if op.kind in KIND_NAMES:
             yield "&".join((KIND_NAMES[op.kind][0], *(op.followed_by if fused else ())))

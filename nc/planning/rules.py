@@ -49,7 +49,7 @@ _RANGES: tuple[tuple[Mode, str, str], ...] = (
     ("dynamic", "ranges found at each call", "+ nc.DynamicQuantConfig()"),
     ("static", "ranges from calibration", "+ nc.StaticQuantConfig()"),
 )
-#: Values of attention. Each has a range of its own, so that no other one changes how it is rounded.
+#: Values of attention. Each has its own range, so that no other one changes how it is rounded.
 _ROWS = dataclasses.replace(_COLUMNS, granularity=PER_TOKEN)
 
 

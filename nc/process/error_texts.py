@@ -1,4 +1,4 @@
-"""What errors of torch and ONNX Runtime mean that have no class of their own.
+"""Meanings of errors of torch and ONNX Runtime that have no specific class.
 
 All texts of other libraries that nc looks at are here.
 """
@@ -19,7 +19,7 @@ def is_of_unknown_output(error: BaseException) -> bool:
 def is_of_data_dependence(error: BaseException) -> bool:
     """Whether torch.export met a value that depends on data.
 
-    Torch 2.8 says of a slice only that its bound is no number.
+    For a slice, torch 2.8 says only that its bound is a FakeTensor.
     """
     text = str(error)
     return (
@@ -32,7 +32,7 @@ def is_of_data_dependence(error: BaseException) -> bool:
 def is_of_index(error: BaseException) -> bool:
     """Whether an index is out of its range, in the words of torch or IPEX.
 
-    TorchScript gives errors a type of its own.
+    TorchScript raises its own error type.
     """
     return isinstance(error, IndexError) or any(
         words in str(error) for words in ("index out of range", "out of DATA bounds")

@@ -62,7 +62,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _works_on_change(module: torch.nn.Module) -> bool:
-    """Whether its class has a `train` or an `eval` of its own."""
+    """Whether the class of the module overrides `train` or `eval`."""
     cls = type(module)
     return cls.train is not torch.nn.Module.train or cls.eval is not torch.nn.Module.eval
 

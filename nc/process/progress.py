@@ -38,7 +38,7 @@ def shown(progress: Progress | bool | None, what: str) -> Iterator[Progress]:
 
 
 class _Display:
-    """Shows the last step that was told, from a thread of its own."""
+    """Shows the last step that was reported, from its own thread."""
 
     def __init__(self, what: str) -> None:
         self._what, self._start = what, time.monotonic()

@@ -1,4 +1,4 @@
-"""Why something can't be had here, as a value of its own."""
+"""The reason why something is unavailable here, as a value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unavailable:
-    """What a function gives in place of what there is not.
+    """What a function returns in place of something unavailable.
 
     Attributes:
         reason: for reports and errors.

@@ -1,4 +1,4 @@
-"""Warn the user at the line of theirs that called nc."""
+"""Warn at the line of the user's code that called nc."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compare an engine's values with the quantized graph at a few places of each, computed from few others.
 
-The places are those that blocks, tails and pieces of threads make different: the ends, the middle, and one of
-each stretch between, at another position in a block each time. What is no match is for
-`nc.proof.kernels.check_kernels` to judge, which compares all places.
+The places are those that blocks, tails and shares of threads make different: the ends, the middle, and one of
+each stretch between, at another position in a block each time. On a mismatch,
+`nc.proof.kernels.check_kernels` decides: it compares all places.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensors of a QDQ graph at which engines can be compared: codes, fp32 results of int8 operators, outputs.
 
-A point cuts the graph. What stands between two points an engine may fuse, so points are where values are in
+A point cuts the graph. An engine may fuse the operators between two points, so points are where values are in
 memory anyway: codes, and fp32 values that several operators read.
 """
 
@@ -37,7 +37,7 @@ class Point:
         node: a quantize node, whose codes are compared, or any other node that yields a tensor.
         how: "codes"; "fp32"; "dynamic" and "recurrent" for fp32 results of operators that quantize their
             inputs themselves; "exact" for outputs of another dtype.
-        operator: name of the int8 operator that made it; where none stands between it and the points above,
+        operator: name of the int8 operator between it and the points above that made it; where there is none,
             of another operator, or of the input.
         operators: names of all operators between it and the points above, in execution order.
         above: indices of the points that it is computed from.
@@ -114,9 +114,9 @@ def name_of(place: fx.Node) -> str:
 
 
 def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a copy of a QDQ graph that also returns the values of nodes, behind its outputs.
+    """Return a copy of a QDQ graph that also returns the values of nodes, after its outputs.
 
-    Of codes it returns the fp32 values behind them.
+    For codes, it returns the dequantized fp32 values.
     """
     copy, mapping = copy_module(module)
     output = next(iter(reversed(copy.graph.nodes)))

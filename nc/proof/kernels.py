@@ -1,9 +1,8 @@
 """Compare every kernel of an engine with the quantized graph.
 
-Each is given the values that the engine itself had in front of it. The outputs of a deep model say little of
-one kernel: rounding grows on the way, so that a wrong operator and a healthy one look alike. Between two
-tensors that were read only their own kernel computes, and what it may be off by is known: a code by its
-rounding, a fp32 value by the rounding of fp32.
+Each kernel is given the engine's own input values. The outputs of a deep model say little about one kernel:
+rounding errors grow, so that a wrong operator and a correct one look alike. Between two tensors that were
+read, only their own kernel computes, and its possible error is known: the rounding of a code, or of fp32.
 """
 
 from __future__ import annotations
@@ -206,7 +205,7 @@ def _error(point: Point, value: torch.Tensor, local: Local) -> _Error:
 def _of_codes(codes: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> _Error:
     """Return the distance of codes from real numbers, beyond that of the nearest code.
 
-    A code of NaN is no error: none is right.
+    A code of NaN is not an error: no code is right.
     """
     beyond = (
         ((codes.double() - exact).abs() - (exact.round() - exact).abs() - slack)

@@ -58,7 +58,7 @@ class PlacedValue:
 
     Attributes:
         node: whose value it is.
-        places: which of its places; () where the value is no tensor.
+        places: which of its places; () where the value is not a tensor.
         call: computes them from `arguments`, in which values take the place of parts; None: they are given.
         arguments: of the call; parts may be in lists.
         moves: the call moves values, and nothing else.

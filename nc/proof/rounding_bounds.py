@@ -30,7 +30,7 @@ from nc.numerics.low_bit import BLOCK, stored_weight
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
 from nc.proof.intermediates import rounds_input
 
-#: In quanta: what is no further from a tie may be rounded either way.
+#: In quanta: a value at most this far from a tie may be rounded either way.
 TIE = 1e-3
 #: Activations change their input's error by no more than this factor; silu's and gelu's steepest slopes are
 #: 1.10 and 1.13.
@@ -63,7 +63,7 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
 
 
 def _no_number_is_no_bound(slack: object) -> object:
-    """Return slack with infinity in place of what is no number: infinite slack times 0 has no bound."""
+    """Return slack with infinity in place of NaN: infinite slack times 0 has no bound."""
     if isinstance(slack, torch.Tensor) and slack.is_floating_point():
         return torch.nan_to_num(slack, nan=torch.inf, posinf=torch.inf)
     return slack
@@ -121,7 +121,7 @@ def _of_low_bit(view: LowBitLinear, env: Mapping[fx.Node, Any]) -> torch.Tensor 
 
 
 def _dynamic(node: fx.Node, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> torch.Tensor:
-    """Slack behind ranges of each call: a code may be another one, and a range may move them all."""
+    """Return the slack after dynamic ranges: a code may differ, and a range may move all codes."""
     view = DynamicQDQ.of(node)
     x = env[view.input]
     slack = slacks.get(view.input, torch.zeros((), dtype=torch.float32)).expand_as(x)
@@ -167,7 +167,7 @@ def _slope(name: str, rest: Any) -> float:
 
 
 def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> Any:
-    """Slack behind an operator some of whose inputs have slack."""
+    """Return the slack after an operator if some of its inputs have slack."""
 
     def slack(source: Any) -> Any:
         """Of an argument; 0 of what has none."""

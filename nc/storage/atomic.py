@@ -53,7 +53,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     """Return where a path leads to.
 
     Raises:
-        InputError: it is no path.
+        InputError: `path` is not a path.
         ArtefactError: it is a link that leads nowhere, or to itself.
     """
     given = checked_path("path", path)

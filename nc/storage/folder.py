@@ -48,7 +48,7 @@ class FolderContent:
     """Complete, unaltered files; nothing of them is built yet.
 
     Attributes:
-        directory: where they lie.
+        directory: the folder of the files.
         document: the content of model.json.
         weights: the bytes of weights.safetensors.
         check: raises ArtefactCorruptError when these bytes are not those that were written; waits until that
@@ -112,8 +112,8 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
         target: the result of `replaceable`; created with its parents. An artefact that is there is replaced
             as a whole.
         document: with the keys "format" and "schema".
-        tensors: contiguous ones that share no memory, or such that lie in files; these are copied from there
-            piece by piece.
+        tensors: contiguous ones that share no memory, or ones in files, which are copied from there piece by
+            piece.
 
     Raises:
         ArtefactError: something else is there by now, or it cannot be written.
@@ -136,7 +136,7 @@ def read(
     """Read and check an artefact.
 
     Args:
-        directory: where it lies.
+        directory: the folder of the artefact.
         formats: those that are expected, out of `FORMATS`.
         wait: until the weights are checked. False: the caller works on them meanwhile, and calls
             `FolderContent.check`.

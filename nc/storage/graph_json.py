@@ -221,9 +221,9 @@ def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan
 
 
 def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch.Tensor:
-    """Return a tensor whose memory can be written as it lies.
+    """Return a contiguous tensor, whose memory can be written as it is.
 
-    `order` notes the order of dimensions, if another.
+    If its dimensions are permuted, `order` gets their order.
     """
     if _is_unstorable(tensor):
         msg = (
@@ -249,7 +249,7 @@ def _in_order(tensor: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
 
 
 def _unshare(tensors: dict[str, torch.Tensor]) -> None:
-    """Copy tensors that lie in the memory of another: safetensors refuses them."""
+    """Copy tensors that share memory with another one: safetensors refuses them."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         address = tensor.untyped_storage().data_ptr()
@@ -285,7 +285,7 @@ class _Sizes:
         return dim if isinstance(dim, int) else self._name(dim)
 
     def of_value(self, size: int | torch.SymInt | Size) -> int | str:
-        """Return a size of a traced value; an expression of sizes is a size of its own."""
+        """Return a size of a traced value; an expression of sizes gets its own name."""
         if isinstance(size, int):
             return size
         fixed: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None

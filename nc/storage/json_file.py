@@ -10,7 +10,7 @@ from nc.text.json_text import MOST_BYTES, parsed
 
 
 def check_is_file(path: Path) -> None:
-    """Raise ArtefactMissingError where there is no file of this name; to read a pipe would wait for ever."""
+    """Raise ArtefactMissingError if there is no file of this name; reading a pipe could block forever."""
     if not path.is_file():
         msg = f"{str(path)!r} does not exist, or is not a file."
         raise ArtefactMissingError(msg)

@@ -60,7 +60,7 @@ WEIGHT_KEYS = {
     ),
     "tensors": "name of each parameter and buffer → name of its tensor in weights.safetensors",
 }
-#: Names of tensors of a low-bit weight, behind the name of its layer.
+#: Names of tensors of a low-bit weight, appended to the name of its layer.
 WEIGHT_TENSORS = {
     "codes": "unsigned codes, a stream of bits in each row, the lowest bits first",
     "scale": "one for each group; E8M0 is stored as uint8",

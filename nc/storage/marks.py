@@ -17,7 +17,7 @@ from nc.storage.json_file import json_value
 MARK = "written by nc"
 #: Bytes at either end of a file in which a mark is looked for.
 _NEAR = 4096
-#: The end of a zip archive: a signature, 16 bytes, and the length of a comment, which comes behind it.
+#: The end of a zip archive: a signature, 16 bytes, and the length of the comment after it.
 _ZIP_END = b"PK\5\6"
 
 

@@ -32,7 +32,7 @@ _LEFT_OUT = ("auto_map", "quantization_config", "attn_implementation", "experts_
 #: Floats that JSON has not, as objects with this key: so transformers 5 writes them.
 _FLOAT = "__float__"
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-#: More blocks, heads or labels than this are no model, but would take for ever to build.
+#: No model has more blocks, heads or labels than this; building one could take forever.
 _MOST = 1_000_000
 
 

@@ -39,7 +39,7 @@ class StoredGraph:
 
     @property
     def directory(self) -> Path:
-        """Where it lies."""
+        """The folder of the artefact."""
         return self.content.directory
 
     @property

@@ -1,9 +1,9 @@
-"""One safetensors file, written tensor by tensor, of tensors in memory and of those that lie in other files.
+"""One safetensors file, written tensor by tensor from tensors in memory and in other files.
 
-It is never in memory whole.
+The whole file is never in memory.
 
-The layout is that of the safetensors library: a header of JSON, then the tensors, those of wide elements
-first, so that all are aligned.
+The layout is that of the safetensors library: a JSON header, then the tensors, those of wide elements first,
+so that all are aligned.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StoredTensor:
         return dataclasses.replace(one, start=self.start + index * _size(one))
 
     def read(self) -> torch.Tensor:
-        """Return the tensor, in memory of its own: nothing is mapped."""
+        """Return the tensor in newly allocated memory: nothing is mapped."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         with self.path.open("rb") as opened:
             opened.seek(self.start)
@@ -92,7 +92,7 @@ class Source(Protocol):
         """Its dtype."""
 
     def read(self) -> torch.Tensor:
-        """Its values, in memory of their own."""
+        """Return its values, in newly allocated memory."""
 
 
 def stored_in(path: Path) -> dict[str, StoredTensor]:
@@ -131,7 +131,7 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
 def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file by name, in the memory of its content.
 
-    They may lie at any address.
+    Their addresses may be unaligned.
 
     Raises:
         ValueError, KeyError, TypeError: it is not a safetensors file, or is cut.
@@ -161,7 +161,7 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in memory of its own, copied by this thread alone.
+    """Return a contiguous copy of a tensor, made by this thread alone.
 
     Torch's threads would wait for the one that hashes.
     """
@@ -180,7 +180,7 @@ def write(
     Args:
         path: of the file.
         tensors: by name; those in memory are contiguous CPU tensors of a dtype that safetensors has. Others
-            are read one after the other.
+            are read one at a time.
         told: gets all bytes in order, e.g. the `update` of a checksum.
     """
     names = sorted(tensors, key=lambda name: (-_ORDER.index(_NAMES[tensors[name].dtype]), name))

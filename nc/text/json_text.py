@@ -36,7 +36,7 @@ def parsed(text: str | bytes | bytearray, *, finite: bool = True) -> Any:
         finite: False: numbers may be NaN and Infinity, which Python's own writer makes and JSON has not.
 
     Raises:
-        ValueError: it is no such text; says what is wrong.
+        ValueError: the text is not such JSON; the message says what is wrong.
     """
     if len(text) > MOST_BYTES:
         _wrong(f"it has {len(text)} bytes, more than {MOST_BYTES}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: Most characters of a run without spaces; what is longer is no name that anybody reads.
+#: Most characters of a run without spaces; nobody reads longer names.
 MOST = 300
 #: What steers a terminal, changes the order or hides characters, or can't be encoded; not tab and newline.
 _UNSAFE = re.compile(

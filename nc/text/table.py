@@ -16,11 +16,11 @@ _Merge = Mapping[int, Callable[[Sequence[str]], str]]
 WIDTH = 100
 #: Columns are not made narrower than this; the first one has names.
 _NARROWEST, _NAMES = 8, 20
-#: A number that stands alone in a name: "layer.11.fc", "cell@2".
+#: A number that is a separate part of a name: "layer.11.fc", "cell@2".
 _INDEX = re.compile(r"(?<![^._@])\d+(?![^._@])")
-#: What stands for several indices, with what is in front of it.
+#: A range of indices, with the text before it.
 _SPAN = re.compile(r"(.*?)\{(\d+)\.\.(\d+)\}")
-#: Where a cell may be broken into lines: behind a space or a sign, and behind a single dot that is not within
+#: Where a cell may be broken into lines: after a space or a sign, and after a single dot that is not within
 #: a number.
 _BREAKS = re.compile(r"(?<=[ /_,:;@])|(?<=[^.]\.)(?=[^.])(?<!\d\.(?=\d))")
 
@@ -30,8 +30,8 @@ def format_table(rows: Sequence[Row], width: int | None = None) -> str:
 
     Args:
         rows: of equal length, or of one cell: a heading for the rows below it.
-        width: of the table. Where it is too narrow for texts of the last column, these stand below the table,
-            each once, and the column has their numbers; other cells that are too long are broken into lines.
+        width: of the table. If it is too narrow for texts of the last column, these are below the table, each
+            once, and the column has their numbers; other cells that are too long are broken into lines.
             None: as wide as the cells are.
     """
     rows = [tuple(plain(cell) for cell in row) for row in rows]
@@ -70,7 +70,7 @@ def _whole(rows: Sequence[Row]) -> list[int]:
 def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
     """Return the rows with numbers for texts too long for the last column, and the texts.
 
-    The texts stand in lines.
+    The texts are broken into lines.
     """
     room = max(width - sum(w + 2 for w in _widths(rows)[:-1]), _NARROWEST)
     long = dict.fromkeys(row[-1] for row in rows[1:] if len(row) > 1 and len(row[-1]) > room)
@@ -112,7 +112,7 @@ def _lines(row: Row, widths: Sequence[int]) -> list[str]:
 def wrapped(text: str, width: int) -> list[str]:
     """Return a text in lines of at most `width` characters.
 
-    It is broken behind spaces, dots and other signs where there are any.
+    It is broken after spaces, dots and other signs if it has any.
     """
     lines = [""]
     for piece in _BREAKS.split(text):
@@ -156,9 +156,9 @@ def folded(rows: Sequence[Row], merge: _Merge | None = None) -> list[Row]:
 
     Those of "layer.0", "layer.1", … come once, below "layer.{0..11} (12 times)".
 
-    Blocks are rows in sequence whose names begin alike up to an index. They are equal where they have the
-    same names behind it and the same cells; an index that a cell repeats with the name in front of it does
-    not count. A block of one row has no heading.
+    Blocks are consecutive rows whose names are alike up to an index. They are equal if they have the same
+    names after the index and the same cells; an index that a cell repeats with the name before it does not
+    count. A block of one row has no heading.
 
     Args:
         rows: the first one is the header; the first cell of the others is a name.
@@ -201,11 +201,11 @@ def _times(key: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Repeated:
-    """Equal blocks of rows in sequence.
+    """Equal blocks of consecutive rows.
 
     Attributes:
         prefix: what all names begin with.
-        start: the index behind it in the first block.
+        start: the index after the prefix in the first block.
         blocks: the rows of each.
     """
 

@@ -1,8 +1,8 @@
 """The driver, which solves a model block after block.
 
 For each block it collects statistics, applies transforms, solves the layers and runs the quantized block. So
-each block is solved for the inputs that it gets from the quantized blocks in front of it, and the memory
-needed is that of one block, its statistics and its activations.
+each block is solved for the inputs that the quantized blocks before it give, and the memory needed is that of
+one block, its statistics and its activations.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Driver:
         for transform in self.plan.transforms:
             if transform.level == "model":
                 self._everywhere(transform)
-        self._find_ties()  # a transform may have given tied layers weights of their own
+        self._find_ties()  # a transform may have given tied layers separate weights
         lists = block_lists(self.model, self.asked)
         total = sum(map(len, lists)) + 1
         done = 0
@@ -173,7 +173,7 @@ class Driver:
             with self.share.ranks.together(), self._callable():
                 recorded = record(self.model, blocks, self.samples, first)
             if not self.share.ranks.all(recorded is not None) or recorded is None:
-                continue  # its blocks are not called one after the other: they are solved with the rest
+                continue  # its blocks are not called in sequence: they are solved with the rest
             for index, name in enumerate(names):
                 self.progress(done, total, name)
                 behind = self._block(name, [calls[index] for calls in recorded], hidden, float_hidden)
@@ -279,9 +279,9 @@ class Driver:
     def _block(
         self, name: str, recorded: Sequence[BlockCall], hidden: Activations, float_hidden: Activations
     ) -> Activations:
-        """Solve a block, and replace the hidden states in front of it by those behind it.
+        """Solve a block, and replace its input hidden states by its outputs.
 
-        Those of the float model are the result.
+        The outputs of the float model's block are returned.
         """
         block = self.model.get_submodule(name)
         if self.store is not None:
@@ -322,8 +322,8 @@ class Driver:
         ):
             self._solve_together(prefix, module, inside, inputs, calls, targets)
             return
-        # layers correct what those in front of them left: if all were solved at once, each would correct all
-        # of the block's error again
+        # layers correct the error that earlier layers left: if all were solved at once, each would correct
+        # all of the block's error again
         whole = sharing(module)
         stages, _ = self.share.ranks.from_first(_stages(inside, inputs), {})
         for stage in stages:
@@ -531,7 +531,7 @@ class Driver:
     def _solve(
         self, names: Sequence[str], inputs: dict[str, InputStatistics], learned: Mapping[str, PackedWeight]
     ) -> None:
-        """Solve layers and put them in place. Their statistics and weights are let go one after the other."""
+        """Solve layers and replace them. A layer's statistics and weights are freed once it is solved."""
         if self.store is not None:
             give_back_small_pieces()
         layers = {layer.name: layer for layer in layers_of(self.model) if layer.name in names}

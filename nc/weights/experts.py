@@ -1,10 +1,10 @@
-"""Experts that transformers keeps in one parameter of three dimensions, as linears of their own.
+"""Separate linears for experts that transformers keeps in one three-dimensional parameter.
 
-Then each can have a low-bit weight.
+Each can then have a low-bit weight.
 
 Newer versions of transformers stack the experts of a layer, `gate_up_proj [E, N, K]`, and index the stack in
-a loop over the experts that are needed. The loop stays theirs. What it finds at an index computes
-`F.linear(x, weight)`, or `x @ weight`, by a linear.
+a loop over the experts that are needed. The loop is unchanged. What it finds at an index computes
+`F.linear(x, weight)`, or `x @ weight`, with a linear.
 """
 
 from __future__ import annotations

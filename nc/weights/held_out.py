@@ -36,7 +36,7 @@ _Keeps = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Calls of a block with the positions of each that are no padding (None: all).
+    """Calls of a block with the positions of each that are not padding (None: all).
 
     Attributes:
         calls: that transforms are fitted to.
@@ -120,7 +120,7 @@ def _rows_of(
         some: BlockCall = pytree.tree_map(part, call)
         try:
             output = run(module, some)
-        except Exception:  # code of the user's, with sizes of ours, can raise anything
+        except Exception:  # user code, with sizes that nc chose, can raise anything
             return None
         expected = whole[rows]
         if output.shape != expected.shape or not torch.allclose(

@@ -43,9 +43,9 @@ def history_of(model: torch.nn.Module) -> QuantizationRun:
 
 
 def _apart(here: str, there: str) -> tuple[str, str]:
-    """Return what two names of one layer have in front of what they have in common.
+    """Return the prefixes of two names of one layer before their common suffix.
 
-    It gives ("0", "") for "0.fc" and "fc".
+    The result is ("0", "") for "0.fc" and "fc".
     """
     a, b = here.split("."), there.split(".")
     while a and b and a[-1] == b[-1]:

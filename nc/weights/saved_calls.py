@@ -1,7 +1,7 @@
-"""What a prepared model was called with: save, load and merge it, and gather that of all processes.
+"""Save, load and merge the calls of a prepared model, and gather those of all processes.
 
-Blocks are solved for inputs that come from the quantized blocks in front of them. So sums over these inputs
-exist only while a model is converted, and what can be kept is what they are made from: the calls.
+Blocks are solved for inputs that come from the quantized blocks before them. Sums over these inputs exist
+only while a model is converted, so the calls that they are made from are kept.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class RecordedCalls:
         self._samples[:] = self._read(path)
 
     def merge(self, other: RecordedCalls | str | os.PathLike[str]) -> None:
-        """Add the calls of another run behind those here.
+        """Append the calls of another run.
 
         The result is that of one run over both, bit for bit.
 
         Args:
-            other: those of another prepared model, or a file.
+            other: the calls of another prepared model, or a file.
 
         Raises:
             As `load`.

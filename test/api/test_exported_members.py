@@ -14,7 +14,7 @@ PUBLIC = {
     "ChannelScaling",
     "Comparison", "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization",
     "FakeQuantConfig", "FakeTensorSpec",
-    "INT8StaticQuantConfig", "InputError", "NCError", "NCWarning", "PatternError",
+    "INT8StaticQuantConfig", "InputError", "NCError", "NCWarning", "NotCalibratedError", "PatternError",
     "SmoothQuantConfig", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError", "UnmatchedRuleError",
     "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "WeightRounding", "__version__",
     "accelerate_generation", "available_backends", "compare", "convert",

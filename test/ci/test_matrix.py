@@ -233,7 +233,7 @@ def test_a_change_of_a_c_source_takes_its_sanitizers_its_mutations_and_newest_to
         for level in (matrix.GUARD, matrix.OWN)
     }
     assert levels[matrix.GUARD] == {"sanitize:rows", "mutations:rows-a", "mutations:rows-b"}
-    assert levels[matrix.OWN] == {"isas:avx2", "isas:amx", "wheel"}
+    assert levels[matrix.OWN] == {"isas:avx2", "isas:amx", "wheel", "release"}
     assert found["test-newest:plans"].level == matrix.REACHED  # they call it
     assert found["test-newest:api"].level == matrix.OWED
     assert gate(root, known)[:3] == ["sanitize:rows", *sorted(gate(root, known)[1:3])]

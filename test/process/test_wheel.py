@@ -49,7 +49,7 @@ def build_wheel(tmp_path_factory):
     """
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "nc", source / "nc", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
 
     def made(**variables):

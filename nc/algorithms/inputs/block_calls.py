@@ -1,6 +1,6 @@
-"""What calls reach the blocks of a model.
+"""Record the calls that reach the blocks of a model.
 
-It is recorded once, so that blocks can be run one after the other without the model.
+They are recorded once, so that blocks can be run in sequence without the model.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Sample:
 
     Attributes:
         call: (args, kwargs).
-        keep: positions of [batch, length] that are no padding; None where nothing says so.
+        keep: positions of [batch, length] that are not padding; None if unknown.
     """
 
     call: BlockCall
     keep: torch.Tensor | None = None
 
 
-class _Stop(Exception):  # it is no error
-    """The last block was reached: what is behind it need not run."""
+class _Stop(Exception):  # not an error
+    """The last block was reached: later modules need not run."""
 
 
 def block_lists(model: torch.nn.Module, layers: Collection[str]) -> list[list[str]]:
@@ -75,14 +75,14 @@ def record(
     first two are, for one sample, to see that this changes no argument.
 
     Args:
-        model: the model; what is in front of `blocks` is computed.
+        model: the model; modules before `blocks` are computed.
         blocks: one stack.
         samples: calls of the model.
         first: gets the number of each sample and the first tensor that its first block is called with; the
             calls then have `HIDDEN` there too. Without it these tensors of all samples are in the result.
 
     Returns:
-        (args, kwargs) of each block. Tensors that are the output of the block in front are `HIDDEN`.
+        (args, kwargs) of each block. Tensors that the previous block returned are `HIDDEN`.
     """
     if not samples:
         return []
@@ -224,7 +224,7 @@ def _calls(
 def with_forwards(
     blocks: Sequence[torch.nn.Module], made: Callable[[int, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Other forwards for a while; a forward that an object has of its own comes back."""
+    """Replace forwards for a while; an instance's own forward is restored afterwards."""
     own = [block.__dict__.get("forward") for block in blocks]
     for i, block in enumerate(blocks):
         block.__dict__["forward"] = made(i, block.forward)

@@ -22,7 +22,7 @@ _NAMES = ("weight", "bias")
 
 
 def is_computed(module: torch.nn.Module) -> bool:
-    """Whether a linear or an embedding has a weight or bias that is no parameter or buffer of its own."""
+    """Return whether the weight or bias of a linear or embedding is not its own parameter or buffer."""
     if parametrize.is_parametrized(module):
         return True
     return any(

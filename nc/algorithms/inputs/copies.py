@@ -1,4 +1,4 @@
-"""Copies of a model that share its tensors, and tensors of its own for such a copy."""
+"""Copy a model so that the copy shares its tensors, and give such a copy its own tensors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def sharing(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def own_tensors(model: torch.nn.Module) -> None:
-    """Give a copy parameters and buffers of its own, in place of those that it shares.
+    """Give a copy its own parameters and buffers, in place of those that it shares.
 
-    Ties inside it stay.
+    Ties inside the copy stay.
     """
     copies: dict[int, Any] = {}
     for part in model.modules():

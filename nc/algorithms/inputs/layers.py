@@ -109,7 +109,7 @@ def settle_layers(model: torch.nn.Module, names: Iterable[str]) -> None:
 
 
 def _sizes(module: torch.nn.Module) -> tuple[int, int]:
-    """(N, K) of a layer that shows no weight of its own, or (rows, features)."""
+    """Return (N, K) of a linear that shows no weight, or (rows, features) of an embedding."""
     names = (
         ("num_embeddings", "embedding_dim")
         if isinstance(module, torch.nn.Embedding)
@@ -216,7 +216,7 @@ def _computes_a_linear(module: torch.nn.Module) -> bool:
         expected = torch.nn.functional.linear(x, weight, module.bias)  # type: ignore[arg-type]
         try:
             found = type(module).forward(module, x)
-        except Exception:  # it wants other arguments, so it is no linear
+        except Exception:  # it wants other arguments, so it is not a linear
             return False
     bound = torch.finfo(weight.dtype).eps * weight.shape[1]
     return (

@@ -1,6 +1,6 @@
 """GPTQ and its two-sided forms.
 
-Columns are rounded one after the other, and those behind take over the error.
+Columns are rounded in sequence, and later columns take over the error.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class GPTQ:
     Attributes:
         damp: share of the mean of diag(H) that is added to it.
         block: columns whose updates are put together before the rest is updated.
-        order: of the columns. "none": as they stand. "static": those with the largest E[x^2] first; all
+        order: of the columns. "none": as given. "static": those with the largest E[x^2] first; all
             scales come from the original weight. "groups": the groups with the largest E[x^2] first, and in a
             group its largest first.
         static_groups: all scales come from the original weight; otherwise those of a group from the weight
             when the group begins, with the errors of earlier columns in it.
         two_sided: corrects also what earlier layers did to the inputs: |X W - X~ Q| is made small, X being
             the inputs of the float model. "gptaq" (arXiv 2504.02692) or "qronos" (arXiv 2505.11695). For 2
-            and 3 bits. The layers of a block are solved one after the other, each for the inputs that those
-            in front of it give: the block is run once more for each.
+            and 3 bits. The layers of a block are solved in sequence, each for the inputs that earlier layers
+            give: the block is run once more for each.
         alpha: share of GPTAQ's correction that is made.
 
     Raises:
@@ -194,7 +194,7 @@ class GPTQ:
         cross = (problem.inputs.cross / problem.inputs.tokens)[perm][:, perm]
         if self.two_sided == "qronos":
             moved = weight.double() @ cross
-            # the first column is rounded as if the others stood still; the others fit best to what it became
+            # the first column is rounded as if the others did not change; they fit best to what it became
             first = weight[:, 0] + (moved[:, 0] / parts.first).float()
             return weight + parts.solve(moved.T).T.float(), first, None
         # the paper adds w_i P_i to later columns, P = alpha strict_upper(C U^T) U with U = R^-1; in units of

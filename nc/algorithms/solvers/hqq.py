@@ -34,10 +34,10 @@ from nc.numerics.stored_scales import stored, stored_minimum
 class HQQ:
     """HQQ. It needs no data.
 
-    Use groups of at most 64: with large groups it is no better than round to nearest.
+    Use groups of at most 64: with large groups it is not better than round to nearest.
 
-    Its zero points are no whole numbers. A format with `float_zero` holds them; for others they are rounded,
-    and the scale is fitted again by least squares.
+    Its zero points are not integers. A format with `float_zero` holds them; for others they are rounded, and
+    the scale is fitted again by least squares.
 
     Attributes:
         steps: how often both steps are made.

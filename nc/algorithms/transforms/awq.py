@@ -28,14 +28,14 @@ from nc.numerics.group_ranges import RULES
 
 @dataclass(frozen=True)
 class AWQ:
-    """A scale per input channel for each set of linears behind one norm or linear.
+    """A scale per input channel for each set of linears that read one norm or linear.
 
-    It is `s = a^r`, where a is the mean of |x| and r is from a grid.
+    The scale is `s = a^r`, where a is the mean of |x| and r is from a grid.
 
     Candidates are compared by the error of the layers' outputs, `tr((W - W^) H (W - W^)^T)`, in the layers'
-    own format and range rule; of all candidates with the rule "minmax", then of the best few with the layers'
-    rule. The best one is used only if the error of the block's output is less than without a scale: the
-    result is never worse than none by this measure.
+    own format and range rule: all candidates with the rule "minmax", then the best few with the layers' rule.
+    The best one is used only if the error of the block's output is less than without a scale: by this
+    measure the result is never worse than without one.
 
     The clip search comes afterwards, see `clip`: smaller ranges for the groups of a layer that is not a query
     or key projection, where its output and the block's lose less. Weights keep their values: a solver's

@@ -63,7 +63,7 @@ class Scope:
         samples: calibration samples that reach the scope, as (args, kwargs) of `module`; with several
             processes at least those that `Transform.needs` asks for.
         clips: a transform adds `Problem.clip` of layers, by their name in the model.
-        keeps: of each sample the positions of [batch, length] that are no padding; None: all.
+        keeps: of each sample the positions of [batch, length] that are not padding; None: all.
     """
 
     model: torch.nn.Module

@@ -150,7 +150,7 @@ def _is_nonzero(func: Any) -> bool:
 
 
 def _choices(result: Any) -> list[Any]:
-    """Return what a decision chose, as plain values: numbers beside an order are no choice."""
+    """Return what a decision chose, as plain values; floats beside an order are not a choice."""
     parts = pytree.tree_leaves(result)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     return [part.tolist() for part in tensors if not part.is_floating_point()] if tensors else parts
@@ -374,7 +374,7 @@ def _walk(
     try:
         with way.taking(), readers.watching(norms, linears):
             output = run(module, way.call)
-    except Exception as error:  # code of the user's, on a path of ours, can raise anything
+    except Exception as error:  # user code, on a path that nc forces, can raise anything
         if way.how is None:
             raise
         return f"fails: {(str(error) or type(error).__name__).splitlines()[0]}"
@@ -382,7 +382,7 @@ def _walk(
 
 
 def _decisions(module: torch.nn.Module, call: BlockCall, behind: Sequence[torch.nn.Module]) -> Decisions:
-    """Return the decisions of a call; those in front of the first of some modules do not count."""
+    """Return the decisions of a call; those before the first module of `behind` do not count."""
     seen = Decisions((*module.parameters(), *module.buffers()))
     started = not behind
 

@@ -23,7 +23,7 @@ from nc.graph.plan import Applied
 
 @dataclass(frozen=True, slots=True)
 class ScaleSet:
-    """The layers behind one norm or linear that will be quantized.
+    """The layers that read one norm or linear and will be quantized.
 
     Attributes:
         link: the producer and all its readers.

@@ -20,11 +20,11 @@ from nc.graph.plan import Applied
 
 @dataclass(frozen=True)
 class Smooth:
-    """A scale per input channel, `s = max|x|^alpha / max|w|^(1 - alpha)`, for linears behind one operator.
+    """A scale per input channel, `s = max|x|^alpha / max|w|^(1 - alpha)`, for linears that read one operator.
 
-    Each set of linears behind one norm or linear has a scale per input channel of its own.
+    Each set of linears that read one norm or linear has its own scale per input channel.
 
-    It is made for activations in 8 bits (`act_dtype="int8"`); for weights alone, `AWQ` searches the scale.
+    It is for activations in 8 bits (`act_dtype="int8"`); for weights alone, `AWQ` searches the scale.
 
     Attributes:
         alpha: share of the activations' range that moves into the weights, 0 to 1.

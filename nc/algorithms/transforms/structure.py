@@ -4,9 +4,9 @@ It is measured while a block runs, so names and classes do not matter.
 
 The output channels of a module are multiplied by powers of two, which a computer does exactly. A linear whose
 input channels are then multiplied by the same factors reads these channels, and nothing else, linearly:
-queries, keys and values behind a norm, the output projection behind the values (also with fewer heads of
-values than of queries), the down projection behind the up projection. If at last dividing these inputs by the
-factors gives the block's output back, nobody else reads the channels: the factor can be folded into weights.
+queries, keys and values after a norm, the output projection after the values (also with fewer heads of values
+than of queries), the down projection after the up projection. If dividing these inputs by the factors then
+restores the block's output, nothing else reads the channels: the factor can be folded into weights.
 
 That is so on each path of the block (`nc.algorithms.transforms.paths`). What reads a norm is also followed
 from operator to operator, because a reader whose values are 0 for this sample is not measured.
@@ -102,8 +102,8 @@ def links_of(
         outside: leave out producers in these modules.
 
     Returns:
-        Links; and for norms whose result is not read by linears alone, or may not be, the reason ("" stands
-        for the whole block).
+        Links; and for norms whose result is not read by linears alone, or may not be, the reason ("" is the
+        whole block).
     """
     inside = tuple(f"{name}." for name in outside) or ("\0",)
     linears = _linears(module)

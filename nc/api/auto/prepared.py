@@ -531,7 +531,7 @@ def _distinct(
     for candidate in tried:
         try:
             model = make(candidate.config)
-        except Exception as error:  # a defect in one candidate is no reason to prepare none
+        except Exception as error:  # a defect in one candidate is not a reason to prepare none
             errors.append(error)
             record.failure(candidate.name, error)
             continue

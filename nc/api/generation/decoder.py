@@ -1,4 +1,4 @@
-"""What stands in the place of a language model's `forward`.
+"""The replacement of a language model's `forward`.
 
 It computes single tokens by plans, and calls the model for all else.
 """
@@ -309,7 +309,7 @@ def _is_watched(ids: torch.Tensor) -> bool:
 
 
 def _follows(kwargs: Mapping[str, Any], count: Any, batch: int) -> bool:
-    """Whether a token stands directly behind the `count` tokens in the cache, as far as a place is given."""
+    """Whether a token directly follows the `count` tokens in the cache, as far as its position is given."""
     if not isinstance(count, int) or count <= 0:
         return False
     mask, positions, place = map(kwargs.get, ("attention_mask", "position_ids", "cache_position"))

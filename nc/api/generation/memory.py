@@ -85,7 +85,7 @@ def why_unknown(cache: Any) -> str:
 
 
 def memory_of(cache: Any) -> Memory:
-    """Return the tokens of a cache, in memory of their own with room for more.
+    """Return a copy of the tokens of a cache, in memory with room for more.
 
     Args:
         cache: the user's, of a kind that is known, see `why_unknown`.

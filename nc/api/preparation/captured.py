@@ -340,7 +340,7 @@ class PreparedModel(CapturedPreparation):
                 self.graph.example,
                 config,
             )
-        except Exception as error:  # any model; pictures of a report are no reason to convert nothing
+        except Exception as error:  # any model; a report without pictures is better than no conversion
             return Evidence(config=config, missing=f"{type(error).__name__}: {error}")
 
     def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:

@@ -57,7 +57,7 @@ class Request:
 
 
 def preparation(model: torch.nn.Module, asked: Request) -> Preparation:
-    """Return the model under calibration: its layers alone, captured as a graph, or one after the other."""
+    """Return the model under calibration: its layers alone, a captured graph, or both in sequence."""
     if is_weight_only(asked.config):
         return _layers(model, asked)
     if has_weight_only(asked.config) and not has_low_bit(model):

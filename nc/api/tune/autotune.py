@@ -1,4 +1,4 @@
-"""Neural Compressor's `autotune`: configurations for the whole model, one after the other."""
+"""Neural Compressor's `autotune`: configurations for the whole model, one at a time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TuningConfig:
         found = self._found()
         order = range(len(found)) if self.sampler is None else self.sampler(found)
         distinct: list[AnyConfig] = []
-        for index in itertools.islice(order, self.max_trials):  # a sampler may go on for ever
+        for index in itertools.islice(order, self.max_trials):  # a sampler may never end
             if type(index) is not int or not 0 <= index < len(found):
                 msg = f"TuningConfig: sampler gave {index!r}: expected positions from 0 to {len(found) - 1}."
                 raise ConfigError(msg)

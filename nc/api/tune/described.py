@@ -187,7 +187,7 @@ class _Walk:
         return _hash("dict", *parts)
 
     def _set(self, values: Iterable[Any]) -> bytes:
-        # in an order of their own; each is looked at by itself, so that its hash depends on nothing else
+        # sorted by their hashes; each is described by itself, so that its hash depends on nothing else
         found = []
         for each in values:
             alone = _Walk()

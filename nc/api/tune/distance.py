@@ -25,7 +25,7 @@ def logits_of(outputs: Any) -> torch.Tensor | None:
 
 
 def kept_positions(call: Call, logits: torch.Tensor) -> torch.Tensor:
-    """Return which rows of logits are no padding: True for all where the call has no mask for them."""
+    """Return which rows of logits are not padding: True for all if the call has no mask for them."""
     mask = call[1].get("attention_mask")
     shape = logits.shape[:-1]
     if isinstance(mask, torch.Tensor) and mask.shape == shape:

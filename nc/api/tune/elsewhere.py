@@ -36,7 +36,7 @@ class Elsewhere:
         backend: computes these.
 
     Raises:
-        ConfigError: it is no executor, or there is no metric.
+        ConfigError: `executor` is not an executor, or there is no metric.
     """
 
     def __init__(

@@ -376,7 +376,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value; equal ones have the mean of theirs."""
+    """Return the rank of each value; equal values have the mean of their ranks."""
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 

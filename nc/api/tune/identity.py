@@ -87,7 +87,7 @@ class KeptCalls(SeenCalls):
 
 
 def copied(call: Call) -> Call:
-    """Return a call with tensors of its own, which derivatives can be taken through."""
+    """Return a call with cloned tensors, through which derivatives can be taken."""
 
     def clone(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value

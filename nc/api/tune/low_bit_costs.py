@@ -28,7 +28,7 @@ class LayerCosts:
         return {name for each in self.sizes.values() for name in each}
 
     def finite(self) -> LayerCosts:
-        """Return it without candidates whose noise is no number."""
+        """Return a copy without candidates whose noise is NaN or infinite."""
         kept = {
             name
             for name in self.candidates()

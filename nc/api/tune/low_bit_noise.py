@@ -52,7 +52,7 @@ def noise_of(
         seed: of these.
 
     Raises:
-        InputError: the outputs have no gradient, or are no numbers; all positions are padding.
+        InputError: the outputs have no gradient, or are NaN; or all positions are padding.
     """
     random = torch.Generator().manual_seed(seed)
     totals = {name: dict.fromkeys(each, 0.0) for name, each in options.items()}

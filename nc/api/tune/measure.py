@@ -32,12 +32,12 @@ def score(function: Callable[..., Any], model: Any, *args: Any) -> float:
     """Return what the user's metric says of a model.
 
     Raises:
-        InputError: it is no finite number.
+        InputError: the metric's value is not a finite number.
     """
     with torch.no_grad():
         value = function(model, *args)
     try:
-        number = float(value) if hasattr(type(value), "__float__") else math.nan  # a text is no number
+        number = float(value) if hasattr(type(value), "__float__") else math.nan  # a text is not a number
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
@@ -91,7 +91,7 @@ def of_quantized(
 
     Raises:
         InputError: the metric gives no finite number.
-        BackendError: its outputs are no numbers.
+        BackendError: the model's outputs are NaN or infinite.
     """
     sqnr_db = prepared.sqnr_db(q_model)
     if math.isnan(sqnr_db) or sqnr_db == -math.inf:

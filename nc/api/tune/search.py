@@ -108,7 +108,7 @@ class GraphSearch:
         *,
         given: bool,
     ) -> None:
-        """Solve for the front of mixed configurations, and measure it; then what lies in its largest gaps."""
+        """Solve for the front of mixed configurations, and measure it; then those in its largest gaps."""
         graph = self._prepared.graph
         operators = {
             decision.operator
@@ -201,7 +201,7 @@ class GraphSearch:
             result = of_quantized(
                 q_model, self._prepared, self._model, self._metric, self._mix, self._fp32_ms, scored=here
             )
-        except (BackendError, InputError) as error:  # its outputs, or its metric, are no numbers
+        except (BackendError, InputError) as error:  # its outputs, or its metric, are NaN or infinite
             run.note(f"{name} is left out: {error}")
             return None
         try:

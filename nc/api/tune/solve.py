@@ -3,8 +3,8 @@
 Errors and prices of groups add up. For a multiplier m the best assignment takes in each group the option of
 least error + m x price (H. Everett, 1963, generalized Lagrange multipliers). As m grows, groups move along
 the lower convex hulls of their options, the cheapest move first. All assignments on the way are optimal for
-their price, and nothing but a sort is needed. What lies between them is found by dynamic programming over a
-limit (the multiple-choice knapsack; K. Dudzinski and S. Walukiewicz, 1987).
+their price, and nothing but a sort is needed. Assignments between them are found by dynamic programming over
+a limit (the multiple-choice knapsack; K. Dudzinski and S. Walukiewicz, 1987).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def spread(front: Sequence[Assignment], count: int) -> tuple[Assignment, ...]:
 def in_largest_gap(front: Sequence[Assignment], taken: Sequence[Assignment]) -> Assignment | None:
     """Return an assignment in the middle of the largest gap in price between those that are taken.
 
-    None where nothing lies between them.
+    Returns None if there is none between them.
     """
     ordered = sorted(taken, key=lambda each: each.price)
     pairs = sorted(itertools.pairwise(ordered), key=lambda pair: pair[0].price - pair[1].price)

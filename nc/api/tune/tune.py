@@ -237,7 +237,7 @@ def _bits(target: object) -> float:
     """Return a target.
 
     Raises:
-        ConfigError: it is no number above 0.
+        ConfigError: it is not a number above 0.
     """
     if not is_number(target) or not target > 0:  # type: ignore[operator]
         msg = f"target_bits={shown(target)}: expected a number above 0, as 4.25."
@@ -249,7 +249,7 @@ def _seconds(budget: str | float) -> float:
     """Return a budget in seconds.
 
     Raises:
-        ConfigError: it is no positive time.
+        ConfigError: it is not a positive time.
     """
     found = re.fullmatch(r"\s*([0-9.]+)\s*(s|min|h)\s*", budget) if isinstance(budget, str) else None
     try:

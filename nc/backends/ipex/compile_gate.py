@@ -1,7 +1,7 @@
 """Calls of one fused model from several threads: a call that compiles runs alone.
 
-IPEX compiles per thread and input shape, and while it does so it rewrites tables of the fused kernel (which
-output lies where, which input it may overwrite) that runs in other threads read without a lock.
+IPEX compiles per thread and input shape. While it compiles, it rewrites tables of the fused kernel (where
+each output is, which input may be overwritten) that calls in other threads read without a lock.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class _Found:
     """What was found in an executed graph.
 
     Attributes:
-        seen: operators that have a node of their own.
+        seen: operators that have their own node.
         int8: those of them that compute on codes.
         by_kernel: those with low-bit weights that a kernel computes.
         groups: fusion groups that read codes.
@@ -108,7 +108,7 @@ def _find(executed: torch._C.Graph, operator_at: Mapping[int, str]) -> _Found:
 
 
 def _is_on_codes(node: torch._C.Node, inside: bool) -> bool:
-    """Whether a node computes on codes, `inside` a fusion group or by a kernel of its own."""
+    """Return whether a node computes on codes, `inside` a fusion group or by its own kernel."""
     return (inside and _reads_codes(node)) or _is_quantized_kernel(node)
 
 

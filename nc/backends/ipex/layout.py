@@ -77,10 +77,10 @@ def put_batches_outermost(module: fx.GraphModule, inputs: Sequence[torch.Tensor]
 
 
 def pack_operands_of_products(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
-    """Let `a @ b / 8 + mask` read a mask without gaps.
+    """Give `a @ b / 8 + mask` a contiguous mask.
 
-    The kernel of a product that takes in what is computed with it reads the elements of an expanded or sliced
-    operand one behind the other. The operator gets a copy.
+    The kernel of a product with fused arithmetic reads an expanded or sliced operand as if it were
+    contiguous. The operator gets a contiguous copy.
 
     Args:
         module: QDQ graph; changed in place.

@@ -65,9 +65,9 @@ _EXTREMES = {
 
 
 def same_tensor_twice(module: fx.GraphModule) -> list[str]:
-    """`matmul(y, y)`, `r + r`: the pass that splits shared dequantize nodes never ends.
+    """Separate the sides of `matmul(y, y)` and `r + r`, at which IPEX splits dequantize nodes endlessly.
 
-    The second side gets codes of its own.
+    The second side gets its own codes.
     """
     changed = []
     for node in list(module.graph.nodes):
@@ -80,9 +80,9 @@ def same_tensor_twice(module: fx.GraphModule) -> list[str]:
 
 
 def operand_is_source(module: fx.GraphModule) -> list[str]:
-    """`conv(y) + y` with one int8 y: the fused kernel reads the wrong buffer.
+    """Separate the sides of `conv(y) + y` with one int8 y: the fused kernel reads the wrong buffer.
 
-    The added side gets codes of its own.
+    The added side gets its own codes.
     """
     changed = []
     for node in list(module.graph.nodes):
@@ -148,9 +148,9 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
 def strided_pointwise(module: fx.GraphModule) -> list[str]:
     """Rewrite 1x1 convolutions with a stride, of 8, 24, 40... channels.
 
-    oneDNN gathers rows in steps of 16, over those of another thread.
+    oneDNN gathers rows in steps of 16 and overwrites those of another thread.
 
-    Slices gather them in front of it instead, in fp32, whose values go back to the same codes.
+    Instead, fp32 slices before the convolution gather the rows; the values round to the same codes.
     """
     changed = []
     for node in list(module.graph.nodes):
@@ -380,7 +380,7 @@ WORKAROUNDS = (
 
 
 def _codes(node: object) -> fx.Node | None:
-    """Return the quantize node behind a dequantize, through moves that keep the buffer."""
+    """Return the quantize node that a dequantize reads; None for other nodes."""
     if not isinstance(node, fx.Node) or node.target is not dequantize_per_tensor:
         return None
     source = input_node(node)

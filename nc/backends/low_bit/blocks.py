@@ -17,7 +17,7 @@ from nc.numerics.packed_weight import PackedWeight
 #: Weights of a block. Smaller ones cost calls, larger ones leave the cache.
 BLOCK = 1 << 19
 _BITS = tuple(range(1, 9))
-#: FBGEMM's operators read rows of codes with a scale and an offset behind them, both fp16.
+#: FBGEMM's operators read rows of codes, each followed by a scale and an offset in fp16.
 _FACTORS = torch.tensor([1.0, 0.0], dtype=torch.float16, device="cpu").view(torch.uint8)
 _ROW_READERS = {4: "embedding_bag_4bit_rowwise_offsets", 2: "embedding_bag_2bit_rowwise_offsets"}
 

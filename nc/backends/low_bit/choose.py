@@ -58,7 +58,7 @@ def choice(
     activations: str,
     rows: int | None = None,
 ) -> KernelChoice:
-    """Return the kernels of a layer for reports: those that are used, and why not those in front of them.
+    """Return the kernels of a layer for reports: those used, and why no preferred one is.
 
     Args:
         kernels: as for `able`, and so are the next three.

@@ -126,7 +126,7 @@ def isa() -> int:
 def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
     """Return codes, scales, offsets or None, values of 4-bit codes, and an `abi.LOW_BIT_WEIGHT`.
 
-    `low_bit.c` says how they lie.
+    `low_bit.c` describes their memory layout.
 
     Args:
         weight: of a format that the kernels take.

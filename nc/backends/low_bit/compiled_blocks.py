@@ -139,7 +139,7 @@ def coding(dtype: DType) -> Coding:
 def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
     """Return codes, scales, offsets or None, values of codes and factors of outputs, and what describes them.
 
-    The last one is an `abi.LOW_BIT_BLOCKS_WEIGHT`. `low_bit_blocks.c` says how they lie.
+    The last one is an `abi.LOW_BIT_BLOCKS_WEIGHT`. `low_bit_blocks.c` describes the memory layout.
 
     Args:
         weight: of any format that has a `coding`.

@@ -61,9 +61,9 @@ class LowBitEngine:
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
         """See `nc.nn.LinearEngine`.
 
-        The operator computes what needs gradients, is traced, is empty or is not on the CPU.
+        The operator computes inputs that need gradients, are traced, are empty or are not on the CPU.
 
-        Inputs of another size are its to refuse: a kernel would read behind their end.
+        It also rejects inputs of a wrong size: a kernel would read past their end.
         """
         if type(x) is not torch.Tensor or x.dtype not in FLOATS or x.device.type != "cpu" or not x.numel():
             return None

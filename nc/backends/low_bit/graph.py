@@ -1,7 +1,7 @@
 """Low-bit linears of a captured graph → calls of an operator that computes them by kernels.
 
-What kernels pack become constants of the lowered graph. That is never stored: artefacts and programs are made
-of the graph in front of it.
+Packed weights become constants of the lowered graph, which is never stored: artefacts and programs are made
+from the graph before lowering.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PART_TYPES = ", ".join(f"Tensor{'' if part in ('codes', 'scale') else '?'} {par
 
 @functools.cache
 def library() -> torch.library.Library:
-    """Namespace `nc_low_bit` with `linear`; registered when it is needed first.
+    """Return the namespace `nc_low_bit` with `linear`, registered at the first call.
 
-    The arguments are those of `nc::quant_linear`, then the backend whose rows `kernels` names, in the order
-    of preference, what they packed one behind the other, and how many tensors each of them packed. The
+    The arguments are those of `nc::quant_linear`, then `backend`, its `kernels` in order of preference,
+    `layouts` (the tensors that all kernels packed, in one list) and `counts` (tensors of each kernel). The
     operator packs nothing and keeps nothing.
     """
     own = torch.library.Library("nc_low_bit", "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only

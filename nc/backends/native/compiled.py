@@ -23,7 +23,7 @@ from nc.process import env
 def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     """Return a callable that compiles at its first call.
 
-    Sizes stay free, but for 1, which gets code of its own.
+    Sizes stay free, except for size 1, which gets separate code.
 
     Args:
         module: lowered graph; changed so that the compiler can read it.

@@ -1,6 +1,6 @@
-"""What stands between a product and the sum behind it.
+"""Move what is between a product and the sum after it.
 
-A constant factor goes into the scales, a permutation behind the sum.
+A constant factor is multiplied into the scales, and a permutation is moved after the sum.
 
 Then the kernel of the product adds too. The blocks of ConvNeXt have both: `input + permute(layer_scale *
 linear(x))`.
@@ -23,7 +23,7 @@ from nc.graph.views import Binary, Dequantize, Weighted, set_argument
 from nc.ops import dequantize_per_channel
 
 _aten = torch.ops.aten
-#: What multiplies codes → dimensions behind its channels.
+#: Operators that multiply codes → number of dimensions after their channels.
 _BEHIND = {"linear": 0, "conv1d": 1, "conv2d": 2, "conv3d": 3}
 
 
@@ -81,7 +81,7 @@ def sum_first(module: fx.GraphModule) -> None:
 def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Tensor | None:
     """Return what `user` multiplies a product by, in fp64, of shape [] or [channels].
 
-    None is returned where it is no such factor.
+    Return None if `user` does not multiply by such a factor.
     """
     other = _factor_side(node, user)
     if isinstance(other, int | float):
@@ -118,9 +118,9 @@ def _fits_channels(value: torch.Tensor, node: fx.Node, result: object, channels:
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, factor: torch.Tensor) -> bool:
-    """Change the scales and bias of a product.
+    """Multiply the scales and bias of a product by a factor.
 
-    False is returned where fp32 can't hold the new ones, or the bias is no constant.
+    Return False if fp32 can't hold the new values, or the bias is not a constant.
     """
     view = Weighted.of(node)
     bias = None if view.bias is None else constant_value(module, view.bias)

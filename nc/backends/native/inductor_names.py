@@ -14,10 +14,10 @@ _SYNONYMS = ("onednn::qconv1d_pointwise", "onednn::qconv2d_pointwise", _CONV3D)
 
 
 def name_convolutions(module: fx.GraphModule) -> None:
-    """Let all convolution kernels be calls of that one.
+    """Replace all convolution kernels by calls of `_CONVOLUTION`.
 
-    Inductor makes a relu behind it a post-operation. The kernel of conv3d has none, so there the relu becomes
-    a clamp_min, which it leaves.
+    Inductor fuses a following relu as a post-operation. The kernel of conv3d has none, so its relu becomes a
+    clamp_min, which Inductor does not fuse.
     """
     for node in module.graph.nodes:
         if (

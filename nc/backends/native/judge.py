@@ -75,7 +75,7 @@ class Judge:
         Args:
             inputs: flat inputs.
             values: name of a node of the quantized graph → how the engine has its value in memory.
-            outputs: how the engine's outputs are; None for what is no tensor.
+            outputs: layouts of the engine's outputs; None for an output that is not a tensor.
             wanted: of kernels, what shows whether they are right; outputs always do. None: all values.
 
         Raises:

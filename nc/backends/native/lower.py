@@ -152,7 +152,7 @@ def _lower(
     dynamic = packed_bytes(graph.module, in_plans)
 
     running.forget(lambda: again(running.products)[0])
-    give_back_small_pieces()  # half of what a transformer needs lies between its packed weights
+    give_back_small_pieces()  # half of what a transformer needs is between its packed weights
 
     def report() -> EngineReport:
         module, outcome = lowered(running.products)
@@ -287,7 +287,7 @@ def _joined(
 def _single(
     passed_over: Mapping[str, tuple[tuple[str, str], ...]], decisions: Iterable[Decision]
 ) -> dict[str, str]:
-    """Return what a report says of nodes that are no operators, and for which together there is a kernel."""
+    """Return what a report says of nodes that are not operators, but together have a kernel."""
     operators = {decision.operator for decision in decisions}
     texts = [
         f"{node} ({kernel}: {why})"

@@ -22,11 +22,11 @@ _Member = TypeVar("_Member")
 
 
 def merge(module: fx.GraphModule) -> None:
-    """Replace linears that a kernel would compute with at most a conversion to codes or bf16 behind.
+    """Merge linears that read the same codes and are followed by at most a conversion to codes or bf16.
 
-    Each keeps the scale and zero point of its own codes: a product's scales and bias can hold those of each
-    output channel. Not where operators work in place, and not what is returned: a part of a larger tensor is
-    not laid out as the caller expects.
+    Each keeps the scale and zero point of its codes: a product's scales and bias can hold those of each
+    output channel. Linears are left as they are if operators work in place, or if their result is returned: a
+    part of a larger tensor does not have the layout that the caller expects.
     """
     if works_in_place(module):
         return
@@ -97,14 +97,14 @@ def parts_of(graph: fx.Graph, value: fx.Node, sizes: Sequence[int]) -> list[fx.N
 
 
 def put_in_place(part: fx.Node, node: fx.Node, replaced: Sequence[fx.Node]) -> None:
-    """Give a part the value of a linear, and the readers of what it replaces, which goes."""
+    """Give a part the value of a linear and the readers of the replaced nodes, and erase those."""
     part.meta["val"] = node.meta.get("val")
     give_values_of(part, *replaced)
     for old in replaced:
         old.replace_all_uses_with(part)
         part.graph.erase_node(old)
     for user in part.users:
-        if op_name(user) == "view":  # a part does not lie in one piece
+        if op_name(user) == "view":  # a part is not contiguous
             retarget(user, _aten.reshape.default)
 
 

@@ -235,7 +235,7 @@ class PlannedModel:
         )
 
     def weight_bytes(self) -> int:
-        """Bytes of the constants that it holds: packed weights, and what is no weight."""
+        """Bytes of the constants that it holds: packed weights, and constants that are not weights."""
         nodes = self._module.graph.nodes
         packed = {source for node in nodes if node.target in PREPACKS for source in node.all_input_nodes}
         unpacked = transposed_convolution(), finished_convolution()
@@ -263,7 +263,7 @@ class PlannedModel:
     def wrong_kernels(self) -> tuple[str, ...]:
         """Return kernels that plans passed over because their sums are wrong.
 
-        Each stands with the operators that it was meant for.
+        Each is listed with the operators that it was meant for.
         """
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
@@ -273,9 +273,9 @@ class PlannedModel:
         return tuple(f"{kernel} ({', '.join(operators)})" for kernel, operators in found.items())
 
     def refusals(self) -> tuple[str, ...]:
-        """Return operators that torch computes in the plans though they have ways of ours.
+        """Return operators that torch computes in the plans though this backend has ways for them.
 
-        They are grouped by what these ways say.
+        They are grouped by the reasons that these ways give.
         """
         found: dict[str, dict[str, None]] = {}
         for plan in list(self._plans.values()):
@@ -334,7 +334,7 @@ class PlannedModel:
         )
 
     def _separate(self, plan: ExecutionPlan) -> PlanInstance:
-        """Return a context of its own, which runs entries one by one."""
+        """Return a separate context, which runs entries one by one."""
         with torch.inference_mode(False):
             arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
             return PlanInstance(plan, self._source.maker, self._runner, arena, together=False)
@@ -456,7 +456,7 @@ def planned(
 
 
 def _regular(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an input that lies without gaps."""
+    """Return an input without gaps: itself, or a contiguous copy."""
     if tensor.is_contiguous() or (
         tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     ):

@@ -1,7 +1,7 @@
 """Recurrent layers with a range for each row of each step → calls of an operator.
 
 That operator computes them in C (`nc/kernels/c_code/recurrent.c`). What the operator reads is packed when the
-graph is lowered. That graph is never stored: artefacts are made of the graph in front of it.
+graph is lowered. The lowered graph is never stored: artefacts hold the graph before lowering.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def why_unavailable() -> str:
 
 
 def replace_recurrent(module: fx.GraphModule) -> None:
-    """Let the C code compute the layers whose rows have ranges of their own."""
+    """Let the C code compute the layers whose rows have separate ranges."""
     if why_unavailable():
         return
     layouts = _Layouts(module)
@@ -232,7 +232,7 @@ def layers(
         packed: for each layer and direction codes, scale, sums and bias of the matrices of input, state and
             projection. The first matrices of the input may be fp32, and have neither scale nor sums.
         kind: "lstm", "gru", "rnn" or "rnn_relu".
-        num_layers: one behind the other.
+        num_layers: consecutive layers.
         bidirectional: a second direction reads the steps backwards.
         batch_first: rows are the first dimension of `x` and of the output.
         features: of `x`, as the weights need them.

@@ -16,7 +16,7 @@ from nc.graph.views import Binary, Quantize, options
 from nc.ops import dequantize_per_tensor, quantize_per_tensor, to_bf16
 
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
-#: Activations behind convolutions that plans alone have kernels for.
+#: Activations after convolutions that only plans have kernels for.
 IN_PLANS = frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"})
 #: Activations that a kernel computes on its way out.
 ACTIVATIONS = {
@@ -47,7 +47,7 @@ class Region:
 
     Attributes:
         anchor: the linear or convolution.
-        other: what the addition behind it adds, or None.
+        other: what the addition after the anchor adds, or None.
         activation: applied last.
         nodes: everything from the anchor to the last node, in order.
         codes: scale, zero point and dtype of the result where all that reads it reads these codes; None where

@@ -24,7 +24,7 @@ from nc.numerics import affine
 
 _onednn = torch.ops.onednn
 SUM = _onednn.qconv2d_pointwise.binary
-#: Its argument for the tensor that it adds to, and where that stands.
+#: Its argument for the tensor that it adds to, and the position of that argument.
 ACCUMULATOR = "qaccum"
 _POSITION = [a.name for a in SUM._schema.arguments].index(ACCUMULATOR)
 

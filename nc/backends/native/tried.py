@@ -2,7 +2,7 @@
 
 Where their sums are wrong, they are computed in fp32.
 
-torch's operators run the kernels of its own oneDNN, some of which give wrong sums (see `onednn.trials`). A
+torch's operators run the kernels of torch's oneDNN, some of which give wrong sums (see `onednn.trials`). A
 plan takes another kernel instead; without one there is no choice, so the operators below ask once for each
 set of sizes, also for those that come later.
 """
@@ -54,7 +54,7 @@ _FP32: Mapping[int, Callable[..., torch.Tensor]] = {
     4: functional.conv2d,
     5: functional.conv3d,
 }
-#: The argument that our operators have behind those of torch's: the weight as it is, codes [out, in / groups,
+#: The argument that our operators have after those of torch's: the weight as it is, codes [out, in / groups,
 #: ...].
 _CODES = "codes"
 _Arguments = Mapping[str, Any]
@@ -328,5 +328,5 @@ def _like(names: Sequence[str], *arguments: Any) -> torch.Tensor:
 
 
 def _channels_last(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a new tensor whose channels lie next to each other, as in results of torch's kernels."""
+    """Return a new tensor in channels-last memory format, as torch's kernels return."""
     return torch.empty_strided(tuple(sizes), channels_last_strides(sizes), dtype=dtype, device=device)

@@ -29,7 +29,7 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_per_tensor
 
 _aten = torch.ops.aten
-#: What has an operator of its own in ONNX.
+#: Operators that have an equivalent in ONNX.
 KNOWN = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel, dequantize_per_group)
 _WEIGHTS = (dequantize_per_tensor, dequantize_per_channel, dequantize_per_group)
 
@@ -40,11 +40,11 @@ def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
 
 
 def _spell_linears(module: fx.GraphModule) -> None:
-    """Linears with codes as weights → a product with the transposed weight, and the bias.
+    """Rewrite linears with codes as weights: a product with the transposed weight, and the bias.
 
-    ONNX Runtime has an int8 kernel for MatMul, but none that it takes for Gemm, and it makes Gemm of a MatMul
-    with an Add behind it where it knows all sizes but that of the batch. A subtraction of the negative bias
-    is the same number and stays apart.
+    ONNX Runtime has an int8 kernel for MatMul but uses none for Gemm, and it fuses MatMul and a following Add
+    to Gemm if it knows all sizes except the batch. A subtraction of the negative bias gives the same numbers
+    and is not fused.
     """
     graph = module.graph
     for node in [n for n in graph.nodes if n.target is _aten.linear.default]:

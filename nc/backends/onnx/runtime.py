@@ -23,9 +23,9 @@ class ExecutedKernel:
     """One kernel that ran.
 
     Attributes:
-        name: of the node; ONNX Runtime puts more behind the name that a node has in the file.
+        name: of the node in the file, to which ONNX Runtime may append a suffix.
         kind: of the operator that was computed, e.g. "QLinearConv".
-        microseconds: that it took this once.
+        microseconds: duration of this one run.
     """
 
     name: str

@@ -36,6 +36,6 @@ def saturating(graph: QDQGraph) -> tuple[str, ...]:
 def _fit(codes: torch.Tensor, axis: int | None, groups: int, limit: int) -> bool:
     if axis != 0 or codes.dim() == 2:
         return pairs_fit(codes, axis, groups, limit)
-    if codes.shape[:2] == (groups, 1):  # depthwise: kernels of their own, which sum in 32 bits
+    if codes.shape[:2] == (groups, 1):  # depthwise: separate kernels, which sum in 32 bits
         return True
     return fit(codes.movedim(1, -1).flatten(1), limit)

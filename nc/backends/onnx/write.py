@@ -150,7 +150,7 @@ def _run(
     try:
         try:
             return run(file, inputs, exact=exact)
-        except Exception as error:  # it has no class of its own
+        except Exception as error:  # the error has no specific class
             if not exact or not is_of_tensor_used_twice(error):
                 raise
         return run(file, inputs, optimize=False)[0], run(file, inputs)[1]

@@ -1,20 +1,20 @@
 """Keeps OpenVINO from wrong kernels.
 
-What its CPU plugin fuses with the FakeQuantize behind it can give 0 to 20 dB.
+What its CPU plugin fuses with the FakeQuantize after it can give 0 to 20 dB.
 
-A ReduceMax or ReduceMin: the plugin also fuses what stands between them, but only operators of one value. The
-larger of a maximum and one of the elements is the maximum, and its operator has two values.
+A ReduceMax or ReduceMin: the plugin also fuses operators between it and the FakeQuantize, but only those with
+one operand. The larger of a maximum and one of the elements is the maximum, and it has two operands.
 
 A factor or summand for each channel becomes a range for each channel: the kernel takes the wrong ones where
-the plugin does not know the number of channels, and behind a ReduceMean. The larger of a value and itself is
+the plugin does not know the number of channels, and after a ReduceMean. The larger of a value and itself is
 the value.
 
-Codes of a convolution with a bias that are cut into more dimensions, as a pixel shuffle and windows of
-attention cut them: the range for each channel that the bias became is lost. The larger of a value and itself
-is no bias.
+Codes of a convolution with a bias that are reshaped to more dimensions, as in pixel shuffles and window
+attention: the range for each channel that the bias became is lost. The larger of a value and itself is not a
+bias.
 
-A sum of tiny codes, as untrained networks have them: the plugin loses the zero point. A maximum in front of
-the sum keeps it, but not that of sums of sums.
+A sum of tiny codes, as in untrained networks: the plugin loses the zero point. A maximum before the sum keeps
+it, but not that of sums of sums.
 
 A convolution whose groups have an odd number of inputs: on CPUs without VNNI its kernel adds pairs of
 products from two positions of the window in 16 bits, and the weights of these were not made to fit. A maximum
@@ -46,9 +46,9 @@ _TINY = 1e-5
 
 
 def keep_unfused(model: Any, *, narrow: bool) -> None:
-    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin).
+    """Insert a pairwise maximum (minimum) after each ReduceMax (ReduceMin).
 
-    A maximum goes in front of what is said above.
+    In the other cases above, insert a maximum as they say.
 
     Args:
         model: an `openvino.Model`, changed in place.
@@ -116,9 +116,9 @@ def _is_tiny(quantize: Any) -> bool:
 
 
 def _has_odd_groups(convolution: Any) -> bool:
-    """Whether pairs of products are not those of two inputs.
+    """Return whether pairs of products are not those of two inputs.
 
-    The groups have an odd number of them, and are no single channels.
+    The groups have an odd number of inputs and are not single channels.
     """
     _, outputs, inputs, *_ = convolution.get_input_shape(1)
     return inputs % 2 == 1 and (outputs, inputs) != (1, 1)
@@ -138,9 +138,9 @@ def _of_activations(product: Any) -> bool:
 
 
 def _would_split(quantize: Any) -> bool:
-    """Whether a FakeQuantize would get a range for each channel.
+    """Return whether a FakeQuantize would get a range for each channel.
 
-    Constants in front of it move into it, also past a relu or a clamp.
+    Constants before it move into it, also past a relu or a clamp.
     """
     node, vectors = _source(quantize, 0), False
     while (kind := node.get_type_name()) in (*_WITH_CONSTANT, *_PASSED, "BatchNormInference"):

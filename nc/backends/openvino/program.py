@@ -1,7 +1,7 @@
 """QDQ graph → graph of operators that `torch.export` and OpenVINO's PyTorch frontend know.
 
-OpenVINO makes one FakeQuantize of a quantize with the dequantize behind it, and an int8 weight stays int8
-where it is written as a conversion to float and a product with its scales.
+OpenVINO makes one FakeQuantize of a quantize and the following dequantize. An int8 weight stays int8 where it
+is written as a conversion to float and a product with its scales.
 """
 
 from __future__ import annotations

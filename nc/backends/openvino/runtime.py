@@ -84,9 +84,9 @@ class Requests(threading.local):
         self._outputs, self._request = len(model.outputs), model.create_infer_request()
 
     def infer(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return outputs in memory of their own; inputs are read where they lie, if they are contiguous.
+        """Return outputs in new memory; contiguous inputs are read without a copy.
 
-        Not `__call__`: on objects of a thread torch.compile fails at that.
+        This is not `__call__`, because torch.compile fails at `__call__` of thread-local objects.
         """
         core()
         if torch._C._is_tracing():

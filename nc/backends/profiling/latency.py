@@ -132,12 +132,11 @@ def timed_rounds(
         seconds: for all, except that each is called once in any case.
         clock: gives the time in seconds.
         watch: looks at the machine.
-        least: rounds behind the one that warms up, even if they take longer; none where that takes longer
-            alone.
+        least: rounds after the warm-up, even if they take longer; none where the warm-up alone takes longer.
 
     Returns:
-        The rounds without that one, or if there was no time that one; calls of each candidate in a round; the
-        load.
+        The rounds without the warm-up, or only the warm-up if there was no time for others; calls of each
+        candidate in a round; the load.
     """
     start, watch = clock(), watch or LoadWatch()
     (first,) = interleaved(

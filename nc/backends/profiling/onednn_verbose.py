@@ -1,7 +1,7 @@
 """oneDNN's verbose output about the kernels that it runs, captured and parsed.
 
-oneDNN prints from C++ to the standard output of the whole process, whichever thread a call comes from:
-whoever listens does so in a process of its own.
+oneDNN prints from C++ to the standard output of the whole process, whichever thread a call comes from.
+Capture it in a separate process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ExecutedPrimitive:
         reads: dtypes of its inputs and weights as oneDNN names them: ("u8", "s8").
         writes: dtype of its result.
         ms: what oneDNN measured, while it printed too.
-        start: ms on a clock of its own when it began; 0.0 where the stream has no such column.
+        start: when it began, in ms on oneDNN's clock; 0.0 where the stream has no such column.
     """
 
     primitive: str

@@ -40,9 +40,9 @@ class OwnModel:
 
     @contextlib.contextmanager
     def called(self) -> Iterator[tuple[Callable[[], object] | None, str]]:
-        """Yield the call of the module in eval mode, with inputs of its own.
+        """Yield a call of the module in eval mode with copied inputs, and "".
 
-        Else it yields None, and why it can't be timed.
+        If the call can't be timed, yield None and the reason.
         """
         model = self._model()
         if model is None:

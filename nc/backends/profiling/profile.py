@@ -13,7 +13,7 @@ from nc.backends.profiling.hardware import Limits
 from nc.backends.profiling.onednn_verbose import ExecutedPrimitive
 from nc.backends.profiling.scaling import Prediction
 
-#: Calls in front of the first that counts: fusers compile in the first three.
+#: Calls before the first that counts: fusers compile in the first three.
 WARM_UP = 3
 _MOST, _LEAST, _SECONDS = 20, 3, 5.0
 #: The parts of a step's time, in the order that they are shown in.

@@ -1,6 +1,6 @@
 """What a profile predicts for other numbers of threads.
 
-What is measured, what is assumed and what is not known stand apart:
+What is measured, assumed and not known is kept separate:
 
 * Functions in C are called part by part on one thread, in as many parts as they make for that number of
   threads. Their time is that of the longest part, so uneven parts are in it.

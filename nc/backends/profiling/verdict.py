@@ -339,7 +339,7 @@ def _keys(names: Sequence[str], plan: Plan) -> tuple[str, ...]:
     keys: list[str] = []
     for name in names:
         if name not in kinds:
-            continue  # fused into another one, and fp32 of its own accord
+            continue  # an fp32 operator that was fused into another one
         same = [operator for operator, kind in kinds.items() if kind == kinds[name]]
         class_name = KIND_NAMES[kinds[name]][0]
         whole = len(same) > 1 and hasattr(torch.nn, class_name) and set(same) <= set(names)

@@ -119,7 +119,7 @@ def _have_same_batches(*sides: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Behind:
-    """What lies between a product of four dimensions and a softmax.
+    """The operators between a product of four dimensions and a softmax.
 
     It is `factor * scores + biases`, computed by `nodes`, last first.
     """

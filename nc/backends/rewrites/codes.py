@@ -50,14 +50,14 @@ def unsigned(module: fx.GraphModule) -> None:
 
 
 def hoist(module: fx.GraphModule, *, coded_pads: bool = True) -> None:
-    """Quantize, or round to bf16, in front of what only moves or joins values.
+    """Quantize, or round to bf16, before operators that only move or join values.
 
-    All that reads those must read them so. Not where operators work in place: there a value depends on when
-    it is read.
+    All readers of these values must quantize or round them in the same way. Graphs with in-place operators
+    are not changed: there a value depends on when it is read.
 
     Args:
         module: graph, changed in place.
-        coded_pads: also in front of a pad with zeros whose code is another number than 0.
+        coded_pads: also before a pad with zeros whose code is not 0.
     """
     if works_in_place(module):
         return

@@ -108,7 +108,7 @@ def to_dtype(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def constant(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
-    """Return a constant that belongs to an operator, inserted in front of it."""
+    """Return a constant that belongs to an operator, inserted before it."""
     return add_constant(module, node, f"{node.name}_{name}", value, f"{node.name}.{name}")
 
 

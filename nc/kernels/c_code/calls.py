@@ -89,7 +89,7 @@ def _callable(address: int) -> Callable[..., int]:
 
 
 def in_memory(packed: bytes) -> ctypes.Array[ctypes.c_int64]:
-    """Return a copy that lies where numbers of 64 bits may lie."""
+    """Return a copy aligned for 64-bit numbers."""
     return (ctypes.c_int64 * (len(packed) // 8)).from_buffer_copy(packed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nc.kernels.c_code.abi import STATUS, STATUSES
 
-#: For values of a caller that are none of those that there are. Other failures are faults of this package.
+#: For indices of a caller that are out of range. Other failures are faults of this package.
 INDEX = STATUS.number("other_index")
 
 

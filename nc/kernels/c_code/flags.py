@@ -16,14 +16,14 @@ from pathlib import Path
 #: No -march: a kernel that needs an instruction set says so itself, and asks the CPU at run time.
 FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-fno-math-errno")
 _HERE = Path(__file__).parent
-#: In front of each source: what a library says of itself.
+#: Included before each source: what a library says of itself.
 _HEADER = "identity.h"
 
 
 def compiler(named: str) -> str:
-    """Return the command that compiles C: the one that the user named, or the first of those that there are.
+    """Return the command that compiles C: the one that the user named, or the first one that is installed.
 
-    It is "" for none.
+    It is "" if there is none.
     """
     return named.strip() or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 #: Polynomials, one for each lane of a register, and their degree.
 PIECES, DEGREE = 16, 5
-#: Distance of the points in whose neighbourhood each polynomial is used. What lies behind the last one is
-#: less than 2e-8.
+#: Distance of the points around which each polynomial is used. Beyond the last one, the function is less than
+#: 2e-8.
 STEP = 0.375
 
 

@@ -1,6 +1,6 @@
-"""The threads that torch's operators run on, for C code of ours.
+"""The threads that torch's operators run on, for our C code.
 
-Two pools of threads would wait for each other.
+Two thread pools would wait for each other.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _registered() -> bool:
 
 
 def leave_threads_of_parent() -> None:
-    """In a forked process that has no threads of its own, compute on one thread from now on.
+    """Compute on one thread from now on in a forked process without its own threads.
 
-    OpenMP would wait for ever for threads that only the parent has.
+    OpenMP would wait forever for threads that only the parent has.
     """
     keep_threads_in_forks()
     if torch.get_num_threads() > 1 and _first_process() != os.getpid():

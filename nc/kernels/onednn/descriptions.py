@@ -49,7 +49,7 @@ POOLING = {"max": 511, "mean_with_padding": 767, "mean": 1023}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Desc:
-    """How a tensor lies in memory.
+    """The memory layout of a tensor.
 
     Attributes:
         sizes: its shape.
@@ -68,19 +68,19 @@ class Desc:
 
     @staticmethod
     def dense(sizes: Sequence[int], dtype: torch.dtype) -> Desc:
-        """Row by row without gaps."""
+        """Return a contiguous row-major layout."""
         return Desc(tuple(sizes), contiguous_strides(sizes), dtype)
 
     def plain(self, *, channels_last: bool = False) -> Desc:
-        """Return the same memory as oneDNN is told of it.
+        """Return the layout of the same memory for oneDNN.
 
-        The stride of a size of 1, which moves nothing, is that of a tensor without gaps.
+        A dimension of size 1 gets the stride of a contiguous tensor.
 
-        oneDNN's kernels compute addresses and choose broadcasts from all strides. Torch leaves any stride to
-        a size of 1: that of a slice, or 0 behind `expand`.
+        oneDNN's kernels compute addresses and choose broadcasts from all strides. Torch allows any stride for
+        a size of 1: that of a slice, or 0 after `expand`.
 
         Args:
-            channels_last: without gaps means [N, ..., C], as convolutions and pools want it; else row by row.
+            channels_last: contiguous means [N, ..., C], as for convolutions and pools; else row-major.
         """
         if 1 not in self.sizes:
             return self
@@ -95,7 +95,7 @@ class Desc:
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor that lies row by row without gaps."""
+    """Return the strides of a contiguous row-major tensor."""
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)
@@ -104,7 +104,7 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def channels_last_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor [N, C, ...] that lies as [N, ..., C]."""
+    """Return the strides of a tensor [N, C, ...] with memory layout [N, ..., C]."""
     batch, channels, *spatial = sizes
     strides = contiguous_strides((batch, *spatial, channels))
     return strides[0], strides[-1], *strides[1:-1]
@@ -112,7 +112,7 @@ def channels_last_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sum:
-    """What lies in the destination is added: (value - zero_point) * scale."""
+    """The value in the destination is added: (value - zero_point) * scale."""
 
     scale: float = 1.0
     zero_point: int = 0
@@ -177,8 +177,8 @@ class Geometry:
 
     Attributes:
         strides: its steps.
-        before: pads in front of the first element.
-        after: pads behind the last one.
+        before: padding before the first element.
+        after: padding after the last one.
         dilations: distance of the elements that it reads, 1 for neighbours.
         transposed: the window is written, not read.
         window: its sizes; pools are told of them otherwise.

@@ -42,7 +42,7 @@ class Image:
     code: tuple[range, ...]
 
     def executes(self, offset: int) -> bool:
-        """Whether instructions of the library lie there."""
+        """Return whether the library has instructions at an offset."""
         return any(self.base + offset in code for code in self.code)
 
 
@@ -100,9 +100,9 @@ def functions(library: Image, prefix: str) -> Mapping[str, int]:
 
 
 def _outside(library: Image, code: Sequence[range], found: Mapping[str, int]) -> str:
-    """Return the first function that lies where no instructions can be; "" for none.
+    """Return the first function at an address without instructions; "" for none.
 
-    It lies in none of the sections with instructions, or in memory that can't be executed.
+    It is in no section with instructions, or in memory that can't be executed.
     """
     return next(
         (

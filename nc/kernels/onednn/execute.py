@@ -26,7 +26,7 @@ def arguments(memories: Mapping[int, Handle]) -> ctypes.Array[ExecArgument]:
 
 
 def run_once(maker: Maker, primitive: Primitive, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Call a primitive once, with a stream and a scratchpad of its own; addresses are read from the tensors.
+    """Call a primitive once with its own stream and scratchpad; addresses are read from the tensors.
 
     Raises:
         BackendError: the call failed.

@@ -75,7 +75,7 @@ class Primitive:
         handle: the primitive.
         kind: what it computes: "matmul", "convolution", "reorder", ...
         kernel: oneDNN's name of the implementation, with its instruction set.
-        layouts: for each tensor argument, how it lies in memory.
+        layouts: the memory layout of each tensor argument.
         made_by: the method of `Maker` that made it, with its arguments by position and by name.
     """
 
@@ -187,7 +187,7 @@ class Maker:
             bias: [..., 1, N].
             target: [..., M, N].
             attributes: scales, zero points and what follows.
-            keep: leave `weights` as they lie; else the kernel chooses, and `layouts[WEIGHTS]` says how.
+            keep: keep the layout of `weights`; else the kernel chooses it, see `layouts[WEIGHTS]`.
         """
         tensors = {SRC: self.layout(source), DST: self.layout(target)} | (
             {BIAS: self.layout(bias)} if bias is not None else {}
@@ -344,7 +344,7 @@ class Maker:
 
     @_shared
     def concat(self, sources: tuple[Desc, ...], target: Desc, axis: int) -> Primitive:
-        """Tensors one behind the other along a dimension.
+        """Concatenate tensors along a dimension.
 
         Arguments are `MULTIPLE_SRC`, `MULTIPLE_SRC + 1`, ...
         """

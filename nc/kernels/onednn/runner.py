@@ -41,7 +41,7 @@ class CallList:
         self.calls.append((None, primitive.pointer, ctypes.addressof(given), len(given)))
 
     def place(self, memory: Handle, base: int, offset: int) -> None:
-        """Let a memory object lie `offset` bytes behind the begin of the tensor with number `base`."""
+        """Place a memory object `offset` bytes after the start of the tensor with number `base`."""
         self.places.append((None, memory.pointer, self._base(base), offset))
 
     def add_function(

@@ -72,7 +72,7 @@ class Convolution:
 
     @property
     def weights(self) -> Desc:
-        """Its weights, one group behind the other."""
+        """Its weights, group by group."""
         each = self.target.sizes[1] // self.groups, self.geometry.channels, *self.geometry.window
         return Desc.dense((self.groups, *each) if self.groups > 1 else each, torch.int8)
 
@@ -128,7 +128,7 @@ def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
     to try, BERT none.
     """
     if primitive.is_reference or any(isinstance(each, BinaryOp) for each in wanted.attributes.post_ops):
-        return False  # no convolution of a plan has a binary operation behind it
+        return False  # no convolution of a plan has a binary operation after it
     return wanted.geometry.transposed or ("amx" in primitive.kernel and fills_tiles_in_part(wanted))
 
 
@@ -221,12 +221,12 @@ def _noise(desc: Desc, low: int, high: int) -> torch.Tensor:
 
 
 def _range(dtype: torch.dtype) -> tuple[int, int]:
-    """Return what codes of a dtype may be; of a float, what is no code is as good."""
+    """Return the lowest and highest code of a dtype; for floats, any range will do."""
     return (-128, 127) if dtype is torch.int8 else (0, 255)
 
 
 def _numbers(wanted: Convolution) -> dict[int, torch.Tensor]:
-    """Scales, zero points and bias: such that sums are about 1, where activations are no straight lines."""
+    """Return scales, zero points and bias that make sums about 1, where activations are not linear."""
     outputs = wanted.target.sizes[1]
     scales = 0.5 + torch.arange(outputs, dtype=torch.float32) % 7 / 8
     inputs = wanted.geometry.channels * math.prod(wanted.geometry.window)
@@ -316,7 +316,7 @@ def _sums(
 ) -> torch.Tensor:
     """Return sums of products at some places.
 
-    What each reads is gathered dimension by dimension, with zeros for what lies outside.
+    The inputs of each place are gathered dimension by dimension, with zeros outside of x.
 
     Products of codes are whole numbers below 2 ** 14, so fp32 is as good as exact.
     """

@@ -1,6 +1,6 @@
-"""A model whose weights lie in files.
+"""A model whose weights are in files.
 
-Parts of it get values while they are needed, and finished parts go to files again.
+Its parts get values while they are needed, and finished parts go to files again.
 
 Parameters without values are on the meta device, with the shapes and dtypes of the files; tied ones are one
 parameter.
@@ -37,7 +37,7 @@ _JOB, _FORMAT = "job.json", "nc-job"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """What the file says of whose parts lie beside it."""
+    """Which job the finished parts in the folder belong to."""
 
     format: str
     schema: int
@@ -77,8 +77,8 @@ class StreamedWeights:
 
     Attributes:
         parts: names of the blocks, and of output heads: what gets values on its own.
-        files: where the values of parameters, and of packed weights that are finished, lie. What is not there
-            is in memory.
+        files: where the values of parameters and of finished packed weights are stored. Other values are in
+            memory.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
         sources: see `nc.weights.files.transformers_files.sources_of`.
 
     Returns:
-        Where each parameter lies in the files. Of tied ones one name need be there.
+        Where each parameter is stored in the files. Of tied ones, one name is enough.
 
     Raises:
         ArtefactCorruptError: a tensor is missing, has another shape, or holds no floating-point numbers where

@@ -1,4 +1,4 @@
-"""Where the values of a transformers model lie in files.
+"""Where the values of a transformers model are stored in files.
 
 Names and layout of the files need not be those that the model has in memory. Newer versions of transformers
 rename tensors while they read them, and join some: the experts of a layer, which files hold one by one,
@@ -67,7 +67,7 @@ class Computed:
 class _Experts:
     """The experts of a stack that can only be made whole.
 
-    It is made once for all of them, as they are read one after the other.
+    The stack is made once for all of them, as they are read in sequence.
     """
 
     def __init__(self, source: Source) -> None:
@@ -75,7 +75,7 @@ class _Experts:
         self._left: dict[int, torch.Tensor] = {}
 
     def take(self, index: int) -> torch.Tensor:
-        """One expert, in memory of its own."""
+        """Return one expert, in its own memory."""
         if index not in self._left:
             self._left = {i: one.clone() for i, one in enumerate(self._source.read())}
         return self._left.pop(index)
@@ -99,7 +99,7 @@ class _Shapes:
 
 
 def sources_of(model: torch.nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:
-    """Where values lie, by the names that the model has for them.
+    """Return where values are stored, by the names that the model has for them.
 
     Args:
         model: of transformers, nothing changed.
@@ -107,7 +107,7 @@ def sources_of(model: torch.nn.Module, stored: Mapping[str, StoredTensor]) -> di
             the other way round.
 
     Returns:
-        What the model has no name for is left out.
+        The sources. Tensors that the model has no name for are left out.
     """
     wanted = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "model")

@@ -111,7 +111,7 @@ def round_inputs(module: fx.GraphModule) -> None:
 def fuse_rounded(module: fx.GraphModule) -> None:
     """Replace every convolution of rounded images, and what follows it, by one call.
 
-    It comes behind all other kernels: what it adds may be overwritten where only kernels in front read it.
+    Run it after all other fusions: what it adds may be overwritten if only earlier kernels read it.
     """
     for node in list(module.graph.nodes):
         if _reads_rounded(node):
@@ -232,9 +232,9 @@ def _added(region: Region) -> tuple[fx.Node | None, float, int, bool]:
 
 
 def _is_free(value: fx.Node, region: Region) -> bool:
-    """Whether nothing needs a tensor once a region has run.
+    """Whether nothing reads a tensor after a region has run.
 
-    A kernel made it, and only kernels in front of the region's end read it.
+    A kernel made the tensor, and only kernels before the region's end read it.
     """
     own = set(region.nodes) | {region.other}
     others = [user for user in value.users if user not in own and (user.users or user.op == "output")]
@@ -243,7 +243,7 @@ def _is_free(value: fx.Node, region: Region) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether a node calls a kernel that writes memory of its own, or is about to become one."""
+    """Whether a node calls a kernel that writes its own memory, or is about to become one."""
     return is_kernel(node) or node.target is dynamic_convolution() or _reads_rounded(node)
 
 
@@ -256,7 +256,7 @@ def _reads_rounded(node: fx.Node) -> bool:
 
 
 def round_images(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """Measure and round images in C: codes with channels last, and behind them their scale and zero point."""
+    """Measure and round images in C: channels-last codes, followed by their scale and zero point."""
     c_functions.available()
     x = recorder.read(a["x"])
     need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}")
@@ -282,7 +282,7 @@ def round_images(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Pla
 
 
 def _qparams(images: PlanTensor) -> tuple[PlanTensor, PlanTensor]:
-    """Return scale and zero point of rounded images, which lie behind them."""
+    """Return scale and zero point of rounded images, which follow the codes in memory."""
     at = aligned(images.tensor.numel()) // 4
     storage = images.tensor.untyped_storage()
     scale, zero_point = (

@@ -1,7 +1,7 @@
-"""Convolutions with what torch's own kernels do not do behind them, as one call.
+"""Convolutions and what follows them, if torch's own kernels do not compute that, as one call.
 
-That is an activation that torch has no post-operation for, PReLU with a slope for each channel, and numbers
-that the activation's result is multiplied by or that are added to it.
+That is an activation without a post-operation in torch, PReLU with a slope for each channel, and numbers that
+the activation's result is multiplied by or that are added to it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _tail_of(module: fx.GraphModule, node: fx.Node) -> _Tail | None:
             return None
         tail = dataclasses.replace(tail, nodes=(node, user), slopes=slopes.detach())
     else:
-        return None  # numbers behind a convolution are in its weight
+        return None  # numbers directly after a convolution are in its weight
     plain = tail
     while (user := only_user(tail.nodes[-1])) is not None:
         numbers = numbers_of(module, user, tail.nodes[-1])

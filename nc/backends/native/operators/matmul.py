@@ -281,7 +281,7 @@ def _drop_unread(module: fx.GraphModule) -> None:
 
 
 def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """`nc_native::qmatmul` by oneDNN, on tensors as they lie: nothing is transposed or copied for them."""
+    """`nc_native::qmatmul` by oneDNN, on tensors with any strides: nothing is transposed or copied for it."""
     left, right = recorder.read(a["left"]), recorder.read(a["right"])
     others = [recorder.read(value) for value in a["others"]]
     need(
@@ -336,7 +336,7 @@ def _multiply(
     others = [_for_amx(recorder, other, sizes, node) for other in others]
     others = [
         in_rows(recorder, other, node) for other in others
-    ]  # oneDNN 3.12 reads others as if they lay like this
+    ]  # oneDNN 3.12 reads others as if they were row-major
     post_ops = tuple(BinaryOp(name, other.desc) for name, other in zip(a["how"], others, strict=False))
     tensors: dict[int, Any] = {POST_OP * (i + 1) | SRC_1: other for i, other in enumerate(others)}
     attributes = with_qparams(
@@ -345,24 +345,24 @@ def _multiply(
     attributes = with_qparams(attributes, tensors, WEIGHTS, a["right_scale"], a["right_zero_point"])
     if not dtype.is_floating_point:
         attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
-    # where the result lies transposed, oneDNN 3.12 reads wrong addresses for some broadcasts, and crashes
+    # if the result is transposed, oneDNN 3.12 reads wrong addresses for some broadcasts, and crashes
     whole = all(o.tensor.numel() == 1 or o.tensor.shape == tuple(sizes) for o in others)
     rows = Desc.dense(sizes, dtype)
     target = dataclasses.replace(rows, strides=strides_of(node, sizes)) if whole else rows
     left, right = sides
     if (
         left.tensor.shape[-1] == 1
-    ):  # where the right side has one row, oneDNN 3.12 takes batches to lie one behind the other
+    ):  # if the right side has one row, oneDNN 3.12 assumes that batches are contiguous
         right = in_rows(recorder, right, node)
 
     def make() -> Primitive:
         return recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
 
     primitive = make()
-    if primitive.is_reference and target != rows:  # perhaps because the result would lie in columns
+    if primitive.is_reference and target != rows:  # perhaps because the result would be column-major
         target = rows
         primitive = make()
-    if primitive.is_reference and not others:  # perhaps because of how the sides lie
+    if primitive.is_reference and not others:  # perhaps because of the strides of the sides
         left, right = in_rows(recorder, left, node), in_rows(recorder, right, node)
         primitive = make()
     result = recorder.new(target.sizes, target.strides, dtype)
@@ -371,11 +371,11 @@ def _multiply(
 
 
 def _for_amx(recorder: Recorder, other: PlanTensor, sizes: Sequence[int], node: fx.Node) -> PlanTensor:
-    """Return what follows a product, so that AMX kernels read it right.
+    """Return what follows a product, in a form that AMX kernels read correctly.
 
-    They take what a batch shares as if each had one of its own.
+    They read a tensor that batches share as if each batch had its own.
 
-    With two dimensions of batches, oneDNN 3.12 does so with [1, 1, M, N], and oneDNN 3.7 with [1, B, M, 1].
+    With two batch dimensions, oneDNN 3.12 does so for [1, 1, M, N], and oneDNN 3.7 for [1, B, M, 1].
     """
     shape = tuple(other.tensor.shape)
     shared = (

@@ -1,4 +1,4 @@
-"""Attention of one query per head, in graphs of one token; keys that heads share are read where they lie."""
+"""Attention of one query per head, in graphs of one token; keys that heads share are read in place."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def is_repeated(node: fx.Node) -> bool:
 
 
 def _shared(recorder: Recorder, value: Any) -> PlanTensor:
-    """Keys or values; those that were repeated for heads, in front of that."""
+    """Return keys or values; if they were repeated for heads, the tensor before that."""
     if isinstance(value, Later) and value.node.target is _aten.reshape.default:
         x, sizes = recorder.optional(value.named["self"]), value.named["shape"]
         if (

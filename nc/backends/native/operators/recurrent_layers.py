@@ -36,7 +36,7 @@ def layers(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Sequence[
     gates = recurrent.gates_of(kind, hidden)
     need(before[1], "it has no row")
     need(before[0] * before[1] * gates <= _MOST_GATES, "its gates take more memory than a plan holds")
-    of_states = schema_arguments(node)["hx"]  # a copy is no kernel of the layers
+    of_states = schema_arguments(node)["hx"]  # a copy is not a kernel of the layers
     last = [converted(recorder, n, h, torch.float32) for n, h in zip(of_states, hx, strict=True)]
     code = recurrent.available()
     function = dataclasses.replace(code.function, name=f"recurrent {code.isa()}")

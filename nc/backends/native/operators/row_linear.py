@@ -70,9 +70,9 @@ def row_linear() -> torch._ops.OpOverload:
 def replace_row_linears(module: fx.GraphModule) -> None:
     """Replace dynamic linears, where there are functions in C.
 
-    Those that read the same rows, and nothing else goes with, become one, of which each gets its part.
-    An activation and a sum behind one go with it, unless operators work in place: there a value depends on
-    when it is read.
+    Linears that read the same rows and have nothing fused become one, and each gets its part of the result.
+    A following activation and sum are fused, unless operators work in place: there a value depends on when it
+    is read.
     """
     alone = any(works_in_place(node) for node in module.graph.nodes)
     readers: dict[fx.Node, list[fx.Node]] = {}

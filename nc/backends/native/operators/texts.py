@@ -53,7 +53,7 @@ def sums(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
 
 
 def chosen(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """`aten::index_select` of rows that lie consecutively."""
+    """`aten::index_select` of contiguous rows."""
     x, index = recorder.read(a["self"]), recorder.read(a["index"])
     dim = a["dim"] % x.tensor.dim()
     sizes = x.tensor.shape

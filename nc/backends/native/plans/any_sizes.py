@@ -21,8 +21,8 @@ from nc.kernels.onednn.runner import CompiledRunner
 #: Sizes for which plans are recorded: enough to choose the kernels of many rows, and few enough for what has
 #: to be computed meanwhile.
 _RECORDED: tuple[Sizes, ...] = ((256, 16), (320, 16), (256, 32), (384, 48))
-#: Sizes at which the family is compared with a plan of their own, which has the kernels of many rows and
-#: texts, and how many of these texts are computed again without the others.
+#: Sizes at which the family is compared with a separate plan, which has the kernels of many rows and texts,
+#: and how many of these texts are computed again without the others.
 _COMPARED: Sizes = (320, 128)
 _WITHOUT_OTHERS = 3
 

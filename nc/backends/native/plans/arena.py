@@ -1,4 +1,4 @@
-"""Where blocks lie in one piece of memory, so that those that are needed at the same time do not overlap."""
+"""Offsets of blocks in one piece of memory, such that blocks needed at the same time do not overlap."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def call_attention(
     *,
     factors: int = 1,
 ) -> PlanTensor:
-    """Append the call of a function; return its result, which lies as the next reader wants it.
+    """Append the call of a function; return its result, in the layout that the next reader wants.
 
     Args:
         recorder: of the plan.

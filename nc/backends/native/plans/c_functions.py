@@ -147,9 +147,9 @@ def new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> PlanTen
 def merged(
     sizes: Sequence[int], strides: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Return the same elements with as few dimensions as can be.
+    """Return the same elements with as few dimensions as possible.
 
-    Those that lie one behind the other in all tensors become one.
+    Dimensions that are contiguous with each other in all tensors become one.
     """
     kept: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in zip(sizes, *strides, strict=True):

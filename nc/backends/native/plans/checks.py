@@ -80,7 +80,7 @@ class PlanJudge(Protocol):
         Args:
             inputs: flat inputs.
             values: name → how the plan has it in memory.
-            outputs: how the outputs are; None for what is no tensor.
+            outputs: layouts of the outputs; None for an output that is not a tensor.
             wanted: of kernels, what shows whether they are right; outputs always do. None: all values.
         """
 

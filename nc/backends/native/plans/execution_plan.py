@@ -25,7 +25,7 @@ class Block:
         size: bytes.
         first: index of the entry that writes it first.
         last: index of the last entry that reads it.
-        returned: the caller gets it, so it is allocated at each call; the others lie in the arena.
+        returned: the caller gets it, so it is allocated at each call; the others are in the arena.
     """
 
     size: int
@@ -78,7 +78,7 @@ class PrimitiveCall:
 
     Attributes:
         primitive: what is called.
-        tensors: for each argument, how it lies in memory and where.
+        tensors: for each argument, its memory layout and its place.
         step: what a profile says of it.
     """
 
@@ -131,12 +131,12 @@ Entry = PrimitiveCall | FunctionCall | AtenCall
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """An operator of a plan that a kernel of ours does not compute, though it is one for such operators.
+    """An operator of a plan that one of our kernels refuses, though the kernel is for such operators.
 
     Attributes:
         operator: of the user's model.
-        why: what the kernel said, or each way where torch computes the operator.
-        kernel: its name where another kernel of ours computes the operator; "" where torch does.
+        why: the reason of the kernel, or those of all ways if torch computes the operator.
+        kernel: its name if another of our kernels computes the operator; "" if torch does.
     """
 
     operator: str
@@ -151,13 +151,13 @@ class ExecutionPlan:
     Attributes:
         entries: the calls, in order.
         inputs: slots of the inputs.
-        outputs: what is returned: references, or values that are no tensors.
+        outputs: what is returned: references, or values that are not tensors.
         slots: how many there are.
         arena: bytes that calls share.
-        offsets: where each block lies in the arena.
-        scratchpad: bytes that every kernel may use, behind the blocks.
+        offsets: of each block in the arena.
+        scratchpad: bytes after the blocks that every kernel may use.
         wrong: for each operator, kernels that were passed over because their sums are wrong.
-        refusals: operators that torch computes though there are ways of ours, or that have not our best one.
+        refusals: operators that torch computes though we have ways for them, or that lack our best way.
     """
 
     entries: Sequence[Entry]
@@ -177,7 +177,7 @@ class Watched:
 
     Attributes:
         names: nodes of that graph.
-        behind: number of the entries behind which the tensor holds them; later ones may write there.
+        behind: number of entries after which the tensor holds the values; later entries may overwrite them.
         ref: the tensor.
     """
 

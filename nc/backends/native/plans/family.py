@@ -442,7 +442,7 @@ def _is_one_size(value: Any) -> bool:
 
 
 class FamilyInstance:
-    """A family with memory of its own, for one thread at a time and up to a capacity.
+    """A family with its own memory, for one thread at a time and up to a capacity.
 
     Args:
         family: what to run.
@@ -614,7 +614,7 @@ class FamilyInstance:
         return found
 
     def _layout(self, desc: Desc, rows: int, texts: int) -> Layout:
-        """Return how a tensor lies in memory for these sizes."""
+        """Return the memory layout of a tensor for these sizes."""
         found = self._layouts.get((desc, rows, texts))
         if found is None:
             found = self._layouts[desc, rows, texts] = self._maker.layout(placed(desc, rows, texts))
@@ -711,7 +711,7 @@ class _Place:
         set: function that does it.
         word: where.
         slot: of the tensor.
-        offset: bytes behind its begin; a number or `Affine`.
+        offset: bytes from its begin; a number or `Affine`.
     """
 
     set: int

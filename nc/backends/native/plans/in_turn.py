@@ -75,7 +75,7 @@ class _Note:
 
 
 def in_turn(plan: ExecutionPlan) -> tuple[ExecutionPlan, list[_Note | None]]:
-    """Return a plan that computes the same, with the parts of functions in C one behind the other.
+    """Return a plan that computes the same, and runs the parts of functions in C consecutively.
 
     Returns:
         The plan, and for each entry where its last call notes what it did; None for other entries.
@@ -118,7 +118,7 @@ def predicted(
     overhead = statistics.median(overheads) if overheads else 0.0
     times = [
         [ms for ms, _ in run] for threads, run in runs.items() if _same_steps(plans[threads], measured)
-    ]  # what is no function in C runs in all of them as it is
+    ]  # steps that are not functions in C are the same in all of them
     least = [min(found) for found in zip(*times, (step.ms for step in measured), strict=True)]
     found = []
     for threads, run in runs.items():

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and copies of them that lie otherwise."""
+"""Memory layouts of tensors, and copies to other layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nc.kernels.onednn.descriptions import (
 def flat(*tensors: PlanTensor) -> list[Desc]:
     """Layouts of tensors that are treated element by element.
 
-    They have one dimension where all lie alike and without gaps; else they are as they lie.
+    They have one dimension if all tensors have the same strides and no gaps; else all their dimensions.
 
     Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of
     the dimensions.
@@ -42,7 +42,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of at least one element lies without gaps, whatever the order of its dimensions."""
+    """Whether a tensor has elements and no gaps, whatever the order of its dimensions."""
     return tensor.numel() > 0 and tuple(tensor.stride()) == dense_strides(tensor)
 
 
@@ -62,7 +62,7 @@ def copy(recorder: Recorder, source: PlanTensor, target: PlanTensor, node: fx.No
 
 
 def in_rows(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:
-    """Return a tensor that lies row by row: itself, or a copy."""
+    """Return a contiguous (row-major) tensor: itself, or a copy."""
     if x.tensor.is_contiguous():
         return x
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), x.tensor.dtype)
@@ -71,7 +71,7 @@ def in_rows(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:
 
 
 def channels_last(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:
-    """Return a tensor whose channels lie next to each other: itself, or a copy."""
+    """Return a tensor in channels-last memory format: itself, or a copy."""
     if is_channels_last(x.tensor):
         return x
     result = recorder.new(x.tensor.shape, channels_last_strides(x.tensor.shape), x.tensor.dtype)

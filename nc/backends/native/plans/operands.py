@@ -1,6 +1,6 @@
 """Values of a graph while a plan is recorded.
 
-They are tensors with the memory that they will lie in, nodes that wait, and weights.
+They are tensors with the memory that will hold them, nodes that wait, and weights.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PlanTensor:
-    """A tensor of this run, and the memory that it will lie in.
+    """A tensor of this run, and the memory that will hold it.
 
-    That memory is its block, its slot, or itself where it is constant.
+    That memory is a block or a slot; None for a constant, which holds itself.
     """
 
     tensor: torch.Tensor
@@ -37,9 +37,9 @@ class PlanTensor:
 
 
 def check_sizes(fit: bool, node: fx.Node, *shapes: Sequence[int]) -> None:
-    """Raise ValueError where tensors do not fit each other.
+    """Raise ValueError if tensors do not fit each other.
 
-    Kernels compute addresses from sizes, and read what lies there.
+    Kernels compute addresses from sizes, and read whatever is there.
 
     Args:
         fit: whether they fit.
@@ -166,9 +166,9 @@ def reads_blocks(arguments: Any) -> bool:
 
 
 def is_view(result: Any, arguments: Any) -> bool:
-    """Whether a result has no memory of its own.
+    """Whether a result has no separate memory.
 
-    It has tensors that are views of arguments, or is about sizes.
+    All its tensors are views of arguments, or it is about sizes and has none.
     """
     found = [
         r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)
@@ -201,7 +201,7 @@ def is_about_sizes(target: Any) -> bool:
 
 
 def alias(tensor: torch.Tensor, arguments: Any) -> PlanTensor | None:
-    """Return a result as a view of an argument; None when it has memory of its own."""
+    """Return a result as a view of an argument; None if it has separate memory."""
     if tensor.is_conj() or tensor.is_neg():
         return None  # sizes and strides do not tell that
     address = tensor.untyped_storage().data_ptr()

@@ -48,7 +48,7 @@ _Run = Callable[[list[Any]], None]
 
 
 class PlanInstance:
-    """A plan with memory of its own; for one thread at a time.
+    """A plan with its own memory; for one thread at a time.
 
     Args:
         plan: what to run.
@@ -80,10 +80,9 @@ class PlanInstance:
             for ref in plan.outputs
             if isinstance(ref, MemoryPart) and ref.root in returned and _is_whole(ref)
         }
-        #: Their memory is allocated at each call, and has the numbers behind the slots.
+        #: Blocks whose memory is allocated at each call; their numbers follow those of the slots.
         self._returned = {block: plan.slots + i for i, block in enumerate(returned)}
-        #: How a tensor lies in that memory that is all of it, so that it can be returned as it is; else the
-        #: memory's bytes.
+        #: Layout of a tensor that is all of that memory, so that it can be returned as it is; else bytes.
         self._whole = [
             ref.desc if _is_whole(ref) else Desc.dense((block.size,), torch.uint8)
             for block, ref in returned.items()
@@ -158,7 +157,7 @@ class PlanInstance:
         return tensors
 
     def _calls(self, entries: Sequence[PrimitiveCall | FunctionCall]) -> _Run:
-        """Return calls of primitives and functions one behind the other."""
+        """Return what calls primitives and functions consecutively."""
         calls = CallList()
         for entry in entries:
             if isinstance(entry, FunctionCall):
@@ -186,9 +185,10 @@ class PlanInstance:
         return execute
 
     def _address(self, ref: Ref) -> tuple[int | None, int]:
-        """Where a tensor lies.
+        """Return where a tensor is in memory.
 
-        It is None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
+        Returns:
+            None and its address, or the number of the tensor that it is a part of and the offset in bytes.
         """
         if isinstance(ref, Constant):
             self._keep.append(ref.tensor.untyped_storage())  # another one may be set to the tensor
@@ -289,7 +289,7 @@ def _is_whole(ref: MemoryPart) -> bool:
 
 
 def _part(memory: torch.Tensor, desc: Desc, offset: int) -> torch.Tensor:
-    """Return a tensor that lies `offset` bytes behind the begin of another."""
+    """Return a tensor that begins `offset` bytes after the begin of another."""
     typed = torch.empty(0, dtype=desc.dtype, device="cpu")
     begin = memory.storage_offset() * memory.element_size() + offset
     return typed.set_(memory.untyped_storage(), begin // desc.dtype.itemsize, desc.sizes, desc.strides)

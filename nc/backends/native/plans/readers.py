@@ -1,4 +1,4 @@
-"""Who reads a node, and how its result has to lie for that."""
+"""Readers of a node, and the layout that its result needs for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def only_quantized(node: fx.Node) -> bool:
 
 
 def strides_of_codes(node: fx.Node, x: torch.Tensor) -> tuple[int, ...]:
-    """How the codes of a tensor lie, for what reads them."""
+    """Return the strides of a tensor's codes that suit the codes' readers."""
     images = x.dim() in SPATIAL and _read_by_convolutions(node)
     return channels_last_strides(x.shape) if images else dense_strides(x)
 
@@ -43,7 +43,7 @@ def _read_by_convolutions(node: fx.Node) -> bool:
 
 
 def strides_of(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
-    """How a result lies, so that what moves it for its only reader need not copy it."""
+    """Return strides with which the transpose or permute of a result needs no copy for its only reader."""
     reader = only_user(node)
     while reader is not None and op_name(reader) in ("view", "reshape") and _have_same_shape(reader, node):
         reader = only_user(reader)

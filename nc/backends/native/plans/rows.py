@@ -42,11 +42,11 @@ class RowFormat:
     """What rows are rounded to, and their weights.
 
     Attributes:
-        name: in profiles, behind the instruction set; "" for codes.
+        name: in profiles, after the instruction set; "" for codes.
         dtype: of a number of a rounded row.
         function: in C, which rounds rows.
         isas: instruction sets with a product of such rows, the best one first.
-        behind: bytes that each row has behind all tiles.
+        behind: bytes that each row has after all tiles.
         sums: int8 weight [outputs, inputs] → what zero points are multiplied by, int32 [outputs].
     """
 
@@ -221,9 +221,9 @@ def multiply(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str,
 
 
 def chain(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> list[PlanTensor]:
-    """Multiply rounded rows in C and round what the product gives, perhaps behind a norm.
+    """Multiply rounded rows in C and round the product's result, perhaps after a norm.
 
-    The results are those of the product and of the norm, where they are kept, and the rounded ones.
+    The results are those of the product and of the norm, if they are kept, and the rounded ones.
     """
     form = BF16 if a["bf16"] else CODES
     found, product = _available(form), _product(form, recorder, node, a)
@@ -290,7 +290,7 @@ def _product(form: RowFormat, recorder: Recorder, node: fx.Node, a: Mapping[str,
 
 
 def _fp32_rows(recorder: Recorder, node: fx.Node, value: Any) -> PlanTensor:
-    """Return a tensor whose rows lie one behind the other."""
+    """Return an fp32 tensor in row-major order."""
     x = in_rows(recorder, recorder.read(value), node)
     need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}")
     return x

@@ -24,7 +24,7 @@ from nc.graph.fx_utils import call_function, sizes_of
 from nc.graph.views import Binary, Softmax, set_argument
 
 _aten = torch.ops.aten
-#: Operators that may stand between a softmax and its product with values.
+#: Operators that may occur between a softmax and its product with values.
 _AFTER_SOFTMAX = ROUNDINGS | {"dropout", "to"}
 _RESHAPES = ("reshape", "view", "_unsafe_view")
 

@@ -192,7 +192,7 @@ def distances_of(
         for n in {min(count, most) for count in _SOME}:
             some, of_some = _vectors(part, values, n, texts=2)
             same = vectors[:, columns[most - n : most + n - 1]]
-            # heads of one text stand behind those of the other
+            # heads of the second text follow those of the first
             same = same.repeat(max(1, some.shape[0] // same.shape[0]), 1, 1)
             if not torch.allclose(some[:, of_some], same, rtol=1e-4, atol=1e-6 * float(same.abs().max())):
                 msg = "what is added by distance depends on the length of the texts, or their number"
@@ -209,7 +209,7 @@ def _vectors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return vectors [heads, columns, width], and which of them belongs to each distance of n tokens.
 
-    Those of several texts may stand one after the other.
+    Heads of several texts may be concatenated.
     """
     mask = torch.ones(texts, n, dtype=torch.int64)
     vectors, column = values(part.vectors)(mask).mT * part.factor, values(part.column)(mask)
