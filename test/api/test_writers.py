@@ -230,9 +230,10 @@ def _public():
     """Return the names of all public functions, methods and options that take a path."""
     classes = {QuantizedModel, Report, Statistics, RecordedCalls, QuantizedTransformer, Document}
     for module in (nc, nc.hf, nc.interchange):
-        for name, value in vars(module).items():
+        for name in dir(module):  # not vars: names are imported when they are used
             if name.startswith("_"):
                 continue
+            value = getattr(module, name)
             if inspect.isclass(value):
                 classes.add(value)
             elif inspect.isfunction(value) and _takes_path(value):
