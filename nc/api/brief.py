@@ -10,26 +10,27 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from nc.api.advice import accuracy_lines, next_steps, reason_lines, reasons, some_names, source
+from nc.api.advice import Judged, accuracy_lines, next_steps, reason_lines, reasons, some_names, source
 from nc.api.op_report import OpReport
 from nc.backends.profiling.profile import Profile
-from nc.backends.profiling.verdict import Verdict
 from nc.calibration import sensitivity
 from nc.calibration.costly import FLOOR, trouble
 from nc.graph.accuracy import Accuracy
 from nc.graph.evidence import Evidence
 from nc.graph.plan import Applied
-from nc.graph.qdq import Finding
+from nc.graph.products import UnknownProduct, unknown_text
 from nc.numerics.metrics import relative_error
 from nc.text.fitted import COLUMNS, REST, Section, fitted
 from nc.text.table import columns, flowing
 
 #: Operators that are named as the most costly ones.
 _NAMED = 3
+#: What operators ran in that are not quantized, as far as the engine says.
+_NOTHING = ("fp32", "unknown")
 FOOT = "All operators, kernels and checks: report(details=True)"
 
 
-class Told(Protocol):
+class Told(Judged, Protocol):
     """What is read of a `Report`, whose docstring says what it means."""
 
     @property
@@ -37,15 +38,11 @@ class Told(Protocol):
     @property
     def backend(self) -> str: ...  # noqa: D102
     @property
-    def ops(self) -> Sequence[OpReport]: ...  # noqa: D102
-    @property
-    def health(self) -> Sequence[Finding]: ...  # noqa: D102
-    @property
-    def verdict(self) -> Verdict | None: ...  # noqa: D102
-    @property
     def profile(self) -> Profile | None: ...  # noqa: D102
     @property
-    def accuracy(self) -> Accuracy: ...  # noqa: D102
+    def changes(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def unknown_products(self) -> Sequence[UnknownProduct]: ...  # noqa: D102
     @property
     def algorithms(self) -> Sequence[Applied]: ...  # noqa: D102
     @property
@@ -65,11 +62,15 @@ def brief(report: Told) -> str:
     if not trouble(report.accuracy):  # of which the warnings have it
         head.append(f"error: {error_text(report.accuracy)}")
     head.append(f"size: {megabytes_text(report.weight_bytes)}, fp32 {megabytes_text(report.float_bytes)}")
+    head += report.changes
+    unknown = [unknown_text(report.unknown_products)] if report.unknown_products else []
     return fitted(
         head,
         [
             Section(*_rows(report.algorithms), 9),
-            Section("not int8, and why:", [f"- {line}" for line in reason_lines(report.ops)], REST),
+            Section(
+                "not int8, and why:", [f"- {line}" for line in (*unknown, *reason_lines(report.ops))], REST
+            ),
             Section("", costly("most error", _errors(report)), 3),
             Section("", costly("most time", _times(report)), 3),
             Section("what to do next:", [f"- {step}" for step in next_steps(report)], 5),
@@ -109,7 +110,7 @@ def _what_runs(report: Told) -> str:
     products = _products(report)
     forms = {
         form: sum(op.ran == form for op in products)
-        for form in dict.fromkeys(op.ran for op in products if op.ran != "fp32")
+        for form in dict.fromkeys(op.ran for op in products if op.ran not in _NOTHING)
     }
     simulated = [op.asked for op in report.ops if op.mode == "fake_quant"]
     if simulated:
@@ -123,9 +124,11 @@ def _products(report: Told) -> list[OpReport]:
 
 def _why_nothing(report: Told) -> str:
     """Return that nothing runs in int8, and the first reasons."""
-    found = list(reasons(_products(report)).items())
+    products = _products(report)
+    found = list(reasons(products).items())
     if not found:
-        return "nothing runs in int8: the model has no product of tensors"
+        why = "nobody says why" if products else "the model has no product of tensors"
+        return f"nothing runs in int8: {why}"
     more = f"; and {len(found) - 2} more reasons" if len(found) > 2 else ""
     why = "; ".join(f"{some_names(names)}: {why}" for why, names in found[:2])
     return f"nothing runs in int8: {why}{more}"
@@ -139,7 +142,7 @@ def counted(report: Told) -> tuple[int, int]:
 
 def speed_text(report: Told) -> str:
     """Return the speed relative to fp32, or that it was not measured."""
-    what = next((op.ran for op in _products(report) if op.ran != "fp32"), "quantized")
+    what = next((op.ran for op in _products(report) if op.ran not in _NOTHING), "quantized")
     return "not measured against fp32" if report.verdict is None else report.verdict.brief(what)
 
 
@@ -168,7 +171,7 @@ def _errors(report: Told) -> list[str]:
     """Return the operators that add most of the error."""
     for applied in report.algorithms:
         if applied.algorithm == sensitivity.NAME:
-            rows = applied.rows[1 : _NAMED + 1]
+            rows = [row for row in applied.rows if len(row) > 1][1 : _NAMED + 1]
             return [f"{source(name)} {share}" for name, share, *_ in rows if share != "0%"]
     depth = () if report.evidence is None else report.evidence.depth
     worst = sorted((point for point in depth if math.isfinite(point.local_db)), key=lambda p: p.local_db)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from nc.api.brief import Told
 from nc.api.op_report import OpReport
 from nc.backends.profiling.profile import Profile
 from nc.text.html_page import table
@@ -13,17 +14,9 @@ from nc.text.html_page import table
 _SHOWN = ("asked", "ran", "kernel")
 
 
-class Compared(Protocol):
+class Compared(Told, Protocol):
     """What is read of a `Report`, whose docstring says what it means."""
 
-    @property
-    def ops(self) -> Sequence[OpReport]: ...  # noqa: D102
-    @property
-    def backend(self) -> str: ...  # noqa: D102
-    @property
-    def profile(self) -> Profile | None: ...  # noqa: D102
-    @property
-    def weight_bytes(self) -> int: ...  # noqa: D102
     @property
     def sqnr_vs_fp32_db(self) -> float: ...  # noqa: D102
     @property

@@ -16,21 +16,14 @@ import torch
 
 from nc._version import __version__
 from nc.api.advice import next_steps, reasons
-from nc.api.brief import counted, error_text, megabytes_text, speed_text, tried, warnings_of
-from nc.api.op_report import OpReport
+from nc.api.brief import Told, counted, error_text, megabytes_text, speed_text, tried, warnings_of
 from nc.api.page_pictures import STYLE as PICTURES
 from nc.api.page_pictures import configuration, pictures
 from nc.api.page_strip import SCRIPT, strip
 from nc.api.page_strip import STYLE as STRIP
 from nc.api.page_times import times
 from nc.backends import cpu
-from nc.backends.profiling.profile import Profile
-from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import trouble
-from nc.graph.accuracy import Accuracy
-from nc.graph.evidence import Evidence
-from nc.graph.plan import Applied
-from nc.graph.qdq import Finding
 from nc.numerics.metrics import relative_error
 from nc.text.html_page import SORTING, bullets, document, escaped, table
 from nc.text.table import folded
@@ -39,36 +32,11 @@ from nc.text.table import folded
 FORMAT, SCHEMA = "nc-report", 1
 
 
-class Shown(Protocol):
+class Shown(Told, Protocol):
     """What is read of a `Report`, whose docstring says what it means."""
 
     @property
-    def ops(self) -> Sequence[OpReport]: ...  # noqa: D102
-    @property
-    def profile(self) -> Profile | None: ...  # noqa: D102
-    @property
-    def health(self) -> Sequence[Finding]: ...  # noqa: D102
-    @property
-    def algorithms(self) -> Sequence[Applied]: ...  # noqa: D102
-    @property
-    def model(self) -> str: ...  # noqa: D102
-    @property
-    def backend(self) -> str: ...  # noqa: D102
-    @property
-    def weight_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def float_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def changes(self) -> Sequence[str]: ...  # noqa: D102
-    @property
     def rewrites(self) -> Sequence[str]: ...  # noqa: D102
-
-    @property
-    def evidence(self) -> Evidence | None: ...  # noqa: D102
-    @property
-    def verdict(self) -> Verdict | None: ...  # noqa: D102
-    @property
-    def accuracy(self) -> Accuracy: ...  # noqa: D102
 
     def figures(self) -> str: ...  # noqa: D102
     def to_dict(self) -> dict[str, Any]: ...  # noqa: D102

@@ -215,9 +215,9 @@ class WeightReport:
         head = [
             *hopeless[:1],
             f"{self.model}: {len(low_bit)} of {len(self.layers)} layers have low-bit weights{bits}",
-            *([] if self.verdict is None else self.verdict.brief()),
+            *(["speed: not measured against float"] if self.verdict is None else self.verdict.brief()),
         ]
-        if self.sqnr_db is not None:
+        if self.sqnr_db is not None and not hopeless:  # which has it
             head.append(f"error: {decibels_text(self.sqnr_db)} against the float model in the first call")
         head.append(f"size: {megabytes_text(self.weight_bytes)}, fp32 {megabytes_text(self.float_bytes)}")
         losses = sorted((x for x in low_bit if x.loss is not None), key=lambda x: -(x.loss or 0.0))

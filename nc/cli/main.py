@@ -184,7 +184,8 @@ def quantize(
             )
         _calibrate(prepared, arrays, batch_size, progress)
         with step_of(progress, "convert") as say:
-            q_model = nc.convert(prepared, verify=verify, measure=measure, progress=say)
+            told = say if progress.console.is_terminal else None  # which is a line a minute in a pipe
+            q_model = nc.convert(prepared, verify=verify, measure=measure, progress=told)
         save(q_model, out)
     click.echo(str(q_model.report()))
     click.echo(plain(f"saved to {out}"))

@@ -27,7 +27,7 @@ def shown(progress: Progress | bool | None, what: str) -> Iterator[Progress]:
     """
     if callable(progress):
         yield progress
-    elif progress is False:
+    elif progress is False or sys.stderr is None:
         yield lambda *_: None
     else:
         display = _Display(what)
@@ -100,4 +100,4 @@ def _is_live() -> bool:
     """Whether a bar can move on stderr: in a terminal or a notebook."""
     if "ipykernel" in sys.modules:
         return True
-    return sys.stderr is not None and sys.stderr.isatty()
+    return sys.stderr.isatty()

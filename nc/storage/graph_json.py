@@ -153,10 +153,22 @@ def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
             str(a["algorithm"]),
             tuple(map(str, a["operators"])),
             str(a["text"]),
-            tuple(tuple(map(str, row)) for row in a.get("rows", ())),
+            _rows(a.get("rows", [])),
         )
         for a in document["algorithms"]
     )
+
+
+def _rows(data: Sequence[Sequence[object]]) -> tuple[tuple[str, ...], ...]:
+    """Return a table: rows of one length, and sentences, which are rows of one cell."""
+    if not isinstance(data, (list, tuple)) or not all(isinstance(row, (list, tuple)) and row for row in data):
+        msg = f"expected a table as a list of rows, but got {data!r}"
+        raise TypeError(msg)
+    rows = tuple(tuple(map(str, row)) for row in data)
+    if len({len(row) for row in rows if len(row) > 1}) > 1:
+        msg = "the rows of a table have different lengths"
+        raise ValueError(msg)
+    return rows
 
 
 def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple[torch.Tensor, ...]) -> None:

@@ -11,6 +11,8 @@ from nc.text.table import flowing
 LINES, COLUMNS = 25, 80
 #: `Section.most` of the section that gets the lines that the others leave; so many are kept for it.
 REST, _KEPT = 0, 4
+#: Lines of one item, and of the head.
+_OF_ITEM, _OF_HEAD = 4, 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +34,11 @@ def fitted(head: Iterable[str], sections: Sequence[Section], foot: str) -> str:
     """Return lines and sections as a text of at most `LINES` lines, from which whole items are left out.
 
     Args:
-        head: lines that are never left out.
+        head: what comes first; what does not fit into `_OF_HEAD` lines is cut.
         sections: in the order of the text.
         foot: the last line.
     """
-    lines = [part for line in head for part in flowing(line, COLUMNS)]
+    lines = [part for line in head for part in _wrapped(line)][:_OF_HEAD]
     room = LINES - len(lines) - 1
     parts: dict[int, list[str]] = {}
     for i, section in enumerate(sections):
@@ -51,10 +53,16 @@ def fitted(head: Iterable[str], sections: Sequence[Section], foot: str) -> str:
     return "\n".join([*lines, *body, foot])
 
 
+def _wrapped(text: str) -> list[str]:
+    """Return a text in lines, of which a long one ends with an ellipsis."""
+    lines = flowing(text, COLUMNS)
+    return lines if len(lines) <= _OF_ITEM else [*lines[: _OF_ITEM - 1], f"{lines[_OF_ITEM - 1]} …"]
+
+
 def _shown(section: Section, room: int) -> list[str]:
     """Return the items of a section that its lines have room for, and how many others there are."""
-    items = [flowing(item, COLUMNS) for item in section.items]
-    title = flowing(section.title, COLUMNS)
+    items = [_wrapped(item) for item in section.items]
+    title = _wrapped(section.title)
     if not items:
         return []
     if len(title) + sum(map(len, items)) <= room:

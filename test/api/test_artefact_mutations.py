@@ -289,6 +289,7 @@ def try_changes(name, backend, tmp_path):
                 warnings.simplefilter("ignore")
                 model = load(folder, backend=backend, verify="off")
                 model(*model.graph.example)
+                str(model.report())
                 model.report().text(details=True)
         except ArtefactError:
             refused += 1

@@ -1,5 +1,6 @@
 """What `print(report)` shows: at most 25 lines, in one order, and names that a configuration takes."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -22,6 +23,11 @@ from transformers import (
 import nc
 from nc.api.weight_report import WeightReport
 from nc.backends.profiling.verdict import Verdict
+from nc.calibration.costly import COSTLY, FLOOR
+from nc.graph.accuracy import Accuracy
+from nc.graph.plan import Applied
+from nc.graph.products import UnknownProduct
+from nc.graph.qdq import Finding
 from nc.numerics.metrics import relative_error
 from nc.text.fitted import LINES, REST, Section, fitted
 
@@ -178,6 +184,64 @@ def test_what_does_not_fit_is_counted():
     assert lines[-2] == f"- … {40 - (LINES - 1 - 7 - 2)} more"
     whole = fitted(head, [Section("all:", items[:3], 5)], "foot")
     assert whole == "a\nb\nall:\n- 0\n- 1\n- 2\nfoot"
+
+
+LONG = "a reason that takes very many words to tell " * 40
+
+
+@pytest.fixture(scope="module")
+def small():
+    torch.manual_seed(0)
+    model, x = mlp()
+    return nc.quantize(
+        model.eval(), nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, measure=False
+    ).report()
+
+
+def changed(report, **fields):
+    return dataclasses.replace(report, ops=tuple(dataclasses.replace(op, **fields) for op in report.ops))
+
+
+def test_no_text_breaks_the_limit(small):
+    """Whatever engines, algorithms and errors say, and however long names are."""
+    name = f"{'block.' * 60}layer"
+    ops = [
+        dataclasses.replace(op, operator=f"{name}{i}", ran="fp32", reason=f"{i} {LONG}")
+        for i, op in enumerate(small.ops * 9)
+    ]
+    rows = (("tried", "error"), (name, LONG), (LONG,))
+    worst = dataclasses.replace(
+        small,
+        ops=tuple(ops),
+        health=tuple(Finding(COSTLY, f"{name}{i}", 0.2, LONG) for i in range(5)),
+        accuracy=Accuracy(sqnr_db=3.0, data=LONG),
+        algorithms=(Applied(FLOOR, (), LONG), Applied("auto", (), LONG, rows)),
+        changes=(LONG,) * 9,
+        model="M" * 300,
+    )
+    text = str(worst)
+    assert len(text.splitlines()) <= LINES
+    assert "nothing runs in int8" in text.replace("\n    ", " ")
+    assert text.splitlines()[-1].startswith("All operators")
+
+
+def test_a_reason_that_is_too_long_is_cut_and_not_left_out(small):
+    text = str(changed(small, ran="fp32", reason=LONG))
+    assert text.count("a reason that takes") > 2
+    assert " …\n" in text
+
+
+def test_an_engine_that_says_nothing_runs_nothing_in_int8(small):
+    text = str(changed(small, ran="unknown", reason=""))
+    assert "nothing runs in int8" in text.splitlines()[0]
+    assert "the engine does not say" in text.replace("\n    ", " ")
+
+
+def test_what_load_changed_and_weights_that_stay_float_are_said(small):
+    unknown = UnknownProduct(operator="experts.mm", weight="experts.w", shape=(4, 1000, 1000))
+    text = str(dataclasses.replace(small, changes=("0: codes are smaller",), unknown_products=(unknown,)))
+    assert "\n0: codes are smaller\n" in text
+    assert text.index("not int8, and why") < text.index("4.0 M weights stay fp32")
 
 
 def test_a_model_that_is_slower_says_so():

@@ -589,6 +589,7 @@ def test_a_changed_artefact_with_correct_checksums_is_refused_or_loads(saved, tm
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = nc.load(folder)
+                str(nc.report(model))
                 nc.report(model).text(details=True)
         except nc.ArtefactError:
             refused += 1
