@@ -6,6 +6,7 @@ do next. Everything else is in `report(details=True)`.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -134,10 +135,12 @@ def _why_nothing(report: Told) -> str:
     return f"nothing runs in int8: {why}{more}"
 
 
-def counted(report: Told) -> tuple[int, int]:
-    """Return the number of products, and of those that run in int8."""
+def counted(report: Told) -> tuple[int, int, str]:
+    """Return the number of products, how many run in the most frequent precision but fp32, and which."""
     products = _products(report)
-    return len(products), sum(op.ran == "int8" for op in products)
+    forms = collections.Counter(op.ran for op in products if op.ran not in _NOTHING)
+    form, count = next(iter(forms.most_common(1)), ("int8", 0))
+    return len(products), count, form
 
 
 def speed_text(report: Told) -> str:

@@ -90,17 +90,17 @@ def page_of(report: Shown, title: str = "", above: str = "", below: str = "") ->
 def _cards(report: Shown) -> str:
     """Return the four figures that decide: speed, error, share of int8, size."""
     verdict, db = report.verdict, report.accuracy.sqnr_db
-    products, int8 = counted(report)
+    products, quantized, form = counted(report)
     cards = [
         ("?" if verdict is None else f"{verdict.ratio:.2f} ×", speed_text(report)),
         (f"{100 * relative_error(db):.2g} %", f"error: {error_text(report.accuracy)}"),
-        (f"{int8} of {products}", "products run in int8"),
+        (f"{quantized} of {products}", f"products run in {form}"),
         (
             megabytes_text(report.weight_bytes),
             f"of constants; fp32 has {megabytes_text(report.float_bytes)}",
         ),
     ]
-    unsure = [verdict is None or not verdict.certain, bool(trouble(report.accuracy)), not int8, False]
+    unsure = [verdict is None or not verdict.certain, bool(trouble(report.accuracy)), not quantized, False]
     made = (
         f"<div><b{' class=doubt' * doubt}>{escaped(figure)}</b>{escaped(text)}</div>"
         for (figure, text), doubt in zip(cards, unsure, strict=True)
