@@ -149,8 +149,8 @@ def convert(
             and the rule that leaves them in fp32. "undo": they are left in fp32, and so is the whole model
             where int8 is not 1.02 times as fast; the report says which and why. With "auto" it always acts.
         progress: called as `progress(done, total, name)` before each block of weight-only quantization, and
-            before each configuration that "auto" tries. None: stderr shows a bar in a terminal or notebook,
-            and a line a minute elsewhere. False: nothing is shown.
+            before each configuration that "auto" tries. None: a bar in a terminal, a line that changes in a
+            notebook, and a line a minute on stderr elsewhere. False: nothing is shown.
 
     Returns:
         A `QuantizedModel`; with weight-only quantization a module of the class of the user's model.

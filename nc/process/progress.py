@@ -1,4 +1,4 @@
-"""How far a long call is, on stderr: a bar in a terminal and in a notebook, a line a minute elsewhere."""
+"""How far a long call is: a bar in a terminal, a line that changes in a notebook, else a line a minute."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ class _Display:
         self._thread.join()
 
     def _show(self) -> None:
-        if _is_live():
+        display = _display_of_notebook()
+        if display is not None or sys.stderr.isatty():
             if not self._ended.wait(_BAR_AFTER):
-                self._bar()
+                self._bar() if display is None else self._updates(display)
             return
         while not self._ended.wait(_LINE_AFTER):
             sys.stderr.write(f"{self._line()}\n")
@@ -69,6 +70,13 @@ class _Display:
         count = f" [{done}/{total}]" if total else ""
         text = " ".join(plain(f"nc: {self._what}{count} {name}").split())
         return f"{text}, {time.monotonic() - self._start:.0f} s"
+
+    def _updates(self, display: Callable[..., Any]) -> None:
+        """Show a line in a notebook that changes; a bar of rich would need ipywidgets."""
+        shown = display({"text/plain": self._line()}, raw=True, display_id=True)
+        while not self._ended.wait(0.5):
+            shown.update({"text/plain": self._line()}, raw=True)
+        shown.update({"text/plain": f"{self._line()}, done"}, raw=True)
 
     def _bar(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -96,8 +104,8 @@ def _console() -> Any:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-def _is_live() -> bool:
-    """Whether a bar can move on stderr: in a terminal or a notebook."""
-    if "ipykernel" in sys.modules:
-        return True
-    return sys.stderr.isatty()
+def _display_of_notebook() -> Callable[..., Any] | None:
+    """Return what shows values in the notebook that runs this process; None where there is none."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return ipython.display.display if ipython is not None and hasattr(shell, "kernel") else None

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -66,6 +67,33 @@ def test_something_else(given):
     prepared = nc.prepare(nn.Linear(4, 4).eval(), nc.DynamicQuantConfig(), example_inputs=x)
     with pytest.raises(nc.InputError, match="Expected progress to be a function that is told"):
         nc.convert(prepared, progress=given)
+
+
+def test_a_line_that_changes_in_a_notebook(monkeypatch, capsys):
+    """With what IPython has in a kernel; a bar of rich needs ipywidgets, which need not be installed."""
+    texts = []
+
+    class Handle:
+        def update(self, data, raw):
+            texts.append((data["text/plain"], raw))
+
+    def display(data, raw, display_id):
+        texts.append((data["text/plain"], raw and display_id))
+        return Handle()
+
+    shell = types.SimpleNamespace(kernel="one")
+    module = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setattr(progress, "_BAR_AFTER", 0.05)
+    with shown(None, "convert") as tell:
+        tell(1, 4, "blocks.3")
+        threading.Event().wait(0.9)
+    assert all(given for _, given in texts)
+    *lines, last = [text for text, _ in texts]
+    assert len(lines) >= 2
+    assert all(re.fullmatch(r"nc: convert \[1/4\] blocks\.3, \d s", line) for line in lines), lines
+    assert re.fullmatch(r"nc: convert \[1/4\] blocks\.3, \d s, done", last)
+    assert capsys.readouterr().err == ""
 
 
 SCRIPT = """
