@@ -88,7 +88,7 @@ def given_of(instances: Any) -> Arrays:
     """Return the items of a request, texts or objects, as arrays with one row for each.
 
     Raises:
-        BadRequestError: they are no texts, and no objects with the same names and shapes; or there is none.
+        BadRequestError: they are neither texts nor objects with the same names and shapes; or there is none.
     """
     if not isinstance(instances, list) or not instances:
         msg = 'expected {"instances": [...]} with one item or more'

@@ -90,7 +90,7 @@ def _is_exact(pair: Pair) -> bool:
 
 
 def _absorb(module: fx.GraphModule, pair: Pair, c: torch.Tensor) -> None:
-    """Move c, float64 [channels], from the first layer's outputs behind the second layer's weight."""
+    """Subtract c, float64 [channels], from the first layer's bias and add `W c` to the second layer's."""
     weight = constant_of(module, Weighted.of(pair.second).weight)
     matrix = grouped(pair.second, weight.double()).sum(3)
     added = torch.einsum("goi,gi->go", matrix, c.view(matrix.shape[0], -1)).flatten()

@@ -36,7 +36,7 @@ class DeadChannels:
     stage: ClassVar[Stage] = Stage.CODES
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
-        """Return the outputs of int8 operators in front of a ReLU."""
+        """Return the outputs of int8 operators before a ReLU."""
         names = {d.operator for d in plan.quantized}
         watched = [n for n in module.graph.nodes if n.meta.get("operator") in names and _is_before_relu(n)]
         axes = {
@@ -102,7 +102,7 @@ def never_above_0(state: State, output: torch.Tensor, axis: int) -> State:
 
 
 def _finding(operator: str, codes: torch.Tensor, context: Context) -> Finding | None:
-    """Return what there is to say of one operator; `codes` has the output channels first."""
+    """Return the finding for one operator, if any; `codes` has the output channels first."""
     zero = codes.flatten(1).eq(0).all(1)
     text, silent = f"{int(zero.sum())} with all weights 0", torch.zeros_like(zero)
     state = context.observed.get((operator, "output"), {})

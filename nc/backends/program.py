@@ -34,7 +34,7 @@ class Program:
             export notes at every node.
         operators: name of the submodule → operator.
         tensors: for each output of the graph whether it is a tensor.
-        others: flat inputs → the outputs that are no tensors, as numbers that are computed from sizes.
+        others: flat inputs → the outputs that are not tensors, such as numbers computed from sizes.
     """
 
     module: fx.GraphModule
@@ -60,8 +60,8 @@ def program(
     Args:
         part: the graph, which stays as it is.
         example: flat inputs of it.
-        rewrite: changes a copy of the graph, so that it has only operators that are known to what comes
-            behind the export.
+        rewrite: changes a copy of the graph, so that it has only operators that the importer of
+            the export knows.
     """
     with torch.no_grad():
         tensors = tuple(isinstance(value, torch.Tensor) for value in part(*example))

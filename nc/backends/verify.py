@@ -153,7 +153,7 @@ def required_db(graph: QDQGraph) -> float:
 
 
 def shapes(outputs: Sequence[Any]) -> list[torch.Size | None]:
-    """Return the shape of each output; None for what is no tensor."""
+    """Return the shape of each output; None for other values than tensors."""
     return [value.shape if isinstance(value, torch.Tensor) else None for value in outputs]
 
 
@@ -189,7 +189,7 @@ def _where(found: Search) -> str:
     return "No single operator differs; the error accumulates. "
 
 
-#: What an engine gives for a graph of its own and its inputs.
+#: Runs a separate graph on its inputs with an engine.
 RunGraph = Callable[[fx.GraphModule, tuple[torch.Tensor, ...]], Sequence[Any]]
 
 
@@ -246,7 +246,7 @@ def _prefix_sqnr_db(
 
 
 def _codes_of(node: fx.Node) -> list[fx.Node]:
-    """Return the dequantize nodes behind an operator, through what is fused behind it.
+    """Return the dequantize nodes after an operator, through operators that are fused with it.
 
     A fault of fusion may show in codes only.
     """

@@ -102,7 +102,7 @@ def _of_input(edge: Edge, qparams: QParams, state: State, seen: Seen) -> Iterato
 
 
 def saturation(state: State, seen: Seen, qparams: QParams) -> float | None:
-    """Share of the calibration values that lie more than half a step outside of the range.
+    """Return the share of the calibration values that are more than half a step outside of the range.
 
     None if it is not known: some values were clipped, and no histogram was collected (moving averages).
     """

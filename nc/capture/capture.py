@@ -490,13 +490,13 @@ def _shown(value: Any) -> str:
 
 
 def _shapes(value: Any, dims: Callable[[Any, bool], Any], depth: int = 0) -> Any:
-    """Return what dimensions are free, in the structure of arguments.
+    """Return the free dimensions, in the structure of the arguments.
 
-    There torch.export wants a list for each object.
+    torch.export expects a list there for each object.
 
     Args:
         value: the arguments by name, or a part of them.
-        dims: (leaf, whether it is an argument of its own) → its free dimensions.
+        dims: (leaf, whether it is itself an argument) → its free dimensions.
         depth: how many containers are around `value`.
     """
     if pytree.tree_structure(value).is_leaf():
@@ -507,9 +507,9 @@ def _shapes(value: Any, dims: Callable[[Any, bool], Any], depth: int = 0) -> Any
 
 
 def _auto_dims(leaf: Any, alone: bool, images: bool, lengths: frozenset[int]) -> Any:
-    """Every dimension free. Of images and videos only the batch is free, unless `images` is set.
+    """Return all dimensions as free; of images and videos only the batch, unless `images` is set.
 
-    A mask over `lengths` is not an image, and neither is what stands in a list or in a key-value cache.
+    A mask over `lengths` is not an image, and neither is a tensor in a list or a key-value cache.
     """
     if not isinstance(leaf, torch.Tensor):
         return None
@@ -569,7 +569,7 @@ def _not_asked(asked: Any, dims: tuple[int | str, ...]) -> tuple[int, ...]:
     """Return the fixed dimensions of an argument that torch.export was not asked to leave free.
 
     Args:
-        asked: by dimension, or a list of all; an integer, None or `Dim.STATIC` is no question.
+        asked: by dimension, or a list of all; an integer, None or `Dim.STATIC` does not ask.
         dims: sizes, or names of free ones.
     """
     given = asked if isinstance(asked, dict) else dict(enumerate(asked or ()))

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Cause(enum.Enum):
-    """Every reason that there is; the value is its text, with the names of its arguments in braces."""
+    """Every reason; the value is its text, with the names of its arguments in braces."""
 
     OTHER = "{text}"
     # what the captured operator is

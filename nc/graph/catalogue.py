@@ -45,7 +45,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("rnn_tanh_cell", "rnn_relu_cell"), "rnn_cell"),
 }
 
-#: Elementwise operators that engines fuse behind the integer compute in front of them.
+#: Elementwise operators that engines fuse into the integer operator before them.
 ACTIVATIONS = frozenset(
     {
         "relu",
@@ -172,7 +172,7 @@ OF_OPERATOR = frozenset({_NAME, _KIND})
 def op_name(node: object) -> str:
     """Return the name of a node's operator ("linear"), see `name_of`.
 
-    It is "" for what is not a call, and for arguments that are no node.
+    It is "" for nodes that are not calls, and for arguments that are not nodes.
 
     Raises:
         LookupError: the node does not carry it.
@@ -294,7 +294,7 @@ def may_be_view(node: fx.Node) -> bool:
 def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
     """Return the first node that is not `through`, from `node` up along first inputs.
 
-    It also ends where a first input is no node.
+    The climb also stops at a node whose first input is not a node.
     """
     while through(node) and (source := first_input(node)) is not None:
         node = source

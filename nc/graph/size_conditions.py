@@ -90,7 +90,7 @@ def parsed(text: str) -> _Run:
     """Return a function that takes sizes by name and gives the value.
 
     Raises:
-        ValueError: the text is none of a condition.
+        ValueError: the text is not a condition.
     """
     try:
         return _compiled(ast.parse(text, mode="eval").body)

@@ -120,7 +120,7 @@ def _attend(
         query: [texts, heads, rows, width].
         key: likewise, with heads of keys.
         value: likewise.
-        attention_mask: [texts, keys], true for what is no padding; None: there is no padding.
+        attention_mask: [texts, keys], true for tokens that are not padding; None: there is no padding.
         dropout: 0.
         scaling: factor of the scores; 1 / sqrt(width) by default.
         sliding_window: keys that a row sees, its own among them.
@@ -182,10 +182,10 @@ def _attend_padded(
     mask: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Return the attention to keys that are no padding; queries of padding get 0, if they are known.
+    """Return the attention to keys that are not padding; queries of padding get 0, if they are known.
 
-    transformers' own function takes queries for padded as the last keys are. That is wrong for attention to
-    the texts of an encoder.
+    transformers' own function treats queries as padded where the last keys are. That is wrong for attention
+    to the texts of an encoder.
 
     Args:
         module: of the model.

@@ -1,6 +1,6 @@
 """A table of checksums over the files of a folder that nc.hf wrote, checked before one of them is used.
 
-Artefacts have checksums of their own: the table has that of their `checksums.json`. Files that are not in it,
+Artefacts have their own checksums: the table has that of their `checksums.json`. Files that are not in it,
 such as a README that was added later, are not looked at. Folders of versions that wrote no table are loaded
 with a warning.
 """

@@ -57,7 +57,7 @@ def read_by_others(place: Path, trust_remote_code: bool) -> Iterator[None]:
     """Give errors of transformers and sentence-transformers that read a file or folder a type.
 
     Raises:
-        ArtefactError: code that lies in the folder would have to run.
+        ArtefactError: code in the folder would have to run.
         ArtefactCorruptError: any other error.
     """
     try:

@@ -45,8 +45,7 @@ def quantize(
         config: as for `nc.quantize`.
         processor: tokenizer, image processor or feature extractor, which is saved beside the model; None: the
             one in the model's folder. Batches need none.
-        trust_remote_code: run Python code that lies in the model's folder, where transformers has no class of
-            its own.
+        trust_remote_code: run Python code in the model's folder, if transformers has no class for the model.
         options: of `nc.quantize`.
 
     Returns:
@@ -55,8 +54,8 @@ def quantize(
     Raises:
         InputError: the model has a decoder alone, or does not read what data has.
         ConfigError: a configuration for weights alone.
-        ArtefactError: something else than an earlier result lies at `out`, or the folder of the model needs
-            code that is not trusted.
+        ArtefactError: `out` exists and is not an earlier result, or the folder of the model needs code that
+            is not trusted.
     """
     target = replaceable(resolved(checked_path("out", out)), CONFIG, ARTEFACT)
     if isinstance(model, (str, os.PathLike)):
@@ -122,13 +121,12 @@ def load(
         verify: as for `nc.load`.
         verify_sizes: as for `nc.load`.
         padding: as for `nc.load`.
-        trust_remote_code: run Python code that lies in the folder, where transformers has no configuration of
-            its own.
+        trust_remote_code: run Python code in the folder, if transformers has no configuration for the model.
 
     Raises:
-        ArtefactError: it is no such folder, a file is damaged or missing, or it needs code that is not
+        ArtefactError: it is not such a folder, a file is damaged or missing, or it needs code that is not
             trusted.
-        InputError: an entry of `warm` does not fit the model, or `lengths` are no numbers of tokens.
+        InputError: an entry of `warm` does not fit the model, or `lengths` are not numbers of tokens.
         VerificationError, BackendError: as for `nc.load`.
     """
     place = checked_path("folder", folder)
@@ -166,7 +164,7 @@ def _opened(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _check_kind(model: Any) -> None:
-    """Raise InputError for what is no model of transformers, and for decoders without an encoder."""
+    """Raise InputError for objects other than transformers models, and for decoders without an encoder."""
     if not hasattr(model, "config") or not hasattr(model, "main_input_name"):
         msg = f"{type(model).__name__} is no model of transformers: nc.quantize takes any nn.Module."
         raise InputError(msg)
@@ -180,7 +178,7 @@ def _check_kind(model: Any) -> None:
 
 
 def _processor(model: Any, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return what stands beside a model's weights; or None, and why."""
+    """Return the processor saved beside a model's weights, and ""; or None, and why."""
     import transformers
 
     place = str(getattr(model.config, "_name_or_path", ""))

@@ -55,9 +55,9 @@ def quantize_sentence_transformer(
         The quantized model, of the same class, loaded from the folder.
 
     Raises:
-        InputError: no texts, or the first module of the model is no encoder of transformers.
+        InputError: no texts, or the first module of the model is not an encoder of transformers.
         ConfigError: a configuration for weights alone.
-        ArtefactError: something else than an earlier result lies at `out`.
+        ArtefactError: `out` exists and is not an earlier result.
     """
     if isinstance(texts, str) or not texts:
         msg = "texts: give a list of sentences, as users send them; 100 or more."
@@ -107,12 +107,12 @@ def load_sentence_transformer(
         verify_sizes: as for `nc.load`.
         padding: as for `nc.load`.
         trust_remote_code: take modules and functions that are not of sentence-transformers or torch.nn, and
-            run Python code that lies in the folder.
+            run Python code in the folder.
 
     Raises:
-        ArtefactError: it is no such folder, a file is damaged or missing, or it needs code that is not
+        ArtefactError: it is not such a folder, a file is damaged or missing, or it needs code that is not
             trusted.
-        InputError: an entry of `warm` does not fit the model, or `lengths` are no numbers of tokens.
+        InputError: an entry of `warm` does not fit the model, or `lengths` are not numbers of tokens.
         VerificationError, BackendError: as for `nc.load`.
     """
     place = checked_path("folder", folder)

@@ -77,7 +77,10 @@ def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
         refuse(name, NAME, f"N = {outputs} outputs are no multiple of 8", "Leave this layer out (exclude)")
     if inputs % 32:
         refuse(
-            name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)"
+            name,
+            NAME,
+            f"K = {inputs} input channels are no multiple of 32",
+            "Leave this layer out (exclude)",
         )
     if codes.group not in GROUPS and codes.scale.shape[1] != 1:
         refuse(

@@ -111,7 +111,10 @@ def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
         )
     if inputs % 32:
         refuse(
-            name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)"
+            name,
+            NAME,
+            f"K = {inputs} input channels are no multiple of 32",
+            "Leave this layer out (exclude)",
         )
     if outputs % max(fields, 8):
         refuse(

@@ -64,7 +64,7 @@ def opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _descriptor(name: str, flags: int, directory: int | None) -> Iterator[int]:
-    """Yield a descriptor of what has this name and is no link."""
+    """Open a name that is not a link, and yield the descriptor."""
     try:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=directory)
     except OSError as error:
@@ -104,7 +104,7 @@ def _others_decide(status: os.stat_result) -> bool:
     """Whether another user than root can put something else in the place of a folder's content."""
     if status.st_uid not in (0, os.getuid()):
         return True
-    if status.st_mode & stat.S_ISVTX:  # as /tmp: only owners of what lies there can
+    if status.st_mode & stat.S_ISVTX:  # as /tmp: only owners of its entries can
         return False
     return bool(status.st_mode & 0o002 or (status.st_mode & 0o020 and not _is_own_group(status.st_gid)))
 

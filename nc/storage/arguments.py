@@ -57,7 +57,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "str": (str,),
 }
-#: Where a projection stands among the weights of a layer with biases.
+#: Index of the projection among the weights of a layer with biases.
 _PROJECTION = 4
 #: Codes of each dtype.
 _CODES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
@@ -145,9 +145,9 @@ def _check_value(target: torch._ops.OpOverload, argument: Argument, value: Any) 
 
 
 def check_codes(module: fx.GraphModule) -> None:
-    """Raise ValueError where codes are read otherwise than they were made.
+    """Raise ValueError if codes are not read as they were made.
 
-    Engines merge what stands between them.
+    Engines merge the operators in between.
 
     Codes are constants, or made by a quantize node, and only dequantize nodes read those; scales of channels
     are constants.
@@ -424,7 +424,7 @@ def _limits_of_codes(given: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _check_scale(scale: Any, zero_point: Any, dtype: Any, limits: tuple[int, int] | None) -> None:
-    """Raise ValueError for numbers that are no scale, or no zero point among the codes of a dtype."""
+    """Raise ValueError if a scale is not finite and positive, or a zero point is not a code of the dtype."""
     if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
         msg = f"{scale!r} is no scale"
         raise ValueError(msg)

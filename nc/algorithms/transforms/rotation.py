@@ -26,10 +26,10 @@ from nc.graph.plan import Applied
 class Rotation:
     """Spreads outliers over all channels, by orthogonal matrices that cancel out.
 
-    Weights are multiplied by these matrices. It costs nothing at run time. It is for decoders whose norms
-    stand in front of attention and feed-forward part. The gains of these norms are first folded into the
-    linears behind them. What reads the residual stream is multiplied by R1, what writes to it (embeddings
-    too) by its transpose. For a model with LayerNorm, R1 keeps the mean of the channels.
+    Weights are multiplied by these matrices, which costs nothing at run time. It is for decoders whose norms
+    precede attention and feed-forward. The gains of these norms are first folded into the linears that read
+    them. Layers that read the residual stream are multiplied by R1, layers that write to it (embeddings too)
+    by its transpose. For a model with LayerNorm, R1 keeps the mean of the channels.
 
     Attributes:
         heads: also rotate values per head (R2).
@@ -93,9 +93,9 @@ class Rotation:
     def _rotate_heads(
         self, scope: Scope, stream: _Stream, prefix: str, link: Link, generator: torch.Generator
     ) -> bool:
-        """R2 of one block, if the block then computes the same.
+        """Rotate one block by R2, if the block then computes the same.
 
-        A down projection behind an up projection, for one, cannot be rotated.
+        A down projection after an up projection, for example, cannot be rotated.
         """
         heads = stream.head and _whole_heads(link, stream.head)
         if not heads:
@@ -121,7 +121,7 @@ class _Stream:
         call: a sample of the model.
         blocks: names of the blocks.
         calls: a sample of each block.
-        norms: (prefix of a block, link from a norm to its readers); "" for the norm behind the blocks.
+        norms: (prefix of a block, link from a norm to its readers); "" for the norm after the blocks.
         values: (prefix, link from values to an output projection, perhaps also others from a linear to one).
         embeddings: names of what starts the stream.
         readers: names of linears that read it.
@@ -363,7 +363,7 @@ def _fold_bias(block: torch.nn.Module, link: Link) -> None:
 
 
 def _untie(model: torch.nn.Module) -> None:
-    """Give the output head a weight of its own."""
+    """Give the output head its own weight."""
     for layer in layers_of(model):
         if layer.head and layer.kind == "linear":
             weight = layer.module._parameters["weight"]

@@ -33,7 +33,7 @@ def accelerate_generation(model: _Model) -> _Model:
         The model.
 
     Raises:
-        InputError: it is no such model.
+        InputError: it is not such a model.
         UnsupportedError: it keeps other states than keys and values of all tokens, has hooks inside, or
             rotary positions that change with the length of a text.
         CaptureError: its step can't be captured.

@@ -33,7 +33,7 @@ class OnnxOperator:
         operator: its name.
         kind: "conv2d", "linear", …
         int8: whether it ran in int8.
-        kernel: what computed it, e.g. "QLinearConv"; "" where the profile has no kernel of its own for it.
+        kernel: what computed it, e.g. "QLinearConv"; "" where the profile has no separate kernel for it.
         reason: why it did not run in int8, as far as is known; "" where it did.
     """
 
@@ -121,7 +121,7 @@ def operators(
 def _operator_of(name: str, nodes: Mapping[str, str]) -> str:
     """Return the operator of a kernel.
 
-    ONNX Runtime puts `_token_5`, `_2` or `/…` behind the name of a node that it rewrote.
+    ONNX Runtime appends `_token_5`, `_2` or `/…` to the name of a node that it rewrote.
     """
     fits = [node for node in nodes if name.startswith(node) and not name[len(node) :][:1].isalnum()]
     return nodes[max(fits, key=len)] if fits else ""

@@ -13,7 +13,7 @@ from nc.nn import KernelChoice
 
 #: How the runtime model calls precisions → what a report says.
 _PRECISIONS = {"u8": "int8", "i8": "int8", "bf16": "bf16", "f32": "fp32"}
-#: Layers that compute nothing of their own.
+#: Layers without arithmetic.
 _PASSIVE = frozenset(
     {"Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Broadcast", "Concatenation"}
 )

@@ -106,7 +106,7 @@ def main(directory: str, module: str, name: str, threads: str, parent: str) -> N
     backend = getattr(importlib.import_module(module), name)()
     check_available(backend)
     inputs = torch.load(folder / "inputs.pt", weights_only=True)
-    options = {"isolate": "never"} if "isolate" in backend.options else {}  # this is a process of its own
+    options = {"isolate": "never"} if "isolate" in backend.options else {}  # this is a separate process
     engine = backend.lower(store.read(folder / "model").graph(), verify="off", **options)
     profile = dataclasses.replace(engine.profile(inputs), limits=measured(int(threads)))
     (folder / "profile.json").write_text(json.dumps(dataclasses.asdict(profile)))

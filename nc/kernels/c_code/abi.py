@@ -3,9 +3,9 @@
     python nc/kernels/c_code/abi.py     # prints the header
 
 A function of the table takes (structure, not used, count of tensors, their addresses), as
-`dnnl_primitive_execute` does, so that one list of calls has both. The structure is a row of numbers of 8
-bytes, of which the first one is its size. Sources in C include the header in front of all else, see
-`flags.command`. Imports nothing of nc: setup.py needs it where there is no torch.
+`dnnl_primitive_execute` does, so that one list of calls has both. The structure is a sequence of 8-byte
+numbers, of which the first is its size. C sources include the header first, see `flags.command`. This module
+imports nothing of nc: setup.py needs it where torch is not installed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Field:
         return f"{_TYPES[self.kind]} {self.name}{sizes};{comment}"
 
     def numbers(self, value: Value) -> list[int | float]:
-        """Return the numbers of a value, in the order in which they lie in memory.
+        """Return the numbers of a value, in memory order.
 
         Raises:
             TypeError: it has another shape, or numbers of another kind.
@@ -107,10 +107,10 @@ def _flat(value: Value, shape: tuple[int, ...]) -> list[int | float] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """Numbers that C reads by their names, in front of them the size of all in bytes.
+    """Numbers that C reads by their names, preceded by their total size in bytes.
 
     Attributes:
-        name: in C with `nc_` in front.
+        name: in C with the prefix `nc_`.
         what: what they describe.
         fields: in their order.
     """
@@ -292,14 +292,14 @@ class Constants:
         float_rows: likewise `float_attention`.
         widest_head: of the two with codes.
         most_followers: of its products.
-        panel: outputs that lie side by side in a packed weight.
+        panel: outputs that are adjacent in a packed weight.
         most_taps: positions of a window of `depthwise`.
-        word: inputs whose codes lie side by side for one output of `recurrent`.
+        word: inputs whose codes are adjacent for one output of `recurrent`.
         most_normed: elements of a row that `norm_rows` and `row_chain` norm.
         most_inputs: whose products int32 can sum there, and those of keys of `dynamic_attention`.
         low_bit_step: to a multiple of which a row of `low_bit` is padded where it is one group.
         blocks_step: to a multiple of which each group of `low_bit_blocks` is padded.
-        most_regions: of a call whose parts run one behind the other, that are noted apart.
+        most_regions: regions of a call with consecutive parts that are recorded separately.
         most_parts: of each of them.
         flash_rows: queries of a block of `flash`.
         flash_keys: keys of one.

@@ -236,7 +236,7 @@ def _elsewhere(
 ) -> tuple[ctypes.CDLL, str]:
     """Return a library loaded from a private folder of temporary files, or from memory.
 
-    The cache may lie where nothing can be run.
+    The cache may be in a folder that does not allow execution.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="nc-") as directory:

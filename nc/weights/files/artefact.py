@@ -132,7 +132,7 @@ def read(
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Where the tensors of an artefact lie, by all their names."""
+    """Return where the tensors of an artefact are stored, by all their names."""
     found = stored_in(directory / folder.WEIGHTS)
     document = json_object(directory / folder.MODEL)
     return {name: found[key] for name, key in _names(document["tensors"]).items()}
@@ -189,7 +189,7 @@ def _tensors(
 
 
 def _storable(name: str, tensor: torch.Tensor, memory: set[int]) -> torch.Tensor:
-    """Return the tensor, contiguous and in memory of its own."""
+    """Return the tensor, contiguous and in its own memory."""
     json_values.dtype_name(tensor.dtype, name)
     tensor = tensor.detach().contiguous()
     storage = tensor.untyped_storage()

@@ -119,8 +119,8 @@ def window_of(
         x: [N, C, ...].
         weight: [out, C / groups, ...].
         a: arguments of the node: "stride", "padding", "dilation" and "groups".
-        before: more pads in front of the first element; None: no more.
-        after: likewise behind the last one.
+        before: additional pads before the first element; None: no more.
+        after: likewise after the last one.
     """
     dims = weight.tensor.dim() - 2
     pads = _each(a["padding"], dims)
@@ -185,7 +185,7 @@ def call_onednn(
 def _unpadded(
     recorder: Recorder, value: Any, zero_point: int
 ) -> tuple[PlanTensor, list[int] | None, list[int] | None]:
-    """Return what a convolution reads in front of a pad that it can make itself, and the pad."""
+    """Return the input of a pad that the convolution can apply itself, and the pads before and after."""
     if isinstance(value, Later) and value.node.target in PADS:
         a = value.named
         x, pads = recorder.optional(a["self"]), a["pad"]

@@ -62,7 +62,7 @@ def combine(
         name: "add", "sub", "mul" or "div".
         x: the dense tensor.
         y: the other.
-        target: how the result lies; None: as `x`, in fp32.
+        target: layout of the result; None: that of `x`, in fp32.
         codes: what the result is quantized to.
     """
     second = PlanTensor(y.tensor[(None,) * (x.tensor.dim() - y.tensor.dim())], y.root)
@@ -200,7 +200,7 @@ def _broadcast(x: Sequence[int], y: Sequence[int]) -> list[int]:
 
 
 def _lies_as(y: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a tensor lies as an operation of another tensor does, whose order of the dimensions counts."""
+    """Whether `y` has the shape and strides of an elementwise result that keeps the order of `x`."""
     return y.shape == x.shape and tuple(y.stride()) == dense_strides(x)
 
 

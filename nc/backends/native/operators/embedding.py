@@ -45,7 +45,7 @@ def rows_of_table(
     Args:
         recorder: of the plan.
         node: of the graph.
-        table: rows that lie consecutively.
+        table: contiguous rows.
         indices: int64, without gaps.
         size: bytes of a row.
         places: number of rows.

@@ -264,7 +264,7 @@ def _changing(*spread: torch.Tensor) -> tuple[int, ...]:
 
 
 def _is_in_order(x: torch.Tensor) -> bool:
-    """Whether no dimension moves by more elements than one in front of it."""
+    """Whether no dimension has a larger stride than an earlier one."""
     strides = [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1 and stride]
     return strides == sorted(strides, reverse=True)
 

@@ -32,7 +32,7 @@ _A_VIEW = "it is a view"
 
 
 def duplicate(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """`aten::clone` and `aten::contiguous` by oneDNN: a copy, or the tensor itself where that lies right."""
+    """`aten::clone` and `aten::contiguous` by oneDNN: a copy, or the tensor itself if its strides fit."""
     x = _readable(recorder, a["self"])
     wanted = a.get("memory_format")
     if wanted is torch.channels_last and x.tensor.dim() == 4:
@@ -52,7 +52,10 @@ def duplicate_in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> P
     """`aten::clone` and `aten::contiguous` in C."""
     x, wanted = in_c(recorder, a["self"]), a.get("memory_format")
     need(x.tensor.dim(), "its input has no dimension")
-    need(wanted in (None, torch.preserve_format, torch.contiguous_format), f"its result lies as {wanted}")
+    need(
+        wanted in (None, torch.preserve_format, torch.contiguous_format),
+        f"its result lies as {wanted}",
+    )
     if x.tensor.is_contiguous() and node.target is _aten.contiguous.default:
         return x
     keeps_order = wanted is not torch.contiguous_format and node.target is _aten.clone.default

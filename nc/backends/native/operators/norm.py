@@ -281,7 +281,7 @@ def _kept_dim(node: fx.Node) -> int | None:
 
 
 def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
-    """Return a sum's tensor and its number; None and 0 where it has none, or is no plain sum."""
+    """Return the tensor and the number that a sum adds; None and 0 if `add` is not such a sum."""
     left, right = (
         Binary.of(add).sides if op_name(add) == "add" and Binary.of(add).alpha == 1 else (None, None)
     )

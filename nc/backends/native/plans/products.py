@@ -35,7 +35,7 @@ from nc.kernels.onednn.descriptions import (
 PREPACKS = frozenset({prepack("linear"), prepack("conv2d")})
 _NOT_PACKED = "its weight is not packed in the graph"
 _TOO_MUCH = "more than a sum and an activation follow it"
-#: Activations behind a product that need no numbers of the model's.
+#: Activations after a product that need no numbers of the model.
 ACTIVATIONS: Mapping[str, Eltwise] = {
     "relu": Eltwise("relu"),
     "tanh": Eltwise("tanh"),
@@ -83,7 +83,7 @@ def bias_of(recorder: Recorder, value: Any) -> torch.Tensor | None:
 
 
 def post_ops_of(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...]:
-    """Return the activation behind the product; raises `Refused` for one that is not known."""
+    """Return the activation after the product; raises `Refused` for an unknown one."""
     key = next(name for name in names if name in a)
     prefix = key.removesuffix("_name")
     name = a[key] or "none"

@@ -3,8 +3,8 @@
 Every node becomes a primitive, a view, a constant, or a call of its ATen operator.
 
 ATen operators are called at once on the inputs of this call, so sizes and strides are those of real tensors.
-Calls of primitives are made only where an ATen operator reads what they give: most plans have none of these
-behind the first product.
+Primitives are called only if an ATen operator reads their results: most plans have no ATen operator after the
+first product.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Recorder:
         self.operators, self.any_rows = operators, any_rows
         self._entries: list[Entry] = []
         self._blocks: list[Block] = []
-        #: For each slot, the bytes in front of its tensor.
+        #: For each slot, the bytes before its tensor.
         self._begins: list[int] = []
         self._env: dict[fx.Node, Any] = {}
         #: Calls that were recorded, but not made yet.
@@ -196,7 +196,7 @@ class Recorder:
         return [Watched(names, behind, self._place(value)) for names, value, behind in found if names]
 
     def _place(self, value: PlanTensor) -> Ref:
-        """Where a tensor lies; unlike `_ref` it does not keep its memory."""
+        """Return where a tensor is in memory; unlike `_ref`, do not keep that memory."""
         return (
             Constant(value.tensor)
             if value.root is None
@@ -367,7 +367,7 @@ class Recorder:
             node: what it is for.
             factors: how many of the tensors that it reads a profile names.
             also: other nodes that it computes.
-            first: position of the first of these, behind the first result.
+            first: position of the first of these, counted after the first result.
             shown: fields that are others where results that nothing reads are kept.
         """
         now = [value.tensor if isinstance(value, PlanTensor) else value for value in tensors]
@@ -456,7 +456,7 @@ class Recorder:
         return result
 
     def _computed_by(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a node: of a primitive, or of its own operator."""
+        """Return the result of a node: of a primitive, or of the node's operator."""
         known = self.operators.get(node.target)
         if known is None or not known.ways or not (node in self._each_time or reads_inputs((args, kwargs))):
             return self._aten(node, args, kwargs)
@@ -469,7 +469,7 @@ class Recorder:
         if known.plain or _is_of_onednn(node.target):
             return self._with_reference_kernels(node, ways)
         args, kwargs = self._computed(args), {key: self._computed(value) for key, value in kwargs.items()}
-        count = len(self._entries)  # behind those of arguments that waited
+        count = len(self._entries)  # after those of arguments that waited
         result = self._aten(node, args, kwargs)
         if any(isinstance(entry, AtenCall) for entry in self._entries[count:]):  # a view costs nothing
             self._refusals.append(Refusal(operator_name(node), why))
@@ -661,7 +661,7 @@ class Recorder:
         return MemoryPart(value.root, self._offset(value), value.desc)
 
     def _offset(self, value: PlanTensor) -> int:
-        """Bytes from the begin of the memory, or of the tensor, that a tensor lies in."""
+        """Bytes from the begin of the memory, or of the tensor, that holds a tensor."""
         return _begin(value.tensor) - (self._begins[value.root.index] if isinstance(value.root, Slot) else 0)
 
     def _output(self, value: Any) -> Any:
@@ -715,13 +715,13 @@ def _is_of_onednn(target: object) -> bool:
 
 
 def _may_lie_in_block(tensor: torch.Tensor) -> bool:
-    """Whether sizes, strides and dtype say all of how a result lies."""
+    """Whether sizes, strides and dtype describe the whole memory layout of a result."""
     plain = tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_quantized
     return plain and tensor.numel() > 0 and not _begin(tensor)
 
 
 def _begin(tensor: torch.Tensor) -> int:
-    """Bytes in front of a tensor in its memory."""
+    """Bytes before a tensor in its memory."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
