@@ -199,6 +199,7 @@ lint: setup setup-native setup-lint
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
 	.venv-lint/bin/python -m mypy --python-executable .venv-native/bin/python
+	.venv/bin/python .ci/words.py
 
 # For each instruction set (ISAS="avx2 amx": of these): on this CPU where it has it, and emulated. RECORD=1: `nc doctor` tells what passed.
 test-isas: setup-emulated

@@ -1,9 +1,9 @@
 """Find phrases that are English words in another language's order; see docs/contribute/style.md.
 
-    python3 .ci/words.py [PATH ...]
+    python3 .ci/words.py [--messages] [PATH ...]
 
-It reads docstrings, comments and messages of Python files, and pages. Code in backticks and program text of
-pages is left out. Exit code 1: there is one.
+It reads docstrings and comments of Python files, and pages; with --messages all strings with a space. Code in
+backticks, program text of pages and generated pages are left out. Exit code 1: there is one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ PHRASES = {
     r"\b(stands|stood)\b(?! for\b)|\b(?<!to )stand\b(?! for\b|-|s? alone)": "is",
     r"\b(lies|lay|lie)\b": "is",
     r"\bin front of\b": "before",
-    r"\bbehind\b": "after",
+    r"\bbehind\b(?!:)": "after",
     r"\bone (behind|after) the other\b": "consecutively",
     r"\bof (ours|theirs|yours|its own|their own)\b": "our …, its own …",
     r"\bfor ever\b": "forever, always",
 }
 _CODE = re.compile(r"`[^`]*`")
 _LEFT_OUT = {"CHANGELOG.md", "words.py", "style.md"}
+#: Folders of pages that are made of docstrings and results.
+_GENERATED = {"reference", "results"}
 
 
 def findings(text: str) -> Iterator[tuple[str, str]]:
@@ -41,7 +43,7 @@ def findings(text: str) -> Iterator[tuple[str, str]]:
             yield match[0].strip(), instead
 
 
-def texts_of(path: Path) -> Iterator[tuple[int, str]]:
+def texts_of(path: Path, messages: bool = False) -> Iterator[tuple[int, str]]:
     """Yield lines of a file that people read, with their numbers."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
@@ -55,13 +57,28 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            for i, line in enumerate(node.value.splitlines()):
-                yield node.lineno + i, line
+        strings = _messages(node) if messages else _docstring(node)
+        for string in strings:
+            for i, line in enumerate(string.value.splitlines()):
+                yield string.lineno + i, line
+
+
+def _messages(node: ast.AST) -> list[ast.Constant]:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+    return [node] if is_text else []
+
+
+def _docstring(node: ast.AST) -> list[ast.Constant]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    if not isinstance(node, documented) or not ast.get_docstring(node, clean=False):
+        return []
+    return [node.body[0].value]
 
 
 def main(paths: list[str]) -> int:
     """Print findings; returns their number."""
+    messages = "--messages" in paths
+    paths = [path for path in paths if path != "--messages"]
     folders = [Path(path) for path in paths] or [
         ROOT / name for name in ("nc", "docs", "examples", "README.md")
     ]
@@ -72,9 +89,9 @@ def main(paths: list[str]) -> int:
     ]
     count = 0
     for file in files:
-        if file.name in _LEFT_OUT:
+        if file.name in _LEFT_OUT or file.parent.name in _GENERATED:
             continue
-        for number, text in sorted(set(texts_of(file))):
+        for number, text in sorted(set(texts_of(file, messages))):
             for phrase, instead in findings(text):
                 count += 1
                 print(f"{file}:{number}: {phrase!r}: write {instead}")

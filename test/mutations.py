@@ -1484,7 +1484,7 @@ MUTATIONS = (
         "auto-any-exception",
         "a candidate that fails by any exception is passed over",
         "api/auto/prepared.py",
-        "except Exception as error:  # a defect in one candidate is no reason to deliver none",
+        "except Exception as error:  # a defect in one candidate must not end the search",
         "except NCError as error:",
         ("failures",),
     ),

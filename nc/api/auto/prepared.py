@@ -288,7 +288,7 @@ class PreparedAuto(CapturedPreparation):
             sqnr_db = self.sqnr_db(made)
         except StateError:  # nothing was calibrated
             raise
-        except Exception as error:  # a defect in one candidate is no reason to deliver none
+        except Exception as error:  # a defect in one candidate must not end the search
             why = record.failure(name, error)
             return Trial(name=name, sqnr_db=-math.inf, failed=why, int8=int8), None
         fitted = sum(d.spec.mode == "static" for d in made.graph.plan.quantized)

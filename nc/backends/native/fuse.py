@@ -140,9 +140,9 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
 
 
 def put(module: fx.GraphModule, call: fx.Node, nodes: Sequence[fx.Node], *, converted: bool) -> None:
-    """Let a call take the place of nodes.
+    """Replace nodes by a call.
 
-    It also takes that of the conversions behind the last one if it gives what those give.
+    The call also replaces the conversions after the last node if it gives what they give.
     """
     last = nodes[-1]
     call.meta.update(
@@ -262,7 +262,7 @@ def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.No
 def _is_free(codes: fx.Node, region: Region, side: fx.Node) -> bool:
     """Whether nothing needs the codes that a region adds once it has run.
 
-    A kernel made them, and only kernels in front of it read them.
+    A kernel made them, and only kernels before it read them.
     """
     before = [user for user in codes.users if user is not side and user.users]
     own = is_kernel(codes) and len(side.users) == 1
