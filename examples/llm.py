@@ -76,7 +76,7 @@ def tour(options: argparse.Namespace, out: Path) -> None:
     # ────────────────────────────────────────────────────────────────────
 
     show.heading("What is stored")
-    show.console.print(nc.report(q_model).summary())
+    show.console.print(str(nc.report(q_model)), soft_wrap=True)
     show.heading("Accuracy on held-out text, against the fp32 model")
     kl, same, perplexities = smollm2.compare(model, q_model, held_out)
     show.console.print(

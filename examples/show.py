@@ -44,7 +44,7 @@ def operators(report: Any) -> None:
         shown = names[0] if len(names) == 1 else f"{len(names)} × e.g. {names[0]}"
         table.add_row(shown, kind, asked, ran, why)
     console.print(table)
-    console.print(report.summary(), soft_wrap=True)
+    console.print(str(report), soft_wrap=True)
 
 
 def latency(fp32: Callable[[], object], int8: Callable[[], object], what: str, rounds: int) -> None:
