@@ -27,6 +27,8 @@
 # make test-serve | setup-serve                            examples/serve/ with real clients over loopback, in .venv-serve
 # make test-browser | setup-browser                        pages of reports in a headless Chromium (apt-get install chromium chromium-driver), in
 #                                                          .venv-browser; axe-core from npm
+# make site | test-site | setup-site                       the documentation as a site, in build/site, with executed tutorials (.venv-site); the same
+#                                                          in a headless Chromium
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make setup-lowbit-nncf                                   another tool for benchmarks/lowbit.py: nncf, torchao, inc, autoround, llmcompressor
 # make clean
@@ -74,7 +76,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks bench-ragged newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-ragged setup-browser test-browser setup-lint setup-wheel wheel wheel-check release-check test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks bench-ragged newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-ragged setup-browser test-browser setup-lint setup-wheel wheel wheel-check release-check site test-site setup-site test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -161,6 +163,13 @@ test-browser: setup-browser
 	fi
 	NC_AXE=$$axe/axe.min.js .venv-browser/bin/python -m pytest -q -rs -n 0 test/browser
 
+# The documentation as a site. Its tutorials run while it is built: their outputs are of this machine.
+site: setup-site
+	.venv-site/bin/python docs/make_site.py build/site
+
+test-site: setup-browser site
+	NC_SITE=build/site .venv-browser/bin/python -m pytest -q -rs -n 0 test/browser/test_site_in_browser.py
+
 # What a torch without symbols leaves: its own operators, or the library of a Python package.
 test-fallback: setup-fallback
 	NC_ONEDNN=none .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
@@ -244,7 +253,7 @@ newer: setup-native
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-ragged .venv-browser .venv-emulated .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-site .venv-peers .venv-judges .venv-readers .venv-vllm .venv-onnx .venv-fallback .venv-wheel .venv-serve .venv-ragged .venv-browser .venv-emulated .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -300,14 +309,16 @@ setup-lowbit-%: setup-native
 
 # What export_onnx needs, 150 MB, a oneDNN library, auditwheel, servers with their clients, SIMDe, and other engines for texts, over the
 # packages of .venv-native.
-setup-onnx setup-fallback setup-wheel setup-serve setup-browser setup-emulated setup-ragged: setup-%: setup-native
-	@stamp=$$(cat .venv-native/.complete requirements/$*.txt Makefile | sha256sum)
+setup-onnx setup-fallback setup-wheel setup-serve setup-browser setup-emulated setup-ragged setup-site: setup-%: setup-native
+	@nodeps=requirements/$*-nodeps.txt
+	if [[ ! -e $$nodeps ]]; then nodeps=; fi
+	stamp=$$(cat .venv-native/.complete requirements/$*.txt $$nodeps Makefile | sha256sum)
 	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
 	rm -rf .venv-$*
 	.venv-native/bin/python -m venv --without-pip .venv-$*
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-$*/lib/python3*/site-packages/
 	.venv-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/$*.txt
-	.venv-$*/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
+	.venv-$*/bin/python -m pip --disable-pip-version-check install -q --no-deps $${nodeps:+-r $$nodeps} --no-build-isolation -e .
 	echo "$$stamp" > .venv-$*/.complete
 
 # Of the packages of npm, which benchmarks/packages.py finds there, no script runs.

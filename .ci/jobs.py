@@ -29,12 +29,13 @@ MINUTES = {
     "wheel": 4.0,
     "release": 5.0,
     "serve": 4.0,
+    "site": 4.0,
 }
 UNKNOWN = 2.0
 #: Environment → minutes that it takes to set up where nothing is kept; the gate itself needs the others.
 SETUPS = {
     **{"newest": 4.0, "judges": 5.0, "readers": 5.0, "vllm": 5.0},
-    **{"fallback": 1.0, "wheel": 1.0, "serve": 2.0, "browser": 1.0},
+    **{"fallback": 1.0, "wheel": 1.0, "serve": 2.0, "browser": 1.0, "site": 2.0},
     "emulated": 2.0,
 }
 #: Folders of tests → what they test, where that is not the room of nc with the same name.
@@ -71,6 +72,8 @@ SHARES = {
 }
 #: Tests of judges that have an environment of their own.
 JUDGES = {"test_readers": "readers", "test_evaluators": "readers", "test_vllm": "vllm"}
+#: Shows the site in a browser.
+SITE_TEST = "test/browser/test_site_in_browser.py"
 #: Targets whose jobs the gate runs first where their own files changed.
 GUARDS = ("sanitize", "mutations", "test-newest")
 
@@ -260,7 +263,13 @@ def _others(tree: Tree) -> list[Job]:
             )
     found.append(Job("serve", ("make", "test-serve"), ("examples/serve", "test/serve"), "serve"))
     shown = Job("browser", ("make", "test-browser"), ("nc/text", "test/browser"), "browser")
-    return [*found, dataclasses.replace(shown, programs=("chromium", "chromedriver", "npm"))]
+    found.append(dataclasses.replace(shown, programs=("chromium", "chromedriver", "npm")))
+    if SITE_TEST in tree.files:
+        own = ("docs/conf.py", "docs/make_site.py", "docs/templates", "docs/tutorials", SITE_TEST)
+        pages = ("docs", "README.md", "CHANGELOG.md", "examples", "results", "nc")
+        site = Job("site", ("make", "test-site"), own, "site", also=pages)
+        found.append(dataclasses.replace(site, programs=("chromium", "chromedriver")))
+    return found
 
 
 def _mutations(tree: Tree) -> list[Job]:

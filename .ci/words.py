@@ -1,8 +1,8 @@
 """Find phrases that are English words in another language's order; see docs/contribute/style.md.
 
-    python3 .ci/words.py [--messages] [PATH ...]
+    python3 .ci/words.py [PATH ...]
 
-It reads docstrings and comments of Python files, and pages; with --messages all strings with a space. Code in
+It reads strings with a space (docstrings, messages) and comments of Python files, and pages. Code in
 backticks, program text of pages and generated pages are left out. Exit code 1: there is one.
 """
 
@@ -43,7 +43,7 @@ def findings(text: str) -> Iterator[tuple[str, str]]:
             yield match[0].strip(), instead
 
 
-def texts_of(path: Path, messages: bool = False) -> Iterator[tuple[int, str]]:
+def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield lines of a file that people read, with their numbers."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
@@ -57,28 +57,13 @@ def texts_of(path: Path, messages: bool = False) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
     for node in ast.walk(ast.parse(source)):
-        strings = _messages(node) if messages else _docstring(node)
-        for string in strings:
-            for i, line in enumerate(string.value.splitlines()):
-                yield string.lineno + i, line
-
-
-def _messages(node: ast.AST) -> list[ast.Constant]:
-    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
-    return [node] if is_text else []
-
-
-def _docstring(node: ast.AST) -> list[ast.Constant]:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    if not isinstance(node, documented) or not ast.get_docstring(node, clean=False):
-        return []
-    return [node.body[0].value]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            for i, line in enumerate(node.value.splitlines()):
+                yield node.lineno + i, line
 
 
 def main(paths: list[str]) -> int:
     """Print findings; returns their number."""
-    messages = "--messages" in paths
-    paths = [path for path in paths if path != "--messages"]
     folders = [Path(path) for path in paths] or [
         ROOT / name for name in ("nc", "docs", "examples", "README.md")
     ]
@@ -91,7 +76,7 @@ def main(paths: list[str]) -> int:
     for file in files:
         if file.name in _LEFT_OUT or file.parent.name in _GENERATED:
             continue
-        for number, text in sorted(set(texts_of(file, messages))):
+        for number, text in sorted(set(texts_of(file))):
             for phrase, instead in findings(text):
                 count += 1
                 print(f"{file}:{number}: {phrase!r}: write {instead}")

@@ -214,19 +214,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=256, help="texts of each corpus")
     parser.add_argument("--batch", type=int, default=32, help="texts of a call")
     parser.add_argument("--most", type=int, default=512, help="tokens of a text")
+    parser.add_argument("--calibrate", type=int, metavar="N", help="texts to calibrate with (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of an older state of this project")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="calls with random batches alone")
     results_rows.add_option(parser)
     options = parser.parse_args()
-    engines = list(dict.fromkeys([BASE, *options.engines]))
+    engines = list(options.engines)
     if options.before is None:
         engines = [engine for engine in engines if not engine.endswith(BEFORE)]
     if options.random:
         engines = [engine for engine in engines if engine not in OF_TEXTS]
+    else:
+        engines = list(dict.fromkeys([BASE, *engines]))  # the others are compared with it
     tokenizer = ragged_texts.minilm.load_tokenizer()
-    calibration = tokenized(ragged_texts.calibration(), tokenizer, options.most)
+    calibration = tokenized(ragged_texts.calibration(), tokenizer, options.most)[: options.calibrate]
     sets = {} if options.random else sets_of(options, tokenizer)
     ids = {name: [tokenized(batch, tokenizer, options.most) for batch in sets[name]] for name in sets}
     with tempfile.TemporaryDirectory() as place:

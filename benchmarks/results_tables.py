@@ -24,6 +24,13 @@ PREPARED = ("nc-prepared", "nc-prepared-histogram", "ipex-prepared-histogram")
 LABELLED = ("mnist", "pitch", "pictures", "similarity", "spam", "faces")
 #: Conditions of the main comparison: words, batch, threads.
 CONDITIONS = (("batch 1, 2 threads", 1, 2), ("batch 1, 1 thread", 1, 1), ("batch 16, 2 threads", 16, 2))
+#: Case of worse.py → what its column of judgement says.
+CASES = {
+    **dict.fromkeys(("voice", "tagger", "layout", "encoder", "half", "tiny", "speech"), ""),
+    "detector": "scores above .3 that stay, %",
+    "recordings": "error of a recording 8 times as long, dB",
+    "padding": "least cosine of a text alone and in a batch",
+}
 
 
 def _beside_openvino() -> list[Column]:
@@ -390,6 +397,20 @@ TABLES: dict[str, dict[str, Table]] = {
             {"of": "of", "in int8": "operators"},
             [Column("1 - mean cosine, 1e-4", "loss", None)],
         ),
+    },
+    "worse": {
+        f"worse-{case}": Table(
+            {"measured": "worse", "case": case},
+            {"tool": "tool"},
+            [
+                Column("ms", "time", 1),
+                Column("× fp32", "speed", 2, spread=True),
+                Column("error, dB", "error", 1),
+                Column(judged, "judged", None),
+                Column("int8 products", "int8 products", None),
+            ],
+        )
+        for case, judged in CASES.items()
     },
     "low-bit-speed": {
         "tokens": Table(

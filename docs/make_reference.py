@@ -299,6 +299,8 @@ def commands() -> str:
         "errors go to stderr. Exit code 2 means that the command failed, and one line says why. Exit code 1 "
         "means that `doctor` found a problem, or that an artefact misses a limit of `check`; 70 means a "
         "defect of nc, and 130 Ctrl-C.",
+        'Names complete in a shell after `eval "$(_NC_QUANT_COMPLETE=bash_source nc-quant)"`; `zsh_source` '
+        "and `fish_source` are for the others.",
     ]
     assert isinstance(command_line, click.Group)
     for name, command in command_line.commands.items():

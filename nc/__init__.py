@@ -56,6 +56,7 @@ if _typing.TYPE_CHECKING:
     from nc.api.exports import export_pt2 as export_pt2
     from nc.api.exports import export_torchscript as export_torchscript
     from nc.api.generation import accelerate_generation as accelerate_generation
+    from nc.api.quantized import QuantizedModel as QuantizedModel
     from nc.api.tune.autoquant import autoquant as autoquant
     from nc.api.tune.autotune import TuningConfig as TuningConfig
     from nc.api.tune.autotune import autotune as autotune
@@ -118,6 +119,7 @@ _NAMES = {
     "nc.api.artefact": "load save",
     "nc.api.exports": "export_model export_onnx export_openvino export_pt2 export_torchscript",
     "nc.api.generation": "accelerate_generation",
+    "nc.api.quantized": "QuantizedModel",
     "nc.api.tune.autoquant": "autoquant",
     "nc.api.tune.autotune": (
         "TuningConfig autotune get_all_config_set get_rtn_double_quant_config_set get_woq_tuning_config"

@@ -109,7 +109,7 @@ def _instances(payload: Any) -> Any:
         try:
             payload = json.loads(payload)
         except ValueError as error:
-            msg = f"the request is no JSON: {error}"
+            msg = f"the request is not JSON: {error}"
             raise InvalidInput(msg) from error
     return payload.get("instances") if isinstance(payload, dict) else None
 

@@ -117,7 +117,7 @@ async def predict(service: Service, request: Request) -> JSONResponse:
     try:
         body = await request.json()
     except ValueError as error:
-        msg = f"the request is no JSON: {error}"
+        msg = f"the request is not JSON: {error}"
         raise BadRequestError(msg) from error
     instances = body.get("instances") if isinstance(body, dict) else None
     return JSONResponse({"predictions": predictions(await service.ask(given_of(instances)))})

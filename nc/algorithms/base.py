@@ -178,11 +178,14 @@ class WeightCodes:
         return value
 
     def replace(self, codes: torch.Tensor) -> None:
-        """Put other codes in their place.
+        """Replace the codes in the graph.
+
+        Args:
+            codes: integers, in the shape of the weight.
 
         Raises:
-            ValueError: another shape, a code out of range, or pairs of codes whose products do not fit 16
-                bits where they have to.
+            ValueError: the shape differs, a code is out of range, or `spec.paired` is set and the products of
+                a pair of codes do not fit in 16 bits.
         """
         if codes.shape != self.codes.shape:
             msg = (

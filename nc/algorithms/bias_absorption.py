@@ -57,7 +57,7 @@ class BiasAbsorption:
         why = (
             ""
             if operators
-            else ": no layer behind a batch norm and in front of a relu has channels that always exceed 0"
+            else ": no layer after a batch norm and before a relu has channels that always exceed 0"
         )
         return Applied(self.name, operators, f"{len(operators)} operators changed{why}")
 

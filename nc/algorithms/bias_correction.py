@@ -251,7 +251,7 @@ def _harms_readers(
 
 
 def _needed(ends: Collection[str], nodes: dict[str, fx.Node]) -> list[fx.Node]:
-    """Those of some nodes that the ends are computed from, in execution order."""
+    """Return the nodes that the ends are computed from, and the ends, in execution order."""
     needed: set[str] = set(ends)
     for name in reversed(nodes):
         if name in needed:

@@ -81,7 +81,7 @@ class ChannelRegion:
 
     @property
     def coded(self) -> list[fx.Node]:
-        """Those of the tensors that get codes: what layers and additions read."""
+        """The tensors that are quantized: the ones that layers and additions read."""
         readers = {*self.consumers, *(node for node in self.tensors if kind_of_node(node) == "add")}
         return [node for node in self.tensors if not readers.isdisjoint(node.users)]
 

@@ -71,9 +71,7 @@ class DeadChannels:
                 context.findings.append(finding)
                 found += 1
         positions = max((int(state["positions"]) for state in context.observed.values()), default=0)
-        watched = (
-            f"{len(context.observed)} operators in front of a ReLU watched, over up to {positions} positions"
-        )
+        watched = f"watched {len(context.observed)} operators before a ReLU, over up to {positions} positions"
         if not context.batches:
             watched = "only weights looked at, since no calibration samples were kept"
         return Applied(self.name, (), f"{watched}; {found} operators have dead channels")
@@ -109,7 +107,7 @@ def _finding(operator: str, codes: torch.Tensor, context: Context) -> Finding | 
     if state and state["positions"] >= POSITIONS:
         silent[state["silent"]] = True
         text += (
-            f", {int((silent & ~zero).sum())} never above 0 in front of the ReLU at "
+            f", {int((silent & ~zero).sum())} never above 0 before the ReLU at "
             f"{int(state['positions'])} positions"
         )
     dead = int((zero | silent).sum())

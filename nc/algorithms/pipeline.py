@@ -77,7 +77,7 @@ def run(
 
 
 def within(batches: Sequence[Batch], bound: Bound | None) -> list[Batch]:
-    """Those of the kept batches that one algorithm asked for."""
+    """Return as many of the kept batches as one algorithm asked for."""
     room = Samples(bound.rows, bound.size) if bound is not None else Samples(0, 0)
     for batch in batches:
         if room.has_room(batch):

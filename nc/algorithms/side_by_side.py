@@ -124,7 +124,7 @@ def _interpreter(module: fx.GraphModule, env: dict[fx.Node, Any]) -> fx.Interpre
 
 
 def _last_use(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Which values nobody reads after a node."""
+    """Return for each node the values that it is the last to read."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         for source in node.all_input_nodes:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
+from nc.api.card import model_card
 from nc.api.quantized import QuantizedModel, checked
 from nc.api.warm import warm_up
 from nc.api.weight_report import weight_report
@@ -33,7 +34,11 @@ from nc.weights.files import artefact as low_bit
 
 
 def save(
-    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default"
+    model: torch.nn.Module,
+    checkpoint_dir: str | os.PathLike[str] = "saved_results",
+    format: str = "default",
+    *,
+    card: bool = False,
 ) -> None:
     """Save a quantized model as a directory of three files.
 
@@ -47,6 +52,8 @@ def save(
         model: the result of `convert` or `load`.
         checkpoint_dir: created with its parents; an earlier artefact there is replaced.
         format: "default", the only one.
+        card: also write README.md: a model card with the report, for people and for model hubs. Once you
+            have edited it, the folder is not replaced any more.
 
     Raises:
         ConfigError: another format.
@@ -60,10 +67,12 @@ def save(
         raise ConfigError(msg)
     checked_path("checkpoint_dir", checkpoint_dir)
     if has_low_bit(model):
-        low_bit.write(model, checkpoint_dir)
+        text = model_card(weight_report(model), checkpoint_dir) if card else ""
+        low_bit.write(model, checkpoint_dir, card=text)
         return
     q_model = checked(model, "save")
-    store.write(q_model.graph, q_model.backend, checkpoint_dir)
+    text = model_card(q_model.report(), checkpoint_dir) if card else ""
+    store.write(q_model.graph, q_model.backend, checkpoint_dir, text)
 
 
 def load(
@@ -80,7 +89,7 @@ def load(
     compile: bool = False,
     padding: str = "skipped",
     warm: Sequence[Any] = (),
-) -> Any:
+) -> QuantizedModel | Any:
     """Load a saved model.
 
     The class of the user's model is not needed, except for a model with low-bit weights that is not of

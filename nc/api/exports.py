@@ -70,7 +70,7 @@ def export_pt2(
         StateError: not a quantized model.
         UnsupportedError: an operator is quantized dynamically, has no int8 kernel, or computes in bf16, which
             this CPU does not have.
-        BackendUnavailableError: there is no C++ compiler, or the CPU has no feature that int8 kernels need.
+        BackendUnavailableError: there is no C++ compiler, or the CPU lacks a feature that int8 kernels need.
         BackendError: AOTInductor failed.
         VerificationError: the results of the program differ from those of the reference.
     """
@@ -189,7 +189,7 @@ def exported(
 def _alone(graph: QDQGraph) -> QDQGraph:
     """Return a graph as another format's program can hold it.
 
-    There nobody checks which path the model takes through its Python code.
+    Such a program does not check which path the model takes through its Python code.
 
     Raises:
         UnsupportedError: the path depends on values.

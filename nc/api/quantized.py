@@ -9,7 +9,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -97,6 +97,10 @@ class QuantizedModel(FixedModule):
         self.chosen = chosen
         self.verdict = verdict
         self.eval()
+
+    if TYPE_CHECKING:
+        # `convert` and `load` may return the user's class, whose methods type checkers accept by this
+        def __getattr__(self, name: str) -> Any: ...
 
     def extra_repr(self) -> str:
         """Return what `print` shows between the brackets."""

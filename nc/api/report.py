@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nc.api.advice import accuracy_lines, next_steps, reason_lines, ways_out
 from nc.api.brief import brief
@@ -34,11 +34,15 @@ from nc.text.html_page import framed
 from nc.text.plain import plain
 from nc.text.table import flowing, folded, format_table, listed
 
-if TYPE_CHECKING:
-    from nc.api.tune.front import Front
-
 #: Columns of the text.
 _COLUMNS = 80
+
+
+class FrontLike(Protocol):
+    """What `nc.tune` returns: a `Front`."""
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """Return plain values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +135,7 @@ class Report:
             "ran_int8": self.ran_int8,
         }
 
-    def save(self, path: str | os.PathLike[str], *, front: Front | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], *, front: FrontLike | None = None) -> None:
         """Write it as one page that needs nothing else (.html), or as plain values (.json).
 
         Args:

@@ -50,13 +50,13 @@ STYLE = """
 
 
 def page_of(report: Shown, title: str = "", above: str = "", below: str = "") -> str:
-    """Return the page of a report.
+    """Return a report as an HTML page.
 
     Args:
-        report: it.
-        title: of the page; "" takes the name of the model.
-        above: content on top, whose texts are escaped.
-        below: content after the findings, likewise.
+        report: the report.
+        title: title of the page; "" takes the name of the model.
+        above: HTML at the top, whose texts are escaped.
+        below: HTML after the findings, whose texts are escaped.
     """
     name = f"{report.model or 'A quantized model'} on {report.backend}"
     notes = warnings_of(report)

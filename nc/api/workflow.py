@@ -119,7 +119,7 @@ def convert(
     measure: bool = True,
     guard: str = "warn",
     progress: Progress | bool | None = None,
-) -> Any:
+) -> QuantizedModel | Any:
     """Convert a prepared model to an int8 model on an engine. The prepared model can be used again.
 
     With weight-only quantization the result is a model of the user's own class, whose layers hold low-bit
@@ -207,7 +207,7 @@ def quantize(
     measure: bool = True,
     guard: str = "warn",
     progress: Progress | bool | None = None,
-) -> Any:
+) -> QuantizedModel | Any:
     """Quantize a model: call `prepare`, `run_fn(prepared, *run_args)` and `convert`.
 
     Args:

@@ -202,9 +202,9 @@ def first_that_can(
 
 
 def engine_options(backend: Backend, **given: Any) -> dict[str, Any]:
-    """Those of the given options that a backend has.
+    """Return the given options that a backend has.
 
-    The others must be at their defaults, or mean nothing to it.
+    The others must be at their defaults, or have no meaning for it.
 
     Raises:
         ConfigError: an option of other backends only, or a value that it does not take; names the backends

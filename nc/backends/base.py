@@ -165,9 +165,10 @@ class Exporter:
 
 
 def write_script(graph: QDQGraph, engine: EngineModel, file: Path) -> None:
-    """Write the TorchScript program of an engine that runs one.
+    """Write the TorchScript program of an engine.
 
-    It raises UnsupportedError where this model has none.
+    Raises:
+        UnsupportedError: the engine runs this model without a TorchScript program.
     """
     if engine.script is None:
         msg = "The engine runs this model without a TorchScript program, so there is none to write."

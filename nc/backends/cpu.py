@@ -123,7 +123,7 @@ def code_features() -> tuple[str, ...]:
 
 @functools.cache
 def _features(known: tuple[str, ...], onednn_limits: tuple[str, ...], ours: str) -> tuple[str, ...]:
-    """Return those of the known features that all limits leave; kernels ask in each call."""
+    """Return the known features that all limits allow; cached, because kernels ask in each call."""
     allowed = [_ONEDNN_LIMITS[found.split("=", 1)[1].lower()] for found in onednn_limits]
     return tuple(
         name for name in known if limit.leaves(ours, name) and all(name in names for names in allowed)

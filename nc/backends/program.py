@@ -20,7 +20,7 @@ def advice(error: Exception) -> str:
     if not is_of_grouped_experts(error):
         return ""
     return (
-        ". transformers multiplies stacked experts by an operator of its own, which has no translation: call "
+        ". transformers multiplies stacked experts by its own operator, which has no translation: call "
         "model.set_experts_implementation('batched_mm') before prepare."
     )
 

@@ -67,8 +67,8 @@ def verify_outputs(
         verify: "raise" or "warn" when they are further apart than `TOLERANCE_DB`, or `CHANCE_DB` more than
             the graph is from fp32 where that is more; "off" measures nothing.
         engine: how it is called in messages.
-        first: looks for the first operator that differs; None: nobody looks for it.
-        reference: gives the graph's own outputs, for those who have computed them already.
+        first: finds the first operator that differs; None: it is not searched.
+        reference: returns the graph's own outputs, if the caller has computed them already.
 
     Returns:
         dB; None when nothing was measured.
@@ -83,7 +83,7 @@ def verify_outputs(
         msg = (
             f"{engine} gives outputs of other shapes than the quantized graph, so they can't be compared: "
             "the sizes of outputs depend on computed values, which rounding changes. Quantize the part of "
-            "the model in front of that, for example model.backbone."
+            "the model before that, for example model.backbone."
         )
         raise VerificationError(msg)
     required = required_db(graph)

@@ -108,9 +108,9 @@ def accuracy_of(
 
     Args:
         fp32: the captured graph.
-        quantized: of it.
+        quantized: the QDQ graph made from it.
         batches: flat inputs.
-        data: what these are, in words.
+        data: description of the batches, for reports.
     """
     signal: dict[int, float] = {}
     noise: dict[int, float] = {}

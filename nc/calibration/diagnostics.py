@@ -97,7 +97,7 @@ def _of_input(edge: Edge, qparams: QParams, state: State, seen: Seen) -> Iterato
             "saturation",
             edge.operator,
             share,
-            f"{share:.2%} of the values of {tensor} lie outside of its int8 range",
+            f"{share:.2%} of the values of {tensor} are outside its int8 range",
         )
 
 

@@ -87,7 +87,7 @@ def _of_cell(results: Sequence[torch.Tensor]) -> Any:
 
 
 def _read(node: fx.Node, value: Any) -> list[torch.Tensor]:
-    """Those of an operator's results that other operators read."""
+    """Return the results of an operator that other operators read."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [value[index] for _, index in dict.fromkeys(user.args for user in node.users)]

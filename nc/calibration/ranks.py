@@ -59,7 +59,7 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Ranks:
-        """Those of the default process group; without a group this process alone."""
+        """Return the ranks of the default process group; without a group, this process alone."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()

@@ -28,7 +28,7 @@ class Replaced:
 
     Attributes:
         after: their structure.
-        sources: for each leaf, the index that it had among the leaves before the call; None for a new one.
+        sources: for each leaf, its index among the leaves before the call; None for a new leaf.
     """
 
     after: pytree.TreeSpec
@@ -127,15 +127,17 @@ def check_same(expected: Ran, got: Ran, picks: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def giving_entries(model: torch.nn.Module, names: Sequence[str], replaced: Replaced | None) -> Iterator[None]:
-    """Inside, the model returns (its output, the new entries of containers) where it replaces some.
+    """Let the model return (its output, the new entries of containers), within this context.
+
+    If `replaced` is None, the model is left as it is.
 
     Args:
-        model: its `forward` is another one inside.
-        names: of the arguments.
-        replaced: what was seen of a call.
+        model: the model; its `forward` is replaced within the context.
+        names: names of the arguments.
+        replaced: the entries that a call of the model was seen to replace.
 
     Raises:
-        LostEffectError: while the model runs inside, if it replaces other ones.
+        LostEffectError: a call within the context replaces other entries.
     """
     if replaced is None:
         yield

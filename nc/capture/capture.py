@@ -610,7 +610,7 @@ def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") 
     if isinstance(error, OtherOutputError) and error.picks:
         return (
             f"{text}\nThe model picks among its values ({', '.join(error.picks)}). Where two are nearly "
-            "equal, rounding decides, and then outputs can't be compared. Quantize the part in front of "
+            "equal, rounding decides, and then outputs can't be compared. Quantize the part before "
             "that, for example model.backbone, and call the rest in fp32."
         )
     if isinstance(error, LostEffectError):

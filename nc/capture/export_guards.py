@@ -156,9 +156,10 @@ def other_forward(
 
 @contextlib.contextmanager
 def without_causal_hint() -> Iterator[None]:
-    """Let torch's encoders and decoders not ask whether a mask that they get is causal.
+    """Keep torch's Transformer encoders and decoders from checking whether a mask is causal.
 
-    They read its values for that. It is a hint for the kernel alone: attention gets the mask too.
+    The check reads the mask's values, which export can't do. Its result is only a hint for the kernel:
+    attention gets the mask in any case.
     """
     original = transformer._detect_is_causal_mask
 
@@ -230,15 +231,15 @@ def _without_padding(
 def zero_padding(
     output: torch.Tensor, src: torch.Tensor, options: Mapping[str, Any], check: bool
 ) -> torch.Tensor:
-    """Return what a layer of an encoder gives, with zeros at padding.
+    """Return the output of an encoder layer with zeros at padding.
 
-    The encoder gives it masks as numbers that are added, 0 for tokens.
+    Without a padding mask, with an attention mask, or for an input without batch, return it unchanged.
 
     Args:
-        output: of the layer.
-        src: its input, [batch, length, features].
-        options: its further arguments.
-        check: only if all padding is after the tokens.
+        output: the layer's output, shape [batch, length, features].
+        src: the layer's input, same shape.
+        options: the layer's other arguments. `src_key_padding_mask` is additive: 0 for tokens.
+        check: set no zeros if padding is before a token in any row of the batch.
     """
     mask = options.get("src_key_padding_mask")
     if mask is None or options.get("src_mask") is not None or src.dim() != 3:

@@ -90,9 +90,10 @@ def _is_of_activation(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_layer(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node is an fp32 linear or convolution with its own constant weight and constant options.
+    """Return whether a number can be folded into a node.
 
-    A weight that several layers share would be stored several times.
+    The node must be an fp32 linear or convolution of a computed input, with constant weight, bias and
+    options. It must not share its weight, which would then be stored several times.
     """
     if op_name(node) not in WEIGHTED or node.meta["val"].dtype is not torch.float32 or computed_options(node):
         return False

@@ -109,7 +109,7 @@ def _why_not_quantized(
     *,
     reads_weight: bool,
 ) -> Reason | None:
-    """Why an operator can't be quantized; None when it can, and for one that nobody would ask about."""
+    """Return why an operator can't be quantized; None if it can, or is of no kind that can be quantized."""
     if node not in reasons:
         return catalogue.FLOAT_OPS.get(catalogue.op_name(node)) or (why_float(node) if reads_weight else None)
     why = reasons[node]

@@ -24,7 +24,7 @@ _PACKED = (
     "The model packs sequences (torch.nn.utils.rnn). Sizes of packed data depend on the values of the "
     "lengths, which no graph holds. Run the layer on padded sequences of (batch, steps): outputs up to the "
     "length of each row are the same in the forward direction. Take each row's last state with gather at its "
-    "length minus 1. Or quantize the modules in front of and behind it one by one."
+    "length minus 1. Or quantize the modules before and after it one by one."
 )
 
 

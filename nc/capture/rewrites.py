@@ -205,7 +205,7 @@ def flattens(module: fx.GraphModule) -> None:
 
 
 def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
-    """Return a size as an argument: a number, or a node that reads it from an input.
+    """Return a size as an argument of an operator: an int, or a new node that reads it from an input.
 
     None if no input has this size.
     """

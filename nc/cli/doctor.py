@@ -32,15 +32,17 @@ _FROM = {
 
 
 def of_c_code() -> list[dict[str, Any]]:
-    """Return what is known of each library of C code, as plain values.
+    """Return a description of each library of C code, as plain values.
 
     Returns:
+        For each library a dictionary with:
+
         library: its name.
         origin: "shipped" (in the wheel), "kept" (compiled by an earlier process), "compiled" (in this
-            process), or "" (there is none).
-        where, compiler: in words; "" where there is none.
-        instruction_sets: those that it has code for, besides that for any x86-64 CPU.
-        remarks: why there is no better one, or none.
+            process), or "" (no library can be loaded).
+        where, compiler: as text; "" if no library can be loaded.
+        instruction_sets: the ones that it has code for, besides code for any x86-64 CPU.
+        remarks: why a better library, or any, is missing.
     """
     return [_of_library(name) for name in build.sources()]
 
@@ -96,16 +98,19 @@ def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:
 
 
 def of_artefact(folder: Path) -> dict[str, Any]:
-    """Return what this CPU makes of an artefact, as plain values.
-
-    It raises ArtefactError if the folder is not an artefact.
+    """Return how an artefact runs on this CPU, as plain values.
 
     Returns:
+        A dictionary with:
+
         fits: whether it can run here.
-        needs, missing: CPU features, those that it needs and those of them that are missing.
-        low_bit_layers, quantized_layers: how many there are.
+        needs, missing: CPU features that it needs, and the ones of them that this CPU lacks.
+        low_bit_layers, quantized_layers: numbers of layers.
         changes: layers whose 16-bit sums could overflow on an engine: layer, type, and by engine what load
             does.
+
+    Raises:
+        ArtefactError: the folder is not an artefact.
     """
     content = folders.read(folder)
     facts: dict[str, Any] = {"folder": str(folder), "fits": True, "needs": [], "missing": [], "changes": []}

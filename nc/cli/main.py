@@ -203,7 +203,7 @@ def _check_of_factory(factory: str, out: Path, given: Mapping[str, object]) -> N
 
     if any(value is not None for value in given.values()):
         what = "--weights, --group-size and the like are for the folder of a transformers model"
-        msg = f"{factory!r} is no folder: {what}. Use --config."
+        msg = f"{factory!r} is not a folder: {what}. Use --config."
         raise inputs.RequestError(msg)
     if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
         msg = f"{out} contains other files; use a new folder for --out, or one with an artefact to replace."

@@ -73,7 +73,7 @@ def _pieces(source: Path, calib: Path, samples: int, length: int) -> list[torch.
     try:
         text = calib.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        msg = f"{calib} is no text in UTF-8: {error}."
+        msg = f"{calib} is not UTF-8 text: {error}."
         raise inputs.RequestError(msg) from error
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)

@@ -101,10 +101,10 @@ def report(
 
 
 def _report(q_model: QuantizedModel, profile: bool) -> Report:
-    """Return the report of a model, with a profile on its example inputs where it is asked for.
+    """Return the report of a model, with a profile on its example inputs if `profile` is True.
 
     Raises:
-        RequestError: a profile can't take the inputs of this model.
+        RequestError: a profile is requested, and the model takes inputs both by position and by name.
     """
     from nc.api.warm import example_call
     from nc.cli.inputs import RequestError

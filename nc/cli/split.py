@@ -41,14 +41,14 @@ Measured = tuple[list[float], float]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CoreSplit:
-    """What one way of sharing cores gave.
+    """The throughput and latency of one way to share the cores.
 
     Attributes:
         engine: a backend, or "openvino".
         instances: number of processes.
-        cores: of each.
-        per_second: requests that all of them answered.
-        p50_ms, p95_ms: of one request.
+        cores: number of cores of each process.
+        per_second: requests per second that all processes answered.
+        p50_ms, p95_ms: median and 95th percentile of the time of a request, in ms.
     """
 
     engine: str

@@ -235,10 +235,10 @@ class WeightOnlyConfig(QuantConfig):
         lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the
             head also quantizes it.
         embedding: number format of embeddings; None leaves them float.
-        double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`,
-            False none.
-        float_zero: with `w_sym=False`, groups have a minimum of the scale's format instead of a whole zero
-            point.
+        double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`, None
+            or False leaves the scales as they are.
+        float_zero: with `w_sym=False`, store a minimum in the scale's format for each group instead of an
+            integer zero point.
         scale_mode: with scale_dtype "e8m0", how the power of two is chosen: "floor", "ceil", "even" or
             "rceil".
         white_list: as for static quantization.

@@ -18,7 +18,7 @@ class Cause(enum.Enum):
     # what the captured operator is
     LOOK_UP = "a table look-up: no arithmetic to quantize"
     NORMALISATION = "normalisation stays fp32"
-    LONE_BATCH_NORM = "batch norm without a convolution in front of it stays fp32"
+    LONE_BATCH_NORM = "batch norm without a convolution before it stays fp32"
     SOFTMAX = "softmax stays fp32"
     WHOLE_ATTENTION = "attention that could not be decomposed stays fp32"
     REWRITABLE = "{kind} stays fp32; write it as {form} to quantize it"
@@ -53,10 +53,10 @@ class Cause(enum.Enum):
     # what weight-only quantization leaves alone
     OUTPUT_HEAD = "the output head stays float; quantize it with lm_head=… or a rule that names it"
     EMBEDDING = "embeddings stay float; quantize them with embedding=… or a rule that names them"
-    OWN_FORWARD = "{cls} has a forward of its own, which may do more than a {kind}"
+    OWN_FORWARD = "{cls} has its own forward, which may do more than a {kind}"
     OPTION = "an embedding with {option} changes or scales its rows at run time"
     NOT_FLOAT = "its weight is {dtype}; quantization starts from fp32, bf16 or fp16"
-    COMPUTED_ELSEWHERE = "its weight is no parameter, and what computes it is outside of the layer"
+    COMPUTED_ELSEWHERE = "its weight is not a parameter, and what computes it is outside of the layer"
     NO_ELEMENTS = "its weight has no elements"
     ADAPTER = "it is part of an adapter, which is trained, merged or exchanged in float"
     LOW_BIT = "weight-only {dtype}: one operator, float in and out"
@@ -65,7 +65,7 @@ class Cause(enum.Enum):
     # what surrounds an addition
     NO_PRODUCER = "no int8 operator produces either side"
     NO_READER = "no int8 operator reads the sum; it is fused in fp32"
-    NOT_FUSABLE = "it stands directly behind no int8 operator that the engine could fuse it with"
+    NOT_FUSABLE = "it does not directly follow an int8 operator that the engine could fuse it with"
     # what calibration saw
     INACCURATE = (
         "its int8 result has {db} dB against fp32 on the example inputs; keep_inaccurate=True keeps it int8"

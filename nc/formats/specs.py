@@ -48,9 +48,11 @@ class TensorSpec:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        """Look up what was given by name.
+        """Look up the dtype and the granularity if they were given by name.
 
-        It raises ConfigError for names that do not exist, and for floats with a zero point.
+        Raises:
+            ConfigError: the name does not exist; or a floating-point dtype is to have a zero point or to use
+                a part of its codes.
         """
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", dtype(self.dtype))

@@ -123,7 +123,7 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Of one code."""
+        """Bits of one code."""
         return self.dtype.bits
 
     @property

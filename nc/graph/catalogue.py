@@ -242,7 +242,7 @@ def kind_of_node(node: object) -> str | None:
     None is returned for other nodes and values.
 
     Raises:
-        LookupError: the node does not carry the name of its operator, so nobody has asked for its kind.
+        LookupError: the node does not have the name of its operator: `decide_kinds` has not seen it.
     """
     return node.meta.get(_KIND) if isinstance(node, fx.Node) and op_name(node) else None
 
@@ -265,7 +265,7 @@ def first_input(node: fx.Node) -> fx.Node | None:
 def input_node(node: fx.Node) -> fx.Node:
     """Return the node that an operator reads first, where captured graphs have nothing else there."""
     first = _first_argument(node)
-    assert isinstance(first, fx.Node), f"the first argument of {node.name} is no node"
+    assert isinstance(first, fx.Node), f"the first argument of {node.name} is not a node"
     return first
 
 
@@ -311,9 +311,9 @@ def joined_inputs(node: fx.Node) -> Sequence[object]:
 
 
 def schema_arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by their schema name, defaults filled in.
+    """Return all arguments of a call by their schema name, with defaults filled in.
 
-    None is returned for Python functions, which have no schema.
+    {} for Python functions, which have no schema.
     """
     values: dict[str, Any] = {}
     args, kwargs = node.args, node.kwargs

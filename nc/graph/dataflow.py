@@ -47,9 +47,9 @@ def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
 
 
 def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
-    """Pools of what an integer operator (one of `asked`) computes, as far as nobody reads that in fp32.
+    """Return the pools of the results of integer operators (`asked`) that no operator reads in fp32.
 
-    If somebody did, codes would be no saving.
+    With such a reader, a pool on codes would save nothing.
     """
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     pools = {n for n in module.graph.nodes if _takes_codes(n)}

@@ -282,7 +282,7 @@ def add_constant(
 
 
 def replace_constant(module: fx.GraphModule, node: fx.Node, argument: str, value: torch.Tensor) -> None:
-    """Give an operator a new constant as "weight" or "bias"; the old one goes where nobody else reads it."""
+    """Give an operator a new constant as "weight" or "bias"; remove the old one if nothing else reads it."""
     arguments = schema_arguments(node)
     old = arguments[argument]
     name = fqn_of(old) if old is not None else f"{fqn_of(arguments['weight']).removesuffix('weight')}bias"

@@ -44,7 +44,7 @@ def multiply_adds(node: fx.Node, shapes: Shapes, *, reads_weights: bool) -> int 
 
 
 def _matrix_product(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """`left @ right`, perhaps with a third tensor added.
+    """Return the multiply-adds of `left @ right`, perhaps with a third tensor added.
 
     Each value of the result is a sum over the last dimension of `left`.
     """

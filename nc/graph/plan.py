@@ -310,9 +310,10 @@ D = TypeVar("D", bound=AnyDecision)
 
 
 def named(decisions: Sequence[D], operator: str) -> D:
-    """Return the decision for the operator of that name.
+    """Return the decision for the operator named `operator`.
 
-    If there is none, KeyError with the closest names.
+    Raises:
+        KeyError: no decision has this name; the message has the closest names.
     """
     for decision in decisions:
         if decision.operator == operator:

@@ -109,12 +109,10 @@ class QDQGraph:
 
 
 def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] | None:
-    """Return outputs for the example as a graph keeps them.
+    """Return copies of the outputs for the example, so that the graph need not run again to verify an engine.
 
-    So nobody has to run it again to know what an engine should give.
-
-    None where that is not worth the memory: where they take more than a quarter of the bytes of the
-    `constants`, and more than a megabyte.
+    None if they take too much memory: more than a quarter of the bytes of the `constants`, and more than a
+    megabyte.
     """
     tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > max(constants // 4, 1 << 20):
@@ -147,7 +145,7 @@ def insert_qdq(
         edges: from `placement.place`.
         qparams: by (origin node name, spec), see `placement.edge_key`.
         plan: gives each weighted operator's weight spec.
-        known: codes that other calls share; None: nobody does.
+        known: codes that are shared with other calls; None: no codes are shared.
     """
     copy, mapping = copy_module(module)
     graph = copy.graph

@@ -219,7 +219,7 @@ def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
 
 
 def _drop_unused(module: fx.GraphModule) -> None:
-    """Remove the old pairs and codes that nobody reads any more."""
+    """Remove the old pairs and codes that nothing reads any more."""
     ours = QUANTIZE | DEQUANTIZE
     for node in reversed(list(module.graph.nodes)):
         if not node.users and node.target in ours:

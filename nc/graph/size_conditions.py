@@ -95,7 +95,7 @@ def parsed(text: str) -> _Run:
     try:
         return _compiled(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        msg = f"{text[:80]!r} is no condition on sizes"
+        msg = f"{text[:80]!r} is not a condition on sizes"
         raise ValueError(msg) from error
 
 

@@ -77,10 +77,7 @@ def options(node: fx.Node) -> tuple[Any, ...]:
 
 
 def called_with(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position and by name, as `fx.Node` has them.
-
-    Those that the graph gives by name are by position too where they could be.
-    """
+    """Return the arguments of a call by position and by name, with as many by position as possible."""
     args, kwargs = list(node.args), dict(node.kwargs)
     for argument in schema_of(node.target)[len(args) :]:
         if argument.kwarg_only or argument.name not in kwargs:

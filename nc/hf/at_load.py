@@ -103,7 +103,7 @@ class Quantizer(HfQuantizer):
         return tensors_of(model), {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """Refuse.
+        """Refuse to dequantize.
 
         Raises:
             UnsupportedError: always.

@@ -135,7 +135,7 @@ def _attend(
         InputError: another dtype, or dropout.
     """
     if torch.compiler.is_exporting():
-        msg = f'attn_implementation="{NAME}" is no operator of graphs: capture the model with "sdpa".'
+        msg = f'attn_implementation="{NAME}" is not a graph operator: capture the model with "sdpa".'
         raise UnsupportedError(msg)
     if s_aux is not None:
         who = type(module).__name__

@@ -84,8 +84,8 @@ def check(folder: Path) -> None:
     path = folder / TABLE
     if not path.is_file():
         warn(
-            f"{folder} has no {TABLE}, as folders of older versions of nc: what lies beside the artefact, "
-            "e.g. the tokenizer, is not checked. To get one, quantize again."
+            f"{folder} has no {TABLE}, like folders of older versions of nc: files beside the artefact, "
+            "e.g. the tokenizer, are not checked. To get one, quantize again."
         )
         return
     files = _read(path)

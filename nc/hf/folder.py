@@ -43,8 +43,8 @@ def _known(marks: tuple[str, ...]) -> Ours:
         if is_result(target, *marks) and checksums.is_ours(target):
             return True
         msg = (
-            f"{str(target)!r} exists and is no earlier result, has files that nc did not write, or is of an "
-            "older nc. Remove it, or choose another folder: float weights beside quantized ones would be "
+            f"{str(target)!r} exists and is not an earlier result, has files that nc did not write, or is of "
+            "an older nc. Remove it, or choose another folder: float weights beside quantized ones would be "
             "loaded in their place."
         )
         raise ArtefactError(msg)

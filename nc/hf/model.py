@@ -258,15 +258,15 @@ def load_model(
 ) -> QuantizedTransformer:
     """Return what `QuantizedTransformer.save_pretrained` wrote; its other files are checked already.
 
-    Its class has the name of the float model's: `pipeline` calls others unsupported, and goes on.
+    Its class has the name of the float model's class: `pipeline` logs an error for other names.
 
     Args:
-        folder: of it.
+        folder: the folder that was written.
         warm: as for `nc.load`.
         lengths: as in `QuantizedTransformer`.
-        trust_remote_code: of transformers, for the configuration.
+        trust_remote_code: as in transformers, for the configuration.
         expected: `checksums.identity` of the artefact; "": any.
-        options: of `nc.load`.
+        options: options of `nc.load`.
 
     Raises:
         ArtefactError: a file is missing or damaged, or the artefact is not the expected one.

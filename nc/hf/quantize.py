@@ -113,7 +113,7 @@ def load(
     it, are not.
 
     Args:
-        folder: of it.
+        folder: the folder that was written.
         warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (8, 64)]`.
         lengths: where padding is computed, texts are filled up to the next one of these numbers of tokens, so
             that those of any length have sizes that are warm; longer ones, and all without it, to a multiple
@@ -148,7 +148,7 @@ def _opened(folder: Path, trust_remote_code: bool) -> Any:
     import transformers
 
     if not (folder / CONFIG).is_file():
-        msg = f"{folder} is no folder of a transformers model: it has no {CONFIG}."
+        msg = f"{folder} is not a folder of a transformers model: it has no {CONFIG}."
         raise InputError(msg)
     with read_by_others(folder, trust_remote_code):
         trust = {"trust_remote_code": trust_remote_code}
@@ -166,7 +166,7 @@ def _opened(folder: Path, trust_remote_code: bool) -> Any:
 def _check_kind(model: Any) -> None:
     """Raise InputError for objects other than transformers models, and for decoders without an encoder."""
     if not hasattr(model, "config") or not hasattr(model, "main_input_name"):
-        msg = f"{type(model).__name__} is no model of transformers: nc.quantize takes any nn.Module."
+        msg = f"{type(model).__name__} is not a transformers model: nc.quantize takes any nn.Module."
         raise InputError(msg)
     if model.can_generate() and not is_encoder_decoder(model):
         msg = (

@@ -98,7 +98,7 @@ def load_sentence_transformer(
     it, are not.
 
     Args:
-        folder: of it.
+        folder: the folder that was written.
         warm: as for `nc.load`: sizes for which kernels are made now, e.g. `[(1, 128), (32, 64)]`.
         lengths: where padding is computed, texts are filled up to the next one of these numbers of tokens, so
             that those of any length have sizes that are warm; longer ones, and all without it, to a multiple
@@ -196,7 +196,7 @@ def _activation(name: Any, file: Path, trust_remote_code: bool) -> torch.nn.Modu
         with read_by_others(file, trust_remote_code):
             found = getattr(importlib.import_module(package), kind)
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        msg = f"{file} names {name!r}, which is no module of torch.nn. {_NO_OTHER}"
+        msg = f"{file} names {name!r}, which is not a module of torch.nn. {_NO_OTHER}"
         raise ArtefactCorruptError(msg)
     return found()
 
@@ -217,7 +217,9 @@ def _kind(entry: Any, folder: Path, trust_remote_code: bool) -> Any:
         raise ArtefactSchemaError(msg) from error
     ours = isinstance(found, type) and issubclass(found, torch.nn.Module)
     if not ours or not found.__module__.startswith("sentence_transformers."):
-        msg = f"{folder / MODULES} names {entry!r}, which is no module of sentence-transformers. {_NO_OTHER}"
+        msg = (
+            f"{folder / MODULES} names {entry!r}, which is not a module of sentence-transformers. {_NO_OTHER}"
+        )
         raise ArtefactCorruptError(msg)
     return found
 

@@ -74,12 +74,12 @@ def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
     if codes.bits != 4:
         refuse(name, NAME, f"it has 4 bits, and the weight {codes.bits}", 'Quantize with w_dtype="int4"')
     if outputs % 8:
-        refuse(name, NAME, f"N = {outputs} outputs are no multiple of 8", "Leave this layer out (exclude)")
+        refuse(name, NAME, f"N = {outputs} outputs are not a multiple of 8", "Leave this layer out (exclude)")
     if inputs % 32:
         refuse(
             name,
             NAME,
-            f"K = {inputs} input channels are no multiple of 32",
+            f"K = {inputs} input channels are not a multiple of 32",
             "Leave this layer out (exclude)",
         )
     if codes.group not in GROUPS and codes.scale.shape[1] != 1:

@@ -53,13 +53,15 @@ def alone(folder: Path, *names: str) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(Tensors of all safetensors files, quantization_config of config.json or quantize_config.json).
+    """Read the tensors of all safetensors files in a folder, and how they are quantized; unpickle nothing.
 
-    Nothing is unpickled.
+    Returns:
+        Tensors by name; and the `quantization_config` of config.json, or quantize_config.json.
 
     Raises:
-        ArtefactMissingError: there is no such folder, or no safetensors file in it.
-        ArtefactCorruptError: a file is truncated or altered, or two files have one tensor.
+        ArtefactMissingError: the folder does not exist, or has no safetensors file.
+        ArtefactCorruptError: a file is truncated or altered, two files have the same tensor, or a tensor of
+            the index is missing.
         ArtefactSchemaError: no file says how the weights are quantized.
     """
     folder = Path(path)

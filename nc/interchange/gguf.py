@@ -123,7 +123,7 @@ class GGUFFile:
         form = TYPES[info.type].form
         if form is None or len(info.shape) != 2:
             msg = (
-                f"Tensor {name!r} of {str(self.path)!r} is no quantized matrix: {info.type} "
+                f"Tensor {name!r} of {str(self.path)!r} is not a quantized matrix: {info.type} "
                 f"{list(info.shape)}. Read it with `float`."
             )
             raise UnsupportedError(msg)

@@ -52,10 +52,14 @@ def type_of(weight: PackedWeight, where: str) -> str:
 
 
 def encode(weight: PackedWeight, where: str = "the weight") -> tuple[str, Bytes]:
-    """(Name of the type, bytes of the tensor).
+    """Return the name of a weight's GGUF type, and the bytes of its tensor.
+
+    Args:
+        weight: the weight.
+        where: name of the weight, for the message.
 
     Raises:
-        UnsupportedError: as `type_of`.
+        UnsupportedError: no type stores the weight exactly, see `type_of`.
     """
     name = type_of(weight, where)
     codes = weight.unpacked().reshape(-1, GROUP)

@@ -113,14 +113,14 @@ def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
         refuse(
             name,
             NAME,
-            f"K = {inputs} input channels are no multiple of 32",
+            f"K = {inputs} input channels are not a multiple of 32",
             "Leave this layer out (exclude)",
         )
     if outputs % max(fields, 8):
         refuse(
             name,
             NAME,
-            f"N = {outputs} outputs are no multiple of {max(fields, 8)}",
+            f"N = {outputs} outputs are not a multiple of {max(fields, 8)}",
             "Leave this layer out (exclude)",
         )
     if codes.group not in GROUPS and codes.scale.shape[1] != 1:

@@ -33,7 +33,7 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
     stack = next((name for name, module in model.named_modules() if isinstance(module, Experts)), None)
     if stack is not None:
         msg = (
-            f"{stack!r} holds experts that transformers keeps in one tensor, with a weight of its own for "
+            f"{stack!r} holds experts that transformers keeps in one tensor, with a separate weight for "
             "each. Tools look for these under names that differ from model to model, so this one can't be "
             "exported; nc.save stores it."
         )
@@ -220,7 +220,7 @@ def _check_ties(state: Mapping[str, torch.Tensor], rest: Mapping[str, torch.Tens
         if other != name and not torch.equal(rest[other], tensor):
             msg = (
                 f"{path!r} does not fit this model: {other!r} and {name!r} are one tensor in the model and "
-                "two in the files. Build the model with weights of their own for both (of transformers: "
+                "two in the files. Build the model with a separate weight for each (in transformers: "
                 "tie_word_embeddings=False)."
             )
             raise ArtefactError(msg)

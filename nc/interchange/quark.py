@@ -94,7 +94,7 @@ def _check(name: str, layer: StoredLayer, codes: GroupCodes, group: int) -> None
         refuse(
             name,
             NAME,
-            f"N = {codes.codes.shape[0]} outputs are no multiple of 8",
+            f"N = {codes.codes.shape[0]} outputs are not a multiple of 8",
             "Leave this layer out (exclude)",
         )
     if group == -1:

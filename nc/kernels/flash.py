@@ -62,11 +62,11 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlashCode:
-    """The function in C.
+    """The attention kernel in C.
 
     Attributes:
-        function: itself.
-        isas: numbers of the instruction sets that it uses, by dtype.
+        function: the C function.
+        isas: dtype → number of the instruction set that the function uses for it.
     """
 
     function: Function

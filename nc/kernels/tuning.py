@@ -19,10 +19,10 @@ class Tuned(typing.Generic[_T]):
     """One number, or some that were measured together.
 
     Attributes:
-        value: it.
-        what: what it decides.
+        value: the number or numbers.
+        what: what they decide.
         machine: where it was measured.
-        date: when, YYYY-MM-DD.
+        date: when it was measured, YYYY-MM-DD.
         measure: the command that measures it again.
     """
 

@@ -48,7 +48,7 @@ class LinearEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the backend."""
+        """Name of the backend."""
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
         """Return the layer's result for `x` of shape [..., K].

@@ -67,9 +67,9 @@ def shared_scale(amax: torch.Tensor, dtype: DType) -> torch.Tensor:
     See OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 
     Args:
-        amax: largest magnitudes, any shape.
-        dtype: of the elements; values above its largest are clipped. Unsigned codes with a zero point in the
-            middle count as signed ones.
+        amax: largest magnitude of each block, any shape.
+        dtype: dtype of the elements. With this scale, elements can exceed its largest value and are then
+            clipped. An unsigned integer dtype gives the scale of the signed dtype with as many bits.
     """
     signed = named(f"int{dtype.bits}") if dtype.kind == "integer" else dtype
     return mx.scales(mx.shared_codes(amax, signed))

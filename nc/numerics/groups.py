@@ -20,22 +20,22 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """What stored scales and minima are multiplied by.
+    """The second level of scales, which stored scales and minima are multiplied by.
 
-    It is [1, 1], or [N, outer groups], where each is for as many neighbouring groups.
+    Shapes are [1, 1], or [N, outer groups], each of which holds the same number of neighbouring groups.
 
     Attributes:
         scale: fp32, positive.
-        minimum: fp32, negative; None where there are no minima.
+        minimum: fp32, negative; None if the format has no minima.
     """
 
     scale: torch.Tensor
     minimum: torch.Tensor | None = None
 
     def of_groups(self, start: int, count: int, groups: int) -> Outer:
-        """Return that of `count` groups from `start` on, of rows with `groups` groups.
+        """Return the outer scales of `count` groups from `start` on, shape [1, 1] or [N, count].
 
-        It has shape [1, 1] or [N, count].
+        `groups` is the number of groups in a row.
         """
 
         def of(part: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class GroupParams:
     outer: Outer | None = None
 
     def of_group(self, index: int) -> GroupParams:
-        """Those of one group, shape [N, 1]."""
+        """Return the parameters of one group, shape [N, 1]."""
         part = slice(index, index + 1)
         zero, minimum = self.zero, self.minimum
         outer = None if self.outer is None else self.outer.of_groups(index, 1, self.scale.shape[1])

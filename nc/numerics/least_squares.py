@@ -108,15 +108,22 @@ class _Work:
         self.q, self.rest, self.product = (torch.empty_like(weight) for _ in range(3))
 
     def scaled(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """`weight / scale`, in `q`."""
+        """Write `weight / scale` into `q`, and return it; `scale` has shape [n, G]."""
         return torch.mul(weight, (1 / scale).unsqueeze(2), out=self.q)
 
     def sums(
         self, weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, linear: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Return sums of h r^2, h r q and h q^2 of each group, where `r = weight - q scale`.
+        """Return the sums of h r^2, h r q and h q^2 over each group, where `r = weight - q scale`.
 
-        If asked also of h r and h q. `q` is lost.
+        Args:
+            weight: fp32, shape [n, G, group].
+            q: codes, in the shape of `weight`; overwritten.
+            scale: shape [n, G].
+            linear: return the sums of h r and h q too.
+
+        Returns:
+            3 or 5 tensors of shape [n, G].
         """
         rest = torch.addcmul(weight, q, scale.unsqueeze(2), value=-1, out=self.rest)
         hr = torch.mul(rest, self.h, out=self.product)

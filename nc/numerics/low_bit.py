@@ -51,24 +51,27 @@ def linear(
     in_features: int,
     act_dtype: str,
 ) -> torch.Tensor:
-    """`x @ W.T + bias`.
+    """Return `x @ W.T + bias`, where W is dequantized from its packed codes and scales.
 
     Args:
-        x: fp32, bf16 or fp16, shape [..., K]; the result has its dtype.
-        codes: of a `PackedWeight` of shape [N, K], and so are the next five.
-        scale: likewise.
-        zero: likewise.
-        minimum: likewise.
-        outer_scale: likewise.
-        outer_minimum: likewise.
+        x: fp32, bf16 or fp16, shape [..., K].
+        codes: packed codes of W, shape [N, K], as in `PackedWeight`.
+        scale: the `PackedWeight`'s scales.
+        zero: its zero points.
+        minimum: its minima.
+        outer_scale: its outer scales.
+        outer_minimum: its outer minima.
         bias: shape [N].
         dtype: name of the number format.
         in_features: K.
         act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; for the others see
             `round_activations`.
 
+    Returns:
+        Shape [..., N], in the dtype of `x`.
+
     Raises:
-        InputError: `x` has no floating-point dtype; in that of integers the weight would be rounded to 0.
+        InputError: `x` does not have a floating-point dtype; an integer dtype would round the weight to 0.
     """
     if not x.is_floating_point():
         msg = (
@@ -101,20 +104,20 @@ def linear_gradient(
     dtype: str,
     in_features: int,
 ) -> torch.Tensor:
-    """Return the gradient of the input of `linear`, fp32: `gradient @ W`.
+    """Return the gradient with respect to the input of `linear`: `gradient @ W`, fp32, shape [..., K].
 
-    The rounding of activations counts as the identity.
+    Activation rounding is treated as the identity (straight-through estimator).
 
     Args:
-        gradient: of the result, shape [..., N].
-        codes: as for `linear`.
-        scale: likewise.
-        zero: likewise.
-        minimum: likewise.
-        outer_scale: likewise.
-        outer_minimum: likewise.
-        dtype: likewise.
-        in_features: likewise.
+        gradient: gradient with respect to the output of `linear`, shape [..., N].
+        codes: as in `linear`.
+        scale: as in `linear`.
+        zero: as in `linear`.
+        minimum: as in `linear`.
+        outer_scale: as in `linear`.
+        outer_minimum: as in `linear`.
+        dtype: as in `linear`.
+        in_features: as in `linear`.
     """
     weight = stored_weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features)
     return gradient.float() @ weight.dequantize()

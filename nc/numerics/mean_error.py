@@ -87,11 +87,13 @@ def equal_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def row_weights(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """1 for a row, less for one that has equals, and for one whose power is far above the median.
+    """Return the weight of each row in a mean: 1 / (number of equal rows) * min(1, limit / power).
+
+    The limit is 100 times the median power of distinct rows that are not zero.
 
     Args:
         values: fp32 [rows, channels].
-        classes: of `equal_rows`.
+        classes: the class of each row, from `equal_rows`, int64 [rows].
 
     Returns:
         fp32 [rows].

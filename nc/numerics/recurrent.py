@@ -26,7 +26,7 @@ Cell = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], tuple[to
 def lstm_dynamic(
     x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and the last hidden and cell states, as `torch.nn.LSTM` gives them.
+    """Compute an LSTM; return the output and the last hidden and cell states, as `torch.nn.LSTM` does.
 
     `options` are those of `_layers`.
     """
@@ -37,7 +37,7 @@ def lstm_dynamic(
 def gru_dynamic(
     x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and the last hidden state, as `torch.nn.GRU` gives them; `options` are those of `_layers`."""
+    """Compute a GRU; return output and last hidden state, as `torch.nn.GRU`. For `options` see `_layers`."""
     y, states = _layers(_gru_cell, x, [hx], params, *options)
     return y, torch.stack([s[0] for s in states])
 
@@ -45,7 +45,7 @@ def gru_dynamic(
 def rnn_dynamic(
     x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any, relu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and the last hidden state, as `torch.nn.RNN` gives them; `options` are those of `_layers`."""
+    """Compute an RNN; return output and last hidden state, as `torch.nn.RNN`. For `options` see `_layers`."""
     y, states = _layers(
         functools.partial(_rnn_cell, torch.relu if relu else torch.tanh), x, [hx], params, *options
     )

@@ -25,12 +25,12 @@ COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def scales_for(
     alpha: float, low: torch.Tensor, high: torch.Tensor, weights: Sequence[torch.Tensor], criterion: str
 ) -> torch.Tensor:
-    """`s = max|X|^alpha / max|W|^(1 - alpha)` per channel.
+    """Return the smoothing scales, `s = max|X|^alpha / max|W|^(1 - alpha)` per channel.
 
     Args:
         alpha: 0 to 1.
         low: smallest value of each input channel, float64, shape [channels].
-        high: largest.
+        high: largest value, likewise.
         weights: float64, each [outputs, channels].
         criterion: how the weights' magnitudes are combined: "max", "min" or "mean".
 

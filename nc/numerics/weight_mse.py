@@ -18,7 +18,7 @@ SHRINK = tuple(1 - step / 100 for step in range(80))
 def best_range(
     rows: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(low, high) of each row for symmetric codes, fp32, shape [rows].
+    """Return the range (low, high) of each row with the least error for symmetric codes, fp32, shape [rows].
 
     Args:
         rows: fp32, shape [rows, elements].

@@ -23,7 +23,7 @@ def register_algorithm(algorithm: RangeAlgorithm) -> None:
         ConfigError: another algorithm has that name.
     """
     if ALGORITHMS.setdefault(algorithm.name, algorithm) != algorithm:
-        msg = f"{algorithm.name!r} is the name of another algorithm; give yours a name of its own."
+        msg = f"{algorithm.name!r} is the name of another algorithm; give yours a different name."
         raise ConfigError(msg)
 
 

@@ -335,9 +335,9 @@ def _largest(distances: torch.Tensor) -> float:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return |a - b| as float64, 0 where both are the same infinity or NaN, infinity where one is.
+    """Return |a - b| and how many elements differ.
 
-    It also returns how many elements differ.
+    The distance is float64: 0 where both are the same infinity or NaN, infinity where only one is.
     """
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
@@ -346,7 +346,7 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _quantum(value: torch.Tensor) -> float:
-    """Return that of a fp32 tensor."""
+    """Return the quantum of an fp32 tensor: a fixed part of its largest finite magnitude."""
     finite = value[torch.isfinite(value)].double().abs()
     largest = finite.max().item() if finite.numel() else 0.0
     return largest / _STEPS or 1.0

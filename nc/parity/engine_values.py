@@ -87,9 +87,9 @@ def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
 
 
 def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], isolate: str) -> list[Any]:
-    """Return what an engine gives for a graph.
+    """Return the outputs of a graph that an engine runs.
 
-    It returns nothing where the engine fails on it: to a compiler, reading may be too much.
+    [] if the engine fails: some compilers can't handle the additional outputs.
     """
     options = engine_options(backend, isolate=isolate, padding="computed")  # as the reference does
     try:

@@ -134,9 +134,9 @@ def plan_layers(
 
 
 def _transforms(decisions: Iterable[LayerDecision], config: AnyConfig) -> tuple[Transform, ...]:
-    """Those of the outer configuration, in its order, if they are for whole models or a layer asks for them.
+    """Return the transforms that the plan uses: those of the outer configuration in its order, then others.
 
-    Those of rules follow.
+    A transform of the outer configuration is used if it is for whole models or a layer asks for it.
     """
     asked = dict.fromkeys(t for d in decisions if d.form is not None for t in d.transforms)
     outer = [t for t in outer_field(config, "transforms") if t.level == "model" or t in asked]

@@ -57,7 +57,7 @@ def opened(path: Path) -> Iterator[int]:
             status = os.fstat(file)
             _check_own(status, path)
             if not stat.S_ISREG(status.st_mode):
-                msg = f"{path} is no file"
+                msg = f"{path} is not a regular file"
                 raise PermissionError(msg)
             yield file
 

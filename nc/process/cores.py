@@ -60,10 +60,10 @@ def quota(root: Path = _ROOT) -> float | None:
 
 
 def fit_threads() -> None:
-    """Let torch compute on as many threads as this process may use, if nobody chose a number.
+    """Let torch compute on as many threads as this process may use, unless the user chose a number.
 
-    A number is chosen by OMP_NUM_THREADS or MKL_NUM_THREADS, or by `torch.set_num_threads` if it is none of
-    those that torch takes by itself: all CPUs, or one thread of each core. It warns where it changes it.
+    A number is chosen by OMP_NUM_THREADS or MKL_NUM_THREADS, or by `torch.set_num_threads` if it differs from
+    torch's defaults: all CPUs, or one thread for each core. A change gives a warning.
     """
     import torch  # here: the command's help comes without
 

@@ -138,7 +138,7 @@ def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphM
 def _results(node: fx.Node) -> list[fx.Node]:
     """Return the fp32 tensors in which the result of an int8 operator is first kept in memory.
 
-    None is returned where it is kept as codes.
+    [] if it is kept as codes.
     """
     if node.target in _RECURRENT:
         return list(node.users)

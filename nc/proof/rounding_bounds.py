@@ -170,7 +170,7 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     """Return the slack after an operator if some of its inputs have slack."""
 
     def slack(source: Any) -> Any:
-        """Of an argument; 0 of what has none."""
+        """Return the slack of an argument, 0 if it has none."""
         if isinstance(source, fx.Node):
             return slacks[source] if source in slacks else pytree.tree_map(_none_of, env[source])
         return source

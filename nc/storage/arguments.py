@@ -224,7 +224,7 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
     for state in [layer.hx] if isinstance(layer.hx, fx.Node) else layer.hx:
         constant = constant_of(module, state) if state.op == "get_attr" else None
         if constant is not None and (constant.dim() != 3 or constant.dtype is not torch.float32):
-            msg = f"node {node.name!r}: {state.name!r} is no fp32 state of three dimensions"
+            msg = f"node {node.name!r}: {state.name!r} is not an fp32 state with three dimensions"
             raise ValueError(msg)
     _check_params(module, node, each)
 
@@ -238,7 +238,7 @@ def _check_params(module: fx.GraphModule, node: fx.Node, each: int) -> None:
         is_float = i in first or not is_matrix
         if not (_is_fp32(module, value, 1 + is_matrix) if is_float else _is_matrix(value)):
             what = f"{'fp32' if is_float else 'int8'} {'matrix' if is_matrix else 'bias'}"
-            msg = f"node {node.name!r}: {value.name!r} is no {what}"
+            msg = f"node {node.name!r}: {value.name!r} is not an {what}"
             raise ValueError(msg)
 
 
@@ -400,7 +400,7 @@ def _check_qparams(given: Mapping[str, Any]) -> None:
 def _check_format(name: str, *, is_low_bit: bool) -> None:
     """Raise ValueError for a number format that does not exist, or has integers and no low-bit weight."""
     if name not in DTYPES or not (is_low_bit or DTYPES[name].kind == "float"):
-        msg = f"{name!r} is no {'number' if is_low_bit else 'floating-point'} format"
+        msg = f"{name!r} is not a {'number' if is_low_bit else 'floating-point'} format"
         raise ValueError(msg)
 
 
@@ -426,10 +426,10 @@ def _limits_of_codes(given: Mapping[str, Any]) -> tuple[int, int] | None:
 def _check_scale(scale: Any, zero_point: Any, dtype: Any, limits: tuple[int, int] | None) -> None:
     """Raise ValueError if a scale is not finite and positive, or a zero point is not a code of the dtype."""
     if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
-        msg = f"{scale!r} is no scale"
+        msg = f"{scale!r} is not a scale"
         raise ValueError(msg)
     if isinstance(zero_point, int) and limits is not None and not limits[0] <= zero_point <= limits[1]:
-        msg = f"{zero_point} is no zero point of {dtype}"
+        msg = f"{zero_point} is not a zero point of {dtype}"
         raise ValueError(msg)
 
 
@@ -442,5 +442,5 @@ def _check_simulated(given: Mapping[str, Any]) -> None:
         raise ValueError(str(error)) from error
     for name, known in (("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES)):
         if name in given and given[name] not in known:
-            msg = f"{given[name]!r} is no {name}"
+            msg = f"{given[name]!r} is not a {name}"
             raise ValueError(msg)

@@ -30,7 +30,7 @@ from nc.storage import tensor_file
 from nc.storage.atomic import check_first, replaced_folder, resolved
 from nc.storage.json_values import check_letters
 from nc.storage.mapped import MappedFile
-from nc.storage.marks import is_of, json_like
+from nc.storage.marks import is_of, json_like, signed, unedited
 from nc.storage.tensor_file import Source
 from nc.text.json_text import parsed
 
@@ -40,6 +40,8 @@ FORMATS = {"nc-model": 1, "nc-weights": 1}
 
 MODEL, WEIGHTS, CHECKSUMS = "model.json", "weights.safetensors", "checksums.json"
 _FILES = (MODEL, WEIGHTS)
+#: For people and for model hubs. It may be edited, so it has no checksum, and is no longer replaced.
+CARD = "README.md"
 _ADVICE = "Copy the artefact again from where it was made, or save the model again."
 
 
@@ -105,7 +107,9 @@ def replaceable(directory: str | os.PathLike[str]) -> Path:
     return target
 
 
-def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Tensor | Source]) -> None:
+def write(
+    target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Tensor | Source], card: str = ""
+) -> None:
     """Write an artefact; the same content gives the same bytes.
 
     Args:
@@ -114,6 +118,7 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
         document: with the keys "format" and "schema".
         tensors: contiguous ones that share no memory, or ones in files, which are copied from there piece by
             piece.
+        card: the text of README.md; "": no such file.
 
     Raises:
         ArtefactError: something else is there by now, or it cannot be written.
@@ -128,6 +133,8 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
         weights = {"sha256": hashed.hexdigest(), "size": (staged / WEIGHTS).stat().st_size}
         sums = {MODEL: _checksum((staged / MODEL).read_bytes()), WEIGHTS: weights}
         (staged / CHECKSUMS).write_text(_checksums_json(sums), encoding="ascii")
+        if card:
+            (staged / CARD).write_text(signed(card), encoding="utf-8")
 
 
 def read(
@@ -305,7 +312,8 @@ def is_replaceable(target: Path) -> bool:
         ArtefactError: something else is; says what.
     """
     names = sorted(p.name for p in target.iterdir()) if target.is_dir() else None
-    if names == [] or (names is not None and set(names) <= {*_FILES, CHECKSUMS} and is_artefact(target)):
+    known = {*_FILES, CHECKSUMS, *([CARD] if unedited(target / CARD) else [])}
+    if names == [] or (names is not None and set(names) <= known and is_artefact(target)):
         return True
     what = (
         "is a file"

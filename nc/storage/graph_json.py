@@ -133,7 +133,7 @@ def _storable(outputs: tuple[Any, ...] | None) -> dict[int, torch.Tensor]:
 
 
 def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...] | None:
-    """Return what the graph gives for its example; None where nobody stored it."""
+    """Return the stored outputs of the graph for its example; None if they were not stored."""
     outputs = {
         int(name.removeprefix("expected.")): tensor
         for name, tensor in tensors.items()
@@ -312,7 +312,7 @@ class _Sizes:
         return self._names.setdefault(key, f"n{len(self._names)}")
 
     def encode(self, value: object) -> json_values.Json:
-        """Dtype and shape of a traced tensor, or of several; None for everything else: nobody asks for it."""
+        """Return dtype and shape of a traced tensor, or of several; None for other values: none is needed."""
         if isinstance(value, TENSORS):
             return {
                 "dtype": json_values.dtype_name(value.dtype, "A traced value"),

@@ -49,7 +49,7 @@ def json_value(path: Path, *, finite: bool = True) -> Any:
     except ValueError as error:
         if isinstance(error, ArtefactMissingError):
             raise
-        msg = f"{str(path)!r} is no JSON ({error}). Get it again."
+        msg = f"{str(path)!r} is not JSON ({error}). Get it again."
         raise ArtefactCorruptError(msg) from error
 
 
@@ -68,6 +68,6 @@ def json_list(path: Path) -> list[Any]:
 def _of_kind(path: Path, kind: type, called: str) -> Any:
     found = json_value(path, finite=False)
     if not isinstance(found, kind):
-        msg = f"{str(path)!r} is no JSON {called}, but a {type(found).__name__}. Get it again."
+        msg = f"{str(path)!r} is not a JSON {called}, but a {type(found).__name__}. Get it again."
         raise ArtefactCorruptError(msg)
     return found

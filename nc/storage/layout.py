@@ -71,7 +71,10 @@ WEIGHT_TENSORS = {
 }
 #: By what nc knows files and folders that an earlier call wrote, and that the next one therefore replaces.
 KNOWN = {
-    "an artefact": "`format` in model.json, and no other file beside the three",
+    "an artefact": (
+        "`format` in model.json, and no other file beside the three but the card of `save(card=True)` as it "
+        "was written"
+    ),
     "a folder of nc.hf": "nc_checksums.json, which lists all files; with one more the folder stays",
     "a page": "a tag `generator` in its head",
     "a report, a front, a configuration, statistics": "`format` or `algorithm`, and the schema",

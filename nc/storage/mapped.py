@@ -78,9 +78,9 @@ class MappedFile:
         return MappedFile(buffer, identity)
 
     def release(self) -> None:
-        """Give the memory back; what is read again comes from the file again.
+        """Free the memory; later reads come from the file again.
 
-        Nobody may have written into the bytes.
+        The bytes must not have been written to.
         """
         if isinstance(self.buffer, mmap.mmap):
             self.buffer.madvise(mmap.MADV_DONTNEED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable
@@ -59,6 +60,24 @@ def mark(path: Path) -> None:
         elif end >= 0 and content[end + 20 :] == b"\0\0":  # an archive without a comment
             file.seek(-2, 2)
             file.write(struct.pack("<H", len(text)) + text)
+
+
+def signed(text: str) -> str:
+    """Return a text for people with a last line by which `unedited` knows whether they changed it."""
+    return f"{text}\n<!-- {MARK} {__version__}; SHA-256 of the text above: {_sha256(text)} -->\n"
+
+
+def unedited(path: Path) -> bool:
+    """Whether a file has a text of `signed`, as it was written."""
+    try:
+        text, _, last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return MARK in last and _sha256(text) in last
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def json_like(known: Callable[[dict[str, Any]], bool]) -> Ours:

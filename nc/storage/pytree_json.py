@@ -87,10 +87,10 @@ pytree.register_pytree_node(
 
 
 class ModelOutputs:
-    """Stands in a structure for a class of transformers, whose import would make up half of a cold start.
+    """A placeholder in a structure for a class of transformers, whose import takes half of a cold start.
 
-    It has no instances. Each call makes one of the class itself where the process has imported transformers,
-    for nobody else could tell it apart from an `OutputDict`, and else that.
+    It has no instances. Each call returns an instance of the class itself if the process has imported
+    transformers, else an `OutputDict`.
     """
 
 
@@ -169,7 +169,7 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
     if data == _LEAF:
         return pytree.tree_structure(0)
     if not isinstance(data, dict):
-        msg = f"{data!r} is no structure"
+        msg = f"{data!r} is not a structure"
         raise TypeError(msg)
     kind = data["type"]
     items = [decode(item, inputs=inputs) for item in data["items"]]
@@ -196,7 +196,9 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
 def _decode_keys(names: Sequence[json_values.Json]) -> list[Any]:
     """Return the keys of a dict.
 
-    It raises ValueError where two are equal, and TypeError for a list, which can't be a key.
+    Raises:
+        ValueError: two keys are equal.
+        TypeError: a key is a list.
     """
     keys = [json_values.decode(name) for name in names]
     if len(set(keys)) < len(keys):

@@ -76,13 +76,14 @@ def _stays_in_file(name: str, tensor: torch.Tensor) -> bool:
     return name.startswith("constant.") and tensor.dtype in (torch.int8, torch.uint8)
 
 
-def write(graph: QDQGraph, backend: str, directory: str | os.PathLike[str]) -> None:
+def write(graph: QDQGraph, backend: str, directory: str | os.PathLike[str], card: str = "") -> None:
     """Write a graph as an artefact; the same graph gives the same bytes.
 
     Args:
         graph: the quantized model.
         backend: name of the backend that it ran on, as information.
         directory: created with its parents; an artefact that is there is replaced as a whole.
+        card: the text of README.md; "": no such file.
 
     Raises:
         ArtefactError: something else is there, or the graph holds something that an artefact can't; the
@@ -96,6 +97,7 @@ def write(graph: QDQGraph, backend: str, directory: str | os.PathLike[str]) -> N
         target,
         {"format": FORMAT, "schema": SCHEMA, "versions": versions, "backend": backend, **document},
         tensors,
+        card,
     )
 
 

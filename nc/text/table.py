@@ -125,9 +125,9 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def flowing(text: str, width: int) -> list[str]:
-    """Lines of text, each broken at spaces where it is too long; what goes on is indented.
+    """Break each line of a text at spaces into lines of at most `width` characters; indent continuations.
 
-    Words stay whole.
+    Words stay whole, even if they are longer than `width`.
     """
     words = textwrap.TextWrapper(
         width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False

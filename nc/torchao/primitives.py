@@ -193,7 +193,9 @@ def _codes(dtype: torch.dtype, quant_min: int | None, quant_max: int | None) -> 
     """Lowest and highest code."""
     match = re.fullmatch(r"torch\.(u?)int(\d+)", str(dtype))
     if match is None:
-        msg = f"{dtype} is no integer dtype; use torch.int8, torch.uint8, torch.int32 or one of their kind."
+        msg = (
+            f"{dtype} is not an integer dtype; use torch.int8, torch.uint8, torch.int32 or one of their kind."
+        )
         raise ConfigError(msg)
     bits, unsigned = int(match[2]), bool(match[1])
     low, high = (0, 2**bits - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

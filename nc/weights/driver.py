@@ -139,7 +139,7 @@ class Driver:
         self.with_float = needs.float_inputs or (bool(block_solvers) and ranks.is_first)
 
     def _find_ties(self) -> None:
-        """Of layers that share a weight and ask for the same, the first is solved, once."""
+        """Find layers that share a weight and ask for the same, of which only the first is solved."""
         owners: dict[Any, str] = {}
         self._first = {
             name: owners.setdefault(
@@ -341,8 +341,9 @@ class Driver:
     ) -> dict[str, InputStatistics]:
         """Apply the transforms that layers of a block ask for.
 
-        It returns the statistics of the layers' inputs after them. A block that is as before has those only
-        that solvers need, so that its codes are as without transforms.
+        Returns:
+            Statistics of the layers' inputs after the transforms. If the block is unchanged, only the ones
+            that solvers need, so that its codes are the same as without transforms.
         """
         applied = len(self.applied)
         asking = {
@@ -565,9 +566,9 @@ class Driver:
 
 
 def _stages(inside: Sequence[str], inputs: Mapping[str, InputStatistics]) -> list[list[str]]:
-    """Layers that read one tensor, in the order in which a block calls them.
+    """Group layers that read the same tensor, in the order in which a block calls them.
 
-    Those that nothing reaches come last.
+    Layers that no call reaches are the last group.
     """
     stages: dict[int, list[str]] = {}
     for name, found in inputs.items():

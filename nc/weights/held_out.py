@@ -39,12 +39,12 @@ class Tokens:
     """Calls of a block with the positions of each that are not padding (None: all).
 
     Attributes:
-        calls: that transforms are fitted to.
-        keeps: of these.
-        counted: the first so many of them are in the statistics of this process.
-        held: that transforms are judged by.
-        held_keeps: of these.
-        are_others: whether those that were held out are others; one sample of one row can't be divided.
+        calls: calls that transforms are fitted to.
+        keeps: positions that are not padding, of `calls`.
+        counted: number of calls, from the first, in the statistics of this process.
+        held: calls that transforms are judged by.
+        held_keeps: positions that are not padding, of `held`.
+        are_others: whether `held` differs from `calls`; one sample of one row can't be divided.
     """
 
     calls: Sequence[BlockCall]

@@ -19,12 +19,12 @@ _WARM_UP, _CALLS = 2, 5
 
 @dataclass(frozen=True, slots=True)
 class LayerSpeed:
-    """One layer.
+    """The measured time of one low-bit linear.
 
     Attributes:
-        us: microseconds of one call of the layer, the median.
-        rows: of activations in a call, M.
-        calls: of the layer within one call of the model.
+        us: median time of one call of the layer, in microseconds.
+        rows: number of rows of activations in its last call, M.
+        calls: how many times one call of the model calls the layer.
     """
 
     us: float

@@ -74,7 +74,7 @@ def _refused(*_: Any, **__: Any) -> None:
         "save_pretrained does not write how low-bit weights are read, and from_pretrained would take random "
         "ones. Save with nc.save(model, folder) and load with nc.load(folder); for other tools use "
         'nc.hf.export(model, folder, "compressed-tensors"). Only a model that transformers 5 quantized while '
-        "it loaded it, without stacked experts, has a save_pretrained of its own."
+        "it loaded it, without stacked experts, has its own save_pretrained."
     )
     raise StateError(msg)
 

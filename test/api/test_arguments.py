@@ -97,7 +97,7 @@ CASES = {
     "hf.quantize_sentence_transformer": (lambda: nc.hf.quantize_sentence_transformer(MODEL, ["a"], ""), InputError,
                                          "Expected out to be a path"),
     "hf.export": (lambda: nc.hf.export("a", None, "gptq"), InputError, "Expected out to be a path"),
-    "accelerate_generation": (lambda: nc.accelerate_generation(3), InputError, "int is no language model"),
+    "accelerate_generation": (lambda: nc.accelerate_generation(3), InputError, "int is not a language model"),
     "save": (lambda: nc.save(MODEL, None), InputError, "Expected checkpoint_dir to be a path"),
     "front without a folder": (lambda: front().save("no/such/f.json"), ArtefactError, "there is no folder"),
     "configuration": (lambda: DYNAMIC.to_json_file(None), InputError, "Expected path to be a path"),

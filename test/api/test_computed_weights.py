@@ -214,7 +214,7 @@ def test_a_weight_that_something_else_computes_stays_float(nested):
     model = nn.Sequential(Around(), nn.Linear(SIZE, SIZE)).eval()
     x = torch.randn(8, SIZE)
     q = quantize(model, low_bit())
-    assert "no parameter, and what computes it is outside" in str(nc.describe(model, low_bit()))
+    assert "not a parameter, and what computes it is outside" in str(nc.describe(model, low_bit()))
     with torch.no_grad():
         assert sqnr(model(x), q(x)) > 30
 

@@ -21,7 +21,7 @@ PUBLIC = {
     "describe",
     "export_model", "export_onnx", "export_openvino", "export_pt2", "export_torchscript",
     "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
-    "load", "prepare", "quantize", "register_backend", "report", "save",
+    "load", "prepare", "quantize", "register_backend", "report", "save", "QuantizedModel",
     "Front", "FrontPoint", "TuningConfig", "autoquant", "autotune", "get_all_config_set",
     "get_rtn_double_quant_config_set", "get_woq_tuning_config", "tune",
     "AWQ", "AutoRound", "DoubleQuant", "GPTQ", "HQQ", "RTN", "Rotation", "Smooth", "TEQ", "export_weights", "import_weights",
@@ -82,6 +82,6 @@ def test_parameters_of_the_front_door():
         "inplace",
         "example_inputs",
     ]
-    assert parameters(nc.save) == ["model", "checkpoint_dir", "format"]
+    assert parameters(nc.save) == ["model", "checkpoint_dir", "format", "card"]
     assert parameters(nc.load)[:4] == ["model_name_or_path", "original_model", "format", "device"]
     assert parameters(nc.describe)[:3] == ["model", "quant_config", "example_inputs"]

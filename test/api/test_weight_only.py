@@ -298,7 +298,7 @@ def test_a_forward_of_its_own_is_a_linear_if_it_computes_one():
     model = nn.Sequential(Product(32, 32), Doubled(32, 32), nn.Linear(32, 8)).eval()
     q = quantize(model, WeightOnlyConfig("int8", group_size=-1))
     assert [type(layer) for layer in q] == [QuantLinear, Doubled, QuantLinear]
-    assert "Doubled has a forward of its own" in nc.report(q).text(details=True)
+    assert "Doubled has its own forward" in nc.report(q).text(details=True)
     x = torch.randn(5, 32)
     assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
 
@@ -311,7 +311,7 @@ def test_a_forward_put_on_a_layer_stays_with_the_float_layer():
         model[0].forward = lambda x, own=model[0].forward: 100 * own(x)
         q = quantize(model, WeightOnlyConfig("int8", group_size=-1, embedding="int8"))
         assert type(q[0]) is type(model[0])
-        assert f"this {type(model[0]).__name__} has a forward of its own" in nc.report(q).text(details=True)
+        assert f"this {type(model[0]).__name__} has its own forward" in nc.report(q).text(details=True)
         assert type(q[-1]) is QuantLinear
         assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
 
@@ -415,7 +415,7 @@ def test_weights_outside_of_linears_are_named():
         q = quantize(Experts().eval(), WeightOnlyConfig(group_size=32))
     assert "0.0 M weights in no linear or embedding stay float: stacked [4, 64, 64]" in nc.report(q).summary()
     assert "stacked [4, 64, 64]" in str(describe(Experts(), WeightOnlyConfig(group_size=32)))
-    with pytest.warns(NCWarning, match=r"No layer gets a low-bit weight: Doubled has a forward"):
+    with pytest.warns(NCWarning, match=r"No layer gets a low-bit weight: Doubled has its own forward"):
         prepare(nn.Sequential(Doubled(8, 8)).eval(), WeightOnlyConfig(group_size=-1))
 
 

@@ -187,8 +187,7 @@ def test_percentiles_that_cut_a_lot_are_found():
     found = findings(converted(MLP(), torch.randn(8, 64, 16), config), "saturation")
     assert found["fc1"].value == pytest.approx(0.02, rel=0.2)
     assert (
-        found["fc1"].text
-        == f"{found['fc1'].value:.2%} of the values of its input lie outside of its int8 range"
+        found["fc1"].text == f"{found['fc1'].value:.2%} of the values of its input are outside its int8 range"
     )
     config = StaticQuantConfig(act_algo="percentile", percentile=99.95)
     assert findings(converted(MLP(), torch.randn(8, 64, 16), config), "saturation") == {}
@@ -237,7 +236,7 @@ def test_channels_that_a_relu_makes_zero(kind):
     found = findings(converted(stack(layer, activation), torch.randn(3, *shape)), "dead_channels")
     assert found["0"].value == 2 / 8
     assert (
-        "2 of 8 output channels carry nothing: 0 with all weights 0, 2 never above 0 in front of the ReLU at"
+        "2 of 8 output channels carry nothing: 0 with all weights 0, 2 never above 0 before the ReLU at"
         in found["0"].text
     )
     assert list(found) == ["0"]

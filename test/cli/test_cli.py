@@ -315,7 +315,7 @@ def test_example_inputs_for_other_arguments_are_one_line(run):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "to be a configuration ("),
         ('{"global": {"act_algoo": "minmax"}}', "did you mean 'act_algo'"),
         ('{"global": {}, "local": [{"key": "9", "config": {}}]}', "The closest names: "),

@@ -245,7 +245,7 @@ def test_what_it_does_not_compute_is_an_error():
 @needs_5
 def test_a_model_that_is_captured():
     _, ours = pair(BertModel, BERT)
-    with pytest.raises(CaptureError, match='is no operator of graphs: capture the model with "sdpa"'):
+    with pytest.raises(CaptureError, match='is not a graph operator: capture the model with "sdpa"'):
         nc.quantize(ours, nc.DynamicQuantConfig(), example_inputs={"input_ids": padded()[0]})
 
 

@@ -94,7 +94,7 @@ def test_generate_with_cache_and_beams(make, tmp_path):
     q.save_pretrained(tmp_path / "out")  # it is there
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
-    with pytest.raises(ArtefactError, match="no earlier result"):
+    with pytest.raises(ArtefactError, match="not an earlier result"):
         q.save_pretrained(tmp_path / "mine")
     q.save_pretrained(tmp_path / "copy")
     again = nc_hf.load(tmp_path / "copy", warm=[data[0]])

@@ -232,7 +232,7 @@ def test_models_that_generate_and_others_are_refused(tmp_path):
     )
     with pytest.raises(InputError, match="GPT2LMHeadModel is a decoder"):
         nc_hf.quantize(generates, TEXTS, tmp_path / "out")
-    with pytest.raises(InputError, match="no model of transformers"):
+    with pytest.raises(InputError, match="not a transformers model"):
         nc_hf.quantize(torch.nn.Linear(2, 2), TEXTS, tmp_path / "out")
     with pytest.raises(InputError, match=r"no config\.json"):
         nc_hf.quantize(tmp_path, TEXTS, tmp_path / "out")
@@ -249,7 +249,7 @@ def test_weights_alone_and_other_folders_are_refused(tmp_path, tokenizer):
         )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(ArtefactError, match="no earlier result"):
+    with pytest.raises(ArtefactError, match="not an earlier result"):
         nc_hf.quantize(real("AutoModel"), TEXTS, tmp_path / "mine", processor=tokenizer)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
     with pytest.raises(ArtefactError, match=r"not a folder of nc\.hf\.quantize"):

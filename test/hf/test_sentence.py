@@ -126,7 +126,7 @@ def test_what_the_user_has_is_not_overwritten(encoder, folder, tmp_path):
     floats = tmp_path / "floats"
     encoder.save_pretrained(str(floats), create_model_card=False)
     before = sorted(path.name for path in floats.iterdir())
-    with pytest.raises(ArtefactError, match="no earlier result"):
+    with pytest.raises(ArtefactError, match="not an earlier result"):
         nc_hf.quantize_sentence_transformer(encoder, TEXTS, floats)
     assert sorted(path.name for path in floats.iterdir()) == before
 
@@ -141,8 +141,8 @@ def test_an_earlier_result_is_replaced(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", ArtefactCorruptError, "is no JSON"),
-        ("{}", ArtefactCorruptError, "is no JSON array"),
+        ("{", ArtefactCorruptError, "is not JSON"),
+        ("{}", ArtefactCorruptError, "is not a JSON array"),
         ('[{"type": "os.path.join", "path": ""}]', ArtefactCorruptError, "No other code is loaded"),
         ('[{"type": "sentence_transformers.nowhere.Kind", "path": ""}]', ArtefactSchemaError, "lacks"),
         ("[3]", ArtefactCorruptError, "No other code is loaded"),

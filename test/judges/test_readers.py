@@ -173,9 +173,9 @@ def test_earlier_exports_are_replaced_and_nothing_else(encoder, exported, tmp_pa
     assert again.runtime == ""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
-    with pytest.raises(ArtefactError, match="no earlier result"):
+    with pytest.raises(ArtefactError, match="not an earlier result"):
         nc_hf.export(encoder[0], tmp_path / "mine")
-    with pytest.raises(ArtefactError, match="no earlier result"):
+    with pytest.raises(ArtefactError, match="not an earlier result"):
         nc_hf.export(encoder[0], encoder[0])
     (tmp_path / "out" / "notes.txt").write_text("x")
     with pytest.raises(ArtefactError, match=r"no export wrote \(notes.txt\)"):

@@ -501,7 +501,7 @@ def test_primitives_refuse_what_does_not_fit():
         choose_qparams_affine(x, "SYMMETRIC", (1, 4), torch.int8)
     with pytest.raises(ConfigError, match="mapping_type"):
         choose_qparams_affine(x, "HALF", (1, 6), torch.int8)
-    with pytest.raises(ConfigError, match="no integer dtype"):
+    with pytest.raises(ConfigError, match="not an integer dtype"):
         quantize_affine(x, (1, 6), torch.ones(4), None, torch.float16)
     with pytest.raises(ConfigError, match="do not fit"):
         quantize_affine(x, (1, 6), torch.ones(4), None, torch.int8, 0, 200)

@@ -164,7 +164,7 @@ def test_a_library_of_another_system_is_compiled_here(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = build.loaded("runner")
     assert found.library.nc_run
-    assert found.passed_over == ("runner.so of the package: it is no library for 64 bits",)
+    assert found.passed_over == ("runner.so of the package: it is not a 64-bit library",)
     assert len(list((tmp_path / "cache" / "nc").glob("runner-*.so"))) == 1
     (tmp_path / "more.h").write_text("/* what a source may include */")
     assert build.load("runner").nc_run

@@ -83,7 +83,7 @@ def test_64_clients_get_their_own_answers_and_a_poisoned_request_fails_alone(ser
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
-        (b"no json", "no JSON"),
+        (b"no json", "not JSON"),
         (b"[1]", "one item or more"),
         (b'{"instances": []}', "one item or more"),
         (b'{"instances": ["a text"]}', "expected the inputs ids, weights"),

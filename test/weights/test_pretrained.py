@@ -560,14 +560,14 @@ def test_other_files_beside_those_of_the_index(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.json", "{", "config.json' is no JSON"),
-        ("config.json", "[]", "config.json' is no JSON object, but a list"),
+        ("config.json", "{", "config.json' is not JSON"),
+        ("config.json", "[]", "config.json' is not a JSON object, but a list"),
         (
             "config.json",
             '{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10000000}',
             "no model that can be built",
         ),
-        ("generation_config.json", "{", "generation_config.json' is no JSON"),
+        ("generation_config.json", "{", "generation_config.json' is not JSON"),
     ],
 )
 def test_configurations_that_are_damaged(name, text, message, source, tmp_path):
@@ -830,7 +830,7 @@ class TestCommandLine:
     def test_options_of_folders_are_refused_for_factories(self, tmp_path):
         result = self.run("package:factory", "--weights", "int4", "--out", tmp_path / "out")
         assert result.exit_code == 2
-        assert "is no folder" in result.output
+        assert "is not a folder" in result.output
 
 
 def test_equal_tensors_of_calls_are_kept_once():

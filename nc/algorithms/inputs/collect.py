@@ -145,7 +145,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch doe
 
 
 def _read_by_others(root: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Those of some layers whose weight a function of torch reads, so that the layer is never called."""
+    """Return the layers whose weight is read by a function of torch, so that the layer is never called."""
     return {name: layer for name, layer in root.items() if isinstance(layer, NonDynamicallyQuantizableLinear)}
 
 

@@ -93,9 +93,9 @@ def _module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def _taken_apart(value: Any, memo: dict[int, Any]) -> Any:
-    """Return an object that refuses to be copied.
+    """Return an object that can't be deep-copied: itself, or a shallow copy if an attribute is a module.
 
-    It is itself, or a copy if it holds a module of which there is a copy.
+    Attributes of the shallow copy are copied.
     """
     memo[id(value)] = value
     attributes = getattr(value, "__dict__", None)

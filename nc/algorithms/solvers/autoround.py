@@ -209,9 +209,9 @@ class _Rounding(torch.nn.Module):
         )
 
     def _stored(self, scale: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Scales rounded to their storage format.
+        """Return scales rounded to their storage format.
 
-        Those that would be zero or change their sign stay as they began.
+        A scale that would be zero or change its sign keeps its start value.
         """
         outer = None if self.start.outer is None else spread(self.start.outer.scale, scale.shape[1])
         rounded = stored(scale.detach(), self.form, outer)

@@ -90,9 +90,10 @@ class AWQ:
         return outcome.applied("; ".join(notes))
 
     def _scaled(self, scope: Scope, outcome: TransformOutcome) -> tuple[list[str], dict[str, torch.Tensor]]:
-        """Fold the best scales.
+        """Fold the best scales into the weights.
 
-        It returns notes for the report, and by name what the input channels of layers are divided by now.
+        Returns:
+            Notes for the report; and name of each layer → what its input channels are divided by now.
         """
         error = BlockError(scope, self.tokens) if outcome.sets else None
         notes: list[str] = []

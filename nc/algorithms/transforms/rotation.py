@@ -72,8 +72,7 @@ class Rotation:
             return Applied(
                 self.name,
                 (),
-                f"nothing: {error}; it is for decoders whose norms stand in front of attention and "
-                "feed-forward",
+                f"nothing: {error}; it is for decoders with norms before attention and feed-forward",
             )
         if stream.tied:
             model.config.tie_word_embeddings = False  # type: ignore[union-attr]
@@ -87,7 +86,7 @@ class Rotation:
             ]
             parts.append(f"values of {len(rotated)} of {len(stream.blocks)} blocks per head of {stream.head}")
         if stream.tied:
-            parts.append("the output head has a weight of its own now, apart from the embedding's")
+            parts.append("the output head now has its own weight, separate from the embedding's")
         return Applied(self.name, tuple(dict.fromkeys(changed)), "; ".join(parts))
 
     def _rotate_heads(
@@ -256,7 +255,8 @@ def _stream(model: torch.nn.Module, call: BlockCall) -> _Stream:
 def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[str, ...]:
     """Return the names of the blocks of a model that has one stack of them.
 
-    It raises NotEquivalentError for other models.
+    Raises:
+        NotEquivalentError: the model has no stack of blocks, or several.
     """
     lists = block_lists(model, [name for name, layer in linears.items() if not layer.head])
     if len(lists) != 1:

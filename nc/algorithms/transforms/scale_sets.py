@@ -97,9 +97,9 @@ def weight_of(target: Target) -> torch.Tensor:
 
 
 def divided(inputs: InputStatistics, scale: torch.Tensor) -> InputStatistics:
-    """Statistics of inputs whose channels are divided by a scale of shape [K].
+    """Return the statistics of inputs whose channels are divided by a scale of shape [K].
 
-    Those of the float model's inputs are left out.
+    The result has no statistics of the float model's inputs.
     """
     wide = scale.double()
     outer = None if inputs.outer is None else inputs.outer / wide.outer(wide)
@@ -111,15 +111,16 @@ def divided(inputs: InputStatistics, scale: torch.Tensor) -> InputStatistics:
 def rounded(
     target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str | None = None
 ) -> torch.Tensor:
-    """`Q(W s) / s`.
-
-    That is what a weight becomes by round to nearest in the target's format, if its columns are scaled first.
+    """Return `Q(W s) / s`: the weight with its columns scaled by `s`, rounded to nearest, and scaled back.
 
     Args:
         target: gives format, range rule and statistics.
         weight: W, fp32, some rows of the weight, shape [n, K].
         scale: s, fp32, shape [K].
-        rule: in place of the target's range rule.
+        rule: a range rule; None: the target's.
+
+    Returns:
+        fp32, shape [n, K].
     """
     inputs = None if target.inputs is None else divided(target.inputs, scale)
     problem = Problem(
@@ -193,9 +194,10 @@ class TransformOutcome:
         self.checked = Checked()
 
     def fold(self, found: ScaleSet, scale: torch.Tensor) -> bool:
-        """Fold a scale into the weights, unless the block would compute something else.
+        """Fold a scale into the weights, unless this would change what the block computes.
 
-        It returns whether that was done.
+        Returns:
+            Whether the scale was folded.
         """
         link = found.link
         try:

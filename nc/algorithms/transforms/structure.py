@@ -166,11 +166,11 @@ def is_norm_like(module: torch.nn.Module) -> bool:
 
 
 class _Probe:
-    """One path of a block.
+    """Measures which linears read a module, on one path of a block.
 
     Attributes:
-        inputs: rows of the linears that get some, float64, by name.
-        calls: of norms that get some, the arguments of the first such call.
+        inputs: name of each linear that runs → its input rows in all calls, float64.
+        calls: name of each norm that runs → the arguments of its first call.
     """
 
     def __init__(
@@ -186,29 +186,29 @@ class _Probe:
             self.inputs, self.output = self._run()
 
     def _run(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Rows of each linear, of all its calls, and the output."""
+        """Run the path; return the input rows of each linear in all its calls, and the output."""
         with _inputs_of(self.modules) as found, self.path.taking():
             output: torch.Tensor = run(self.module, self.path.call)
         return {name: torch.cat(rows) for name, rows in found.items()}, output
 
     def size(self, name: str, norm: bool) -> int:
-        """Output channels of a norm or linear."""
+        """Return the number of output channels of a norm or linear."""
         if not norm:
             return self.linears[name].shape[0]
         weight: torch.Tensor = self.module.get_submodule(name).weight  # type: ignore[assignment]
         return weight.numel()
 
     def readers(self, name: str, size: int) -> dict[str, torch.Tensor]:
-        """Of each linear that reads a module: which of its channels each input channel is."""
+        """Return each linear that reads a module, with the module's output channel for each input channel."""
         # of a linear that makes queries, keys and values at once, only the last channels reach their reader
         # linearly
         start = 0 if self._exponents(name, _one_factor(size, 0)) else self._first_linear(name, size)
         return {} if start is None else self._channels(name, size, start)
 
     def _first_linear(self, name: str, size: int) -> int | None:
-        """Return the least channel from which on all reach a reader linearly.
+        """Return the first channel from which all channels reach a reader linearly.
 
-        None is returned if not even the last does.
+        None if not even the last one does.
         """
         low, high = 1, size - 1
         if not self._exponents(name, _one_factor(size, high)):
@@ -221,7 +221,7 @@ class _Probe:
         return high
 
     def _channels(self, name: str, size: int, start: int) -> dict[str, torch.Tensor]:
-        """Of each linear that reads a module: which of its channels each input channel is."""
+        """Return what `readers` returns, for output channels from `start` on; -1 for other input channels."""
         index = torch.arange(size)
         sums: dict[str, torch.Tensor] = {}
         reads: dict[str, torch.Tensor] = {}
@@ -246,9 +246,11 @@ class _Probe:
         }
 
     def _exponents(self, name: str, exponents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Multiply output channels by 2^exponents.
+        """Multiply the output channels of a module by 2^exponents; return the linears that follow exactly.
 
-        It returns for each linear whose inputs follow exactly by which exponents (0 where by none).
+        Returns:
+            Name of each linear whose inputs are multiplied by powers of two, too → their exponents, int64,
+            shape [K]; 0 for an input channel that does not change.
         """
         with _multiplied(self.module.get_submodule(name), exponents):
             found, _ = self._run()
@@ -267,7 +269,7 @@ class _Probe:
         return result
 
     def is_complete(self, name: str, found: dict[str, torch.Tensor], size: int) -> bool:
-        """Whether the output is the same again when the readers' inputs are divided by the factors."""
+        """Return whether dividing the readers' inputs by the factors restores the output of the block."""
         exponents = torch.arange(size) % _BASE + 1
         read = torch.zeros(size, dtype=torch.bool)
         for channels in found.values():

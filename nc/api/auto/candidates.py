@@ -21,9 +21,9 @@ class Candidate:
     """A configuration that is tried.
 
     Attributes:
-        name: for reports.
-        config: it.
-        late: it is tried only where others are slow.
+        name: name in reports.
+        config: the configuration.
+        late: whether it is tried only if the others are slow.
     """
 
     name: str

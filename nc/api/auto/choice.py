@@ -133,7 +133,7 @@ def _possible(trials: Sequence[Trial], floor: float | None, *, held_out: bool) -
 
 
 def _near(trials: Sequence[Trial], possible: Sequence[int], factor: float) -> tuple[list[int], float]:
-    """Return those trials whose error is near the least one, and the factor that decides."""
+    """Return the indices of trials whose error is at most a factor times the least one, and this factor."""
     least = min(trials[index].error for index in possible)
     if least <= GOOD:
         factor = max(factor, WHERE_GOOD)

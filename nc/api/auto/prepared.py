@@ -297,14 +297,17 @@ class PreparedAuto(CapturedPreparation):
     def _final(
         self, asked: Conversion, trial: Trial, model: PreparedModel, quick: QuantizedModel, record: Record
     ) -> QuantizedModel:
-        """Return the chosen model with what lowers its error.
+        """Convert the chosen candidate again, with what lowers its error, and return the finished model.
+
+        An int8 candidate gets algorithms, and costly operators are mended. Operators of any candidate are put
+        in float until it reaches `min_sqnr_db`.
 
         Args:
-            asked: of `convert`.
-            trial: the chosen one.
+            asked: the options of `convert`.
+            trial: the chosen trial.
             model: its preparation.
-            quick: the model that was tried.
-            record: takes down what each step gave.
+            quick: the model that the trial measured.
+            record: records the result of each step.
         """
         by = [batch for batch, _ in self._judged()]
         asked = dataclasses.replace(asked, guard="undo", judged=self.few_rows(), judged_by=by)

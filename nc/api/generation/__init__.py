@@ -41,7 +41,7 @@ def accelerate_generation(model: _Model) -> _Model:
         VerificationError: the plan computes something else than the model.
     """
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "config"):
-        msg = f"{type(model).__name__} is no language model of transformers: it has no `generate`."
+        msg = f"{type(model).__name__} is not a language model of transformers: it has no `generate`."
         raise InputError(msg)
     own_forward(model)
     if getattr(model.config, "is_encoder_decoder", False):

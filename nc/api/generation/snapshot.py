@@ -29,14 +29,14 @@ class Snapshot:
     def hooked(self) -> bool:
         """Whether modules in the model have hooks.
 
-        Those of transformers itself, which collect hidden states, do not count.
+        The hooks of transformers, which collect hidden states, do not count.
         """
         return any(self._hooks) and any(
             not _of_transformers(hook) for hooks in self._hooks for hook in hooks.values()
         )
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Whether the model has the same modules, and tensors that nobody has changed since."""
+        """Return whether the model still has the same modules, and the same tensors, unchanged."""
         now = _parts(model)
         return len(now) == len(self._parts) and all(
             x is y and a == b for (x, a), (y, b) in zip(now, self._parts, strict=True)

@@ -293,12 +293,15 @@ class PreparedModel(CapturedPreparation):
     def _accuracy(
         self, context: Context, example_db: float, judged_by: Sequence[Sequence[torch.Tensor]] | None
     ) -> tuple[Accuracy | None, tuple[Finding, ...]]:
-        """Return how far the QDQ graph is from fp32, and where that is far the operators that cost most.
+        """Measure the accuracy of the QDQ graph against fp32; if it is low, find the costliest operators.
 
         Args:
-            context: with the QDQ graph.
-            example_db: its SQNR on the example inputs, which are judged by where no data was kept.
+            context: holds the QDQ graph.
+            example_db: SQNR of the QDQ graph on the example inputs, in dB; used if no data was kept.
             judged_by: as in `Conversion`.
+
+        Returns:
+            The accuracy, None if `judged_by` is empty; and the operators that cost most, () if it is fine.
         """
         assert context.found is not None
         assert context.quantized is not None
@@ -322,7 +325,7 @@ class PreparedModel(CapturedPreparation):
         return accuracy, costly
 
     def _evidence(self, context: Context, *, looks: bool) -> Evidence:
-        """Return what reports draw of a conversion; the configuration alone where nobody `looks`."""
+        """Return what reports draw of a conversion; only the configuration if not `looks`."""
         config = plain_values(self.quant_config)
         if not looks:
             return Evidence(config=config, missing="measure=False")

@@ -50,7 +50,7 @@ def undone(model: QuantizedModel, remake: Remake, least_gain: float = LEAST_GAIN
 
 
 def _ratio(model: QuantizedModel) -> float:
-    """How many times as fast as fp32; 0 where nobody knows."""
+    """Return how many times as fast as fp32 a model is; 0 if this is not known."""
     verdict = model.verdict
     return verdict.ratio if verdict is not None and verdict.certain else 0.0
 

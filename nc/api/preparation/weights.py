@@ -40,7 +40,7 @@ from nc.weights.saved_calls import RecordedCalls
 
 
 class _Refused(torch.autograd.Function):
-    """Outputs of a model that nobody can train."""
+    """The identity for outputs of a model that can't be trained: its backward raises StateError."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,12 @@ def request_of(config: AnyConfig, backend: str, example_inputs: Any = None) -> R
 
 
 def calibrate(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> int:
-    """Call a prepared model with calibration data, and take its calls down; return how many there were.
+    """Calibrate a prepared model, and record its calls; return the number of calls.
 
     Args:
-        prepared: it.
-        run_fn: calls it.
-        note: of `SeenCalls`.
+        prepared: the prepared model.
+        run_fn: calls the model with calibration data.
+        note: records a call, see `SeenCalls`.
     """
     calls = 0
 

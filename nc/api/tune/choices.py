@@ -49,10 +49,13 @@ class _Document:
 
 
 class Choices:
-    """A file of choices; without one nothing is kept.
+    """Stores choices in a JSON file.
+
+    Args:
+        path: the file; None: nothing is stored.
 
     Raises:
-        ArtefactError: something else has its name, and not a file of choices.
+        ArtefactError: the path is a directory, or a JSON file that nc did not write.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -66,7 +69,7 @@ class Choices:
                 raise ArtefactError(msg)
 
     def find(self, key: Mapping[str, Any]) -> Taken | None:
-        """Return what was chosen; None where nothing is known, with an `NCWarning` where it is damaged."""
+        """Return the stored choice; None if there is none or, with an `NCWarning`, if it is damaged."""
         try:
             entry = self._entries().get(_name(key))
         except ValueError as error:
@@ -86,7 +89,7 @@ class Choices:
             return None
 
     def keep(self, key: Mapping[str, Any], taken: Taken) -> None:
-        """Write a choice, unless the file is damaged, as `find` has said.
+        """Store a choice, unless the file is damaged, which `find` warns about.
 
         Raises:
             ArtefactError: the file can't be written.
@@ -103,7 +106,7 @@ class Choices:
         write_text(self._path, json.dumps(document, indent=1, sort_keys=True) + "\n", lambda _: True)
 
     def _entries(self) -> dict[str, Any]:
-        """Return the entries; none where there is no file. ValueError where it is damaged."""
+        """Return the entries, none if there is no file; raise ValueError if the file is damaged."""
         if self._path is None or not self._path.exists():
             return {}
         document = built(_Document, json_value(self._path), "the file")

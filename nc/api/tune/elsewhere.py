@@ -131,7 +131,7 @@ def judged(model: bytes | torch.nn.Module, metric: Metric) -> tuple[float, list[
     """Return the metric of a model, and the instruction sets of the CPU that computed it.
 
     Args:
-        model: itself, or its artefact as a tar file.
+        model: the model, or its artefact as a tar file.
         metric: see `nc.tune`.
     """
     if not isinstance(model, bytes):

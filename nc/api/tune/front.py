@@ -55,12 +55,12 @@ class FrontPoint:
 
     @property
     def metric(self) -> float:
-        """Of the user's function; larger is better."""
+        """The result of the user's function; larger is better."""
         return self.result.metric
 
     @property
     def weight_bytes(self) -> int:
-        """Of the constants."""
+        """Bytes of the constants."""
         return self.result.weight_bytes
 
     @property

@@ -48,8 +48,8 @@ def noise_of(
         model: the float model, on whose inputs each layer is judged alone.
         calls: calibration data.
         options: layer → name of an option → the module that takes the layer's place.
-        draws: of labels, or projections, for each call. All their gradients are held at once.
-        seed: of these.
+        draws: number of random labels, or projections, for each call. All their gradients are held at once.
+        seed: seed of the draws.
 
     Raises:
         InputError: the outputs have no gradient, or are NaN; or all positions are padding.

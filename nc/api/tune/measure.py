@@ -77,17 +77,17 @@ def of_quantized(
     *,
     scored: bool = True,
 ) -> Result:
-    """Return what a quantized model gives.
+    """Measure the metric, the SQNR and the time of a quantized model.
 
     Args:
-        q_model: it.
-        prepared: knows the data that it is judged by.
-        model: the float model, with which it takes turns.
+        q_model: the quantized model.
+        prepared: holds the data for the SQNR.
+        model: the float model, whose calls are timed in turns with those of `q_model`.
         metric: see `nc.tune`.
         mix: calls that are timed.
-        fp32_ms: of the float model when it was measured first; times are given in that measure, since a
-            machine is not equally fast all the time.
-        scored: False leaves its metric out (NaN).
+        fp32_ms: time of the float model when it was measured first, in ms. Times are scaled to it, because
+            the speed of a machine changes.
+        scored: False leaves the metric out (NaN).
 
     Raises:
         InputError: the metric gives no finite number.

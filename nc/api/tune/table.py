@@ -28,10 +28,10 @@ class Tried:
     """An option for the whole model, converted.
 
     Attributes:
-        model: it.
-        steps: of its engine, with the least time that each took; () where it can't be taken apart.
+        model: the converted model.
+        steps: steps of its engine, each with the least time that it took; () if the engine has no steps.
         ms: milliseconds of a call.
-        error: power of the error of its outputs, as a part of that of the outputs.
+        error: power of the error of its outputs, relative to the power of the outputs.
     """
 
     model: QuantizedModel

@@ -73,7 +73,7 @@ class Trials:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                msg = f"trials={str(self.folder)!r} is no folder that can be written: {error}"
+                msg = f"trials={str(self.folder)!r} is not a folder that can be written: {error}"
                 raise ArtefactError(msg) from error
 
     def find(self, key: Mapping[str, Any]) -> Result | None:
@@ -89,11 +89,12 @@ class Trials:
         self.write(key, dataclasses.asdict(result))
 
     def read(self, key: Mapping[str, Any], made: Callable[[Any], Found]) -> Found | None:
-        """Return what was kept; None where there is nothing, or its file is damaged.
+        """Return the stored result of a trial; None if there is none or, with an `NCWarning`, it is damaged.
 
         Args:
-            key: all that determines it.
-            made: takes the plain values; TypeError, ValueError, KeyError and AttributeError mean damage.
+            key: everything that determines the result.
+            made: builds the result from plain values; it raises TypeError, ValueError, KeyError or
+                AttributeError if they are damaged.
         """
         path = self._path(key)
         if path is None or not path.exists():

@@ -12,7 +12,7 @@ _INT4_GROUPS = (32, 64, 128, 256)
 
 
 def _pack_int4(weight: PackedWeight) -> PackedLayout:
-    """(codes in the order of this CPU's kernel, [G, N, 2] scales and the values of code 8, bf16)."""
+    """Return (codes in the order of this CPU's kernel, scales and values of code 8, bf16 [G, N, 2])."""
     params = weight.params
     middle = torch.zeros_like(params.scale)
     if params.minimum is not None:
@@ -32,7 +32,7 @@ def _linear_int4(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight) ->
 
 
 def _pack_int8(weight: PackedWeight) -> PackedLayout:
-    """(int8 codes [N, K], bf16 scales [N])."""
+    """Return (int8 codes [N, K], bf16 scales [N])."""
     return (weight.unpacked() ^ 128).view(torch.int8), weight.params.scale[:, 0].to(torch.bfloat16)
 
 

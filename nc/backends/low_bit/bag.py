@@ -56,7 +56,7 @@ def grid(name: str) -> tuple[float, float, tuple[int, ...]] | None:
 
 
 def _pack(weight: PackedWeight) -> PackedLayout:
-    """(table, its row numbers, scale [G, N], offset of a group's weights [G, N] or None)."""
+    """Return (table, its row numbers, scale [G, N], offset of a group's weights [G, N] or None)."""
     form, params = weight.form, weight.params
     codes, low, step = weight.unpacked(), -float(form.middle), 1.0
     found = grid(form.dtype.name) if form.dtype.kind == "float" else None

@@ -38,9 +38,9 @@ def able(
 
 
 def used(found: Sequence[LowBitKernel], rows: int | None = None) -> tuple[LowBitKernel, ...]:
-    """Of the kernels that can compute a layer, those that are used for some number of rows.
+    """Return the kernels of a layer that are used for some number of rows.
 
-    With `rows`, only the one that is used for it is returned.
+    With `rows`, return only the one for this number.
     """
     if rows is not None:
         return tuple(kernel for kernel in found if rows <= kernel.max_rows)[:1]
@@ -85,15 +85,18 @@ def compute(
     kernel: LowBitKernel,
     layout: PackedLayout,
 ) -> torch.Tensor:
-    """`x @ W.T + bias` by a kernel.
+    """Compute `x @ W.T + bias` with a low-bit kernel.
 
     Args:
-        x: one of `FLOATS`, shape [..., K]; the result has its dtype.
+        x: a dtype of `FLOATS`, shape [..., K].
         weight: W, shape [N, K].
         bias: shape [N].
         act_dtype: what `x` is rounded to first, see `nc.nn.QuantLinear`.
-        kernel: one that can compute this layer.
-        layout: what it packed.
+        kernel: a kernel that can compute this layer.
+        layout: the weight as the kernel packed it.
+
+    Returns:
+        Shape [..., N], in the dtype of `x`.
     """
     if torch.is_autocast_enabled("cpu"):  # the kernel says what is multiplied in which precision
         with torch.autocast("cpu", enabled=False):

@@ -57,7 +57,7 @@ def usable() -> tuple[str, ...]:
 
 
 def of_this_cpu(compiled: Collection[str]) -> tuple[str, ...]:
-    """Those of some instruction sets that this CPU has, the best one first."""
+    """Return the compiled instruction sets that this CPU has, the best one first."""
     return tuple(name for name in reversed(ISAS) if name in compiled and not cpu.code_lacks(ISAS[name]))
 
 
@@ -188,14 +188,15 @@ def linear(
     bias: torch.Tensor | None = None,
     block: int = 0,
 ) -> torch.Tensor:
-    """`x @ W.T + bias`, fp32.
+    """Compute `x @ W.T + bias`, fp32, shape [M, N].
 
     Args:
         x: fp32 or bf16, shape [M, K].
-        layout: of `pack`.
+        layout: the weight as `pack` returns it.
         weight: W, shape [N, K].
         bias: shape [N].
-        block: 0: x is multiplied as it is; -1: each row is rounded to int8; else each so many elements of it.
+        block: 0 multiplies x as it is; else x is rounded to int8, with one scale per row (-1) or per `block`
+            elements of a row.
 
     Raises:
         BackendError: the code can't run.

@@ -237,7 +237,7 @@ def _parts(code: Coding, codes: torch.Tensor, scale: torch.Tensor, offset: torch
 
 
 def _significant_bits(numbers: torch.Tensor) -> int:
-    """Of the fp32 numbers with the most of them, as 1 for powers of two; 24 at most."""
+    """Return the largest number of significant bits of fp32 numbers: 1 for powers of two, 24 at most."""
     mantissas = numbers.contiguous().view(torch.int32) & 0x7FFFFF | 0x800000
     return _FP32_BITS - next((bit for bit in range(_FP32_BITS) if (mantissas >> bit & 1).any()), _FP32_BITS)
 
@@ -255,14 +255,15 @@ def linear(
     bias: torch.Tensor | None = None,
     block: int = 0,
 ) -> torch.Tensor:
-    """`x @ W.T + bias`, fp32.
+    """Compute `x @ W.T + bias`, fp32, shape [M, N].
 
     Args:
         x: fp32 or bf16, shape [M, K].
-        layout: of `pack`.
+        layout: the weight as `pack` returns it.
         weight: W, shape [N, K].
         bias: shape [N].
-        block: 0: x is multiplied as it is; -1: each row is rounded to int8; else each so many elements of it.
+        block: 0 multiplies x as it is; else x is rounded to int8, with one scale per row (-1) or per `block`
+            elements of a row.
 
     Raises:
         BackendError: the code can't run.

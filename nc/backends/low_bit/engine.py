@@ -209,9 +209,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_of(ready: _Ready, layer: QuantLinear) -> bool:
-    """Whether nothing has changed.
+    """Return whether the tensors of a layer are the ones that were packed, unchanged.
 
-    It is asked in each call: a loop takes half as long as `all` of a generator.
+    This runs in each call: a loop takes half as long as `all` of a generator.
     """
     now = _stored(layer)
     if len(now) != len(ready.stored):

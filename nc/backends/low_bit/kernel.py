@@ -121,8 +121,8 @@ class LowBitKernel:
                 group % self.group_step and group != inputs,
                 f"it takes groups of multiples of {self.group_step}, not {group}",
             ),
-            (outputs % self.outputs, f"{outputs} outputs are no multiple of {self.outputs}"),
-            (inputs % self.inputs, f"{inputs} inputs are no multiple of {self.inputs}"),
+            (outputs % self.outputs, f"{outputs} outputs are not a multiple of {self.outputs}"),
+            (inputs % self.inputs, f"{inputs} inputs are not a multiple of {self.inputs}"),
         )
         return next((reason for found, reason in checks if found), None) or self.unavailable() or None
 

@@ -57,9 +57,9 @@ class LargePages:
 
 
 def _new(size: int) -> tuple[mmap.mmap, int]:
-    """Return a piece of memory, and the begin of its first large page.
+    """Return a piece of memory of at least `size` bytes, and the offset of its first large page.
 
-    What nobody touches takes no memory.
+    Pages that are never accessed take no memory.
     """
     piece = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel that was built without large pages

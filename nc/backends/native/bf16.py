@@ -29,14 +29,14 @@ def why_not_bf16(node: fx.Node) -> str:
     if node.meta.get("bf16"):
         return ""
     if kind_of_node(node) not in PRODUCTS:
-        return "it is no product of matrices"
+        return "it is not a matrix product"
     if [user.target for user in node.users] != [to_bf16]:
         return "its result is not only read rounded to bf16"
     return "" if _is_rounded(node) else "an input of it is not rounded to bf16"
 
 
 def drop_round_trips(module: fx.GraphModule) -> None:
-    """bf16 → fp32 → bf16 changes nothing; conversions that nobody reads go."""
+    """Remove conversions bf16 → fp32 → bf16, which change nothing, and conversions that are not read."""
     for node in list(module.graph.nodes):
         if node.target is to_bf16 and (source := input_node(node)).target is from_bf16:
             node.replace_all_uses_with(input_node(source))

@@ -313,9 +313,9 @@ def _why_wrong(running: Running, outputs: Sequence[Any], judge: Judge | None) ->
 
 
 def sizes_compared(checks: PlanChecks) -> dict[str, str]:
-    """Return what a report says of comparisons for other sizes than the example's.
+    """Return what a report says about comparisons for sizes other than the example's.
 
-    It returns nothing where there were none.
+    {} if there were none.
     """
     if not checks.others and not checks.why_stopped:
         return {}

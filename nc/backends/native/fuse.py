@@ -31,10 +31,14 @@ _SHAPE = "reads"
 
 
 def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
-    """Run a graph once for the shapes that its convolutions read, if it has any.
+    """Run a graph once and note the input shape of each convolution; do nothing if it has none.
 
-    Programs that pack weights when they are compiled need these. Sizes from tracing won't do: a batch of 1
+    Programs that pack weights at compile time need these shapes. Those from tracing are wrong: a batch of 1
     was traced as 2. See also `packing.packed`.
+
+    Args:
+        module: the graph; the shapes are written into the metadata of its nodes.
+        example: flat inputs.
     """
     if any(kind_of_node(n) in _CONVOLUTIONS for n in module.graph.nodes):
         run_with(module, example, _note_shape)
@@ -112,19 +116,16 @@ def _why_not_added(add: fx.Node) -> str:
     """Why no kernel computed an addition as its post-operation, once all kernels have been put in."""
     sides = [side for side in Binary.of(add).sides if isinstance(side, fx.Node) and is_kernel(side)]
     if not sides:
-        return (
-            "no int8 kernel of a linear or conv2d stands directly in front of it, to do it as a "
-            "post-operation"
-        )
+        return "no int8 kernel of a linear or conv2d directly precedes it, to compute it as a post-operation"
     for side in sides:
         names = ", ".join(side.meta["operators"])
         if not is_sum(add, side):
             return "its sides are not two fp32 tensors of the same shape"
         if len(side.users) > 1:
-            return f"the result of {names}, in front of it, is read elsewhere too"
+            return f"the result of {names}, which precedes it, is also read elsewhere"
     if any(side.target in (_CONVOLUTIONS["conv1d"], _CONVOLUTIONS["conv3d"]) for side in sides):
-        return f"the kernel of {names}, in front of it, does no additions"
-    return f"the kernel of {names}, in front of it, ends with another post-operation"
+        return f"the kernel of {names}, which precedes it, does no additions"
+    return f"the kernel of {names}, which precedes it, ends with another post-operation"
 
 
 def reads_codes(node: fx.Node) -> bool:
@@ -242,9 +243,10 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
 
 
 def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.Node, float, int]:
-    """Return the other side of a region's sum, with its scale and zero point.
+    """Return the other side of a region's sum as the kernel takes it, with its scale and zero point.
 
-    It has a form that the kernel may overwrite.
+    These are codes if the kernel writes codes, else fp32 with scale 1 and zero point 0. A kernel that adds in
+    place gets a copy, unless nothing else needs the tensor.
     """
     is_linear = _kind(region) == "linear"
     other, scale, zero_point = side, 1.0, 0

@@ -103,9 +103,18 @@ def _kernel(
     dilations: tuple[int, ...],
     count: int,
 ) -> str:
-    """Return the name of oneDNN's kernel where `count` groups are one.
+    """Return the name of oneDNN's kernel for a convolution in which `count` groups are joined to one.
 
-    It is "" where there is none, or nobody can be asked.
+    "" if oneDNN has no such kernel, or is not available.
+
+    Args:
+        inputs: shape of the input.
+        weight: shape of the weight, before groups are joined.
+        groups: number of groups, before they are joined.
+        strides: for each spatial dimension.
+        pads: for each spatial dimension, on both sides.
+        dilations: for each spatial dimension, 1 for none.
+        count: number of groups that become one.
     """
     try:
         maker = provider().maker

@@ -319,7 +319,7 @@ def _operators_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def beside(module: fx.GraphModule, asked: Container[str], ran: Container[str]) -> dict[str, str]:
-    """Names of the operators that nobody asked to be int8 and that int8 kernels compute along, and how.
+    """Return the operators that int8 kernels compute although they were not asked to be int8, and how.
 
     Args:
         module: the graph of oneDNN calls.

@@ -88,9 +88,13 @@ def write(
 def _compile(
     module: fx.GraphModule, example: tuple[torch.Tensor, ...], free: Any = None
 ) -> tuple[bytes, Callable[..., Sequence[Any]]]:
-    """Return the program that AOTInductor makes of a graph of kernels, which it changes.
+    """Compile a graph of kernels with AOTInductor; the graph is changed.
 
-    It returns its file, and a callable.
+    Returns:
+        The bytes of the program's file, and a callable that runs the program.
+
+    Raises:
+        BackendError: AOTInductor failed.
     """
     run_passes(module, finish(program=True))
     with tempfile.TemporaryDirectory(prefix="nc-") as directory, torch.no_grad():
@@ -157,11 +161,12 @@ def _check_static(graph: QDQGraph) -> None:
 
 
 def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
-    """Warn of what only plans have int8 kernels for.
+    """Check that the program computes quantized operators in int8; it computes the others in fp32.
 
-    It raises UnsupportedError when another operator that was asked to run in int8 has none.
+    Warn about operators for which only plans have int8 kernels.
 
-    The program would compute them in fp32.
+    Raises:
+        UnsupportedError: another quantized operator has no int8 kernel.
     """
     found = executed(module)
     without = [d for d in graph.plan.quantized if found.get(d.operator) != "int8"]

@@ -108,9 +108,9 @@ def refused(module: fx.GraphModule) -> dict[str, str]:
 
 
 def refused_sizes(module: fx.GraphModule) -> dict[str, str]:
-    """Return what a report says of sizes for which a packed graph computes convolutions in fp32.
+    """Return what a report says about sizes for which a packed graph computes convolutions in fp32.
 
-    It returns nothing where there are none.
+    {} if there are none.
     """
     found = {node: wrong_sizes(module, node) for node in module.graph.nodes if is_guarded(node)}
     texts = [

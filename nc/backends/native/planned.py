@@ -245,10 +245,10 @@ class PlannedModel:
         return sum(value.numel() * value.element_size() for value in values) + self._weights.size()
 
     def forget(self, again: Callable[[], fx.GraphModule]) -> None:
-        """Give back the memory of codes that are packed; nobody may run the model meanwhile.
+        """Free the weight codes that kernels have packed; no thread may run the model during this call.
 
         Args:
-            again: makes the lowered graph again, for inputs that want other layouts.
+            again: rebuilds the lowered graph, for inputs that need other layouts of the weights.
         """
         self._weights.again = again
         for name in _packed_only(self._module):

@@ -116,9 +116,9 @@ def _activation_behind(node: fx.Node) -> tuple[fx.Node | None, Activation]:
 
 
 def _adds_codes(other: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether kernels add codes of another tensor to codes of this dtype.
+    """Return whether a kernel that writes codes of `dtype` can add `other`, the other side of a sum.
 
-    They add uint8 to uint8, and fp32 to fp32.
+    Kernels add uint8 codes with one scale per tensor to uint8 results, and fp32 to fp32 results.
     """
     return other.target is dequantize_per_tensor and dtype is torch.uint8
 

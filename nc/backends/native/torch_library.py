@@ -83,9 +83,9 @@ def prepack(kind: str) -> torch._ops.OpOverload:
 
 
 def in_place(graph: fx.Graph) -> None:
-    """Replace sums that return a new tensor by the kernel, which adds in place.
+    """Replace each functional sum in a graph by oneDNN's kernel, which adds in place.
 
-    It adds to a copy, or to what only it reads.
+    The kernel overwrites the result of a convolution that nothing else reads, or else a copy.
     """
     target = functional_sum()
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target is target]:

@@ -80,9 +80,9 @@ def _plus_bias(module: fx.GraphModule, node: fx.Node, product: fx.Node, view: Li
 
 
 def _becomes_gemm(x: fx.Node) -> bool:
-    """Whether ONNX Runtime makes one Gemm of a product with these rows and an addition.
+    """Return whether ONNX Runtime fuses a MatMul that reads `x` and the following Add into a Gemm.
 
-    It does so for matrices, and where all sizes are fixed.
+    It does if `x` is a matrix or all its sizes are fixed.
     """
     shape = x.meta["val"].shape
     return len(shape) == 2 or all(isinstance(size, int) for size in shape)

@@ -95,7 +95,7 @@ class OnnxReport:
         )
         others: dict[str, list[str]] = {}
         for op in (op for op in self.operators if not op.int8):
-            name = f"{op.operator} ({op.kernel or 'no kernel of its own'})"
+            name = f"{op.operator} ({op.kernel or 'no separate kernel'})"
             others.setdefault(op.reason or "for a reason that is not known", []).append(name)
         return [head, *(f"Not in int8, {reason}: {', '.join(names)}." for reason, names in others.items())]
 

@@ -34,7 +34,7 @@ class ExecutedKernel:
 
 
 def version() -> str:
-    """Of ONNX Runtime."""
+    """Return the version of ONNX Runtime."""
     import onnxruntime
 
     return str(onnxruntime.__version__)

@@ -79,9 +79,12 @@ def write(
 
 
 def _advice(report: OnnxReport, required: float, without_vnni: bool) -> str:
-    """Return what to do about operators that can saturate.
+    """Return the text of a warning about operators that can saturate, with what to do.
 
-    It also says what they do on this CPU where that is seen.
+    Args:
+        report: the report, with these operators and the agreement of the example's outputs on this CPU.
+        required: the agreement that is required, in dB; the text says if this CPU is below it.
+        without_vnni: whether weights were reduced already; if not, the text suggests it.
     """
     db = report.saturated_db
     seen = db is not None and db < required

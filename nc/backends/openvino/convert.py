@@ -135,12 +135,11 @@ def _fix_squeezes(graph: torch.fx.Graph) -> None:
 
 
 def _separate_outputs(graph: torch.fx.Graph) -> None:
-    """Give outputs that may be one value for the frontend an operation each.
+    """Insert an operation before each output that OpenVINO's frontend may take for an earlier output.
 
-    It fails where two outputs are the same.
-
-    A copy or a view of a value is that value for it. Equal outputs have the same type and number of
-    dimensions. OpenVINO removes what is not needed when it compiles.
+    The frontend fails if two outputs are the same value, and copies and views are the same value to it. So
+    each output with the dtype and rank of an earlier one is multiplied by 1 (bool: or-ed with itself).
+    OpenVINO removes operations that are not needed when it compiles.
     """
     output, found = graph.output_node(), set()
     (results,) = output.args

@@ -95,5 +95,5 @@ def _reason(decision: Decision, layer: ExecutedLayer | None, ran: str, operators
     if ran == asked or asked not in ("int8", "bf16"):
         return decision.reason
     if layer is None:
-        return "OpenVINO's runtime model names no layer of its own for it"
+        return "OpenVINO's runtime model names no separate layer for it"
     return f"OpenVINO computes it by a layer {layer.kind} in {layer.precision} ({layer.primitive})"

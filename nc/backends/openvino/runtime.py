@@ -50,7 +50,7 @@ def core() -> Any:
 
 
 def version() -> str:
-    """Of OpenVINO."""
+    """Return the version of OpenVINO."""
     import openvino
 
     return str(openvino.__version__).partition("-")[0]

@@ -58,9 +58,12 @@ def write(
 
 
 def _fix_sizes(model: Any, graph: QDQGraph) -> None:
-    """Give the inputs the sizes that the captured model fixed.
+    """Give the inputs of an OpenVINO model the sizes that are fixed in the captured model.
 
-    The conversion leaves all of them free, and nc's signature is not there.
+    The conversion leaves all sizes free, and the file does not have nc's signature, which checks them.
+
+    Raises:
+        BackendError: the model can't be reshaped to these sizes.
     """
     import openvino
 

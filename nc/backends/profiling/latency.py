@@ -76,15 +76,14 @@ class SpeedComparison:
     """How much faster one callable is than another.
 
     Attributes:
-        times: milliseconds of one call of each, the medians.
-        ratio: of their times: the median of the rounds' own ratios, slow over fast.
-        interval: in which the median of more rounds would be, in 95 of 100 cases; None with fewer than three
-            rounds.
-        quartiles: of the rounds' ratios; None likewise.
-        rounds: how many were counted.
+        times: median time of one call of each, in ms.
+        ratio: slow over fast: the median of the ratios of the rounds.
+        interval: 95% confidence interval of `ratio`; None with fewer than three rounds.
+        quartiles: quartiles of the rounds' ratios; None with fewer than three rounds.
+        rounds: number of rounds that were counted.
         repeats: calls of each in a round.
-        load: of the machine.
-        doubt: why nobody can tell which one is faster; "" if the measurement tells.
+        load: load of the machine.
+        doubt: why the measurement does not tell which one is faster; "" if it does.
     """
 
     times: Round

@@ -90,7 +90,7 @@ def profile_in_child(
                 else f"failed: {last or 'it ended without a result'}"
             )
             msg = (
-                f"Profiling backend {backend.name!r} in a process of its own {why}. The model here is not "
+                f"Profiling backend {backend.name!r} in a separate process {why}. The model here is not "
                 "affected."
             )
             raise BackendError(msg)

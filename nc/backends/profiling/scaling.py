@@ -32,14 +32,14 @@ class DividedStep:
     """A step of a call on some number of threads.
 
     Attributes:
-        name: of its kernel.
+        name: name of its kernel.
         operators: names of the operators that it computes.
-        parts: of its work; 0 where that is not known.
-        barriers: how often all threads are called and waited for.
-        alone_ms: in which one thread works alone.
-        divided_ms: of the longest part of each division.
-        assumed: its parts are assumed, not measured.
-        unknown_ms: of a step of which nobody knows how it divides; it is taken to stay the same.
+        parts: number of parts of its work; 0 if this is not known.
+        barriers: how often all threads are started and waited for.
+        alone_ms: time in which one thread works alone, in ms.
+        divided_ms: time of the longest part of each division, in ms.
+        assumed: whether its parts are assumed, not measured.
+        unknown_ms: time of a step whose division is not known, in ms; assumed to stay the same.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Prediction:
 
     @property
     def unknown(self) -> float:
-        """Share of the call of which nobody knows how it divides."""
+        """Share of the call whose division is not known."""
         return sum(step.unknown_ms for step in self.steps) / (self.ms or 1.0)
 
     def alone_too_long(self, most: float = MOST_ALONE) -> list[tuple[DividedStep, float]]:

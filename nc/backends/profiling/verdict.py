@@ -42,12 +42,11 @@ _SHOWN, _NAMES = 5, 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OpCost:
-    """Int8 operators that share a kernel, with what is fused into them.
+    """The time of int8 operators that share a kernel, and of the operators fused into them.
 
     Attributes:
         operators: their names, in execution order.
-        engine_ms: milliseconds in the engine: the kernel, and the conversions to and from codes that are made
-            for it.
+        engine_ms: milliseconds in the engine: the kernel, and the conversions to and from codes around it.
         fp32_ms: milliseconds of the same operators in fp32.
     """
 
@@ -62,7 +61,7 @@ class OpCost:
 
     @property
     def times(self) -> str:
-        """Both times."""
+        """Both times, as text."""
         mine = milliseconds(self.engine_ms, self.fp32_ms)
         return f"{mine}, fp32 {milliseconds(self.fp32_ms, self.engine_ms)}"
 

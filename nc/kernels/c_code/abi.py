@@ -473,7 +473,7 @@ _ROWS = (
             "Images of fp32 to uint8 with channels last, and the scale and the zero point of all.",
             (
                 *(Field("images"), Field("channels"), Field("pixels")),
-                Field("channels_last", "whether x lies so; else pixels lie next to each other"),
+                Field("channels_last", "whether x is so too; else its pixels are next to each other"),
                 *(Field("symmetric", "whether the zero point is 128"), Field("threads")),
             ),
         ),
@@ -484,7 +484,7 @@ _ROWS = (
         "steps",
         Structure(
             "spoil",
-            "Fill y, fp32, with what is no number where the scale of what it was computed from is none.",
+            "Fill y, fp32, with NaN where the scale of what it was computed from is NaN.",
             (Field("elements"),),
         ),
         least=2,
@@ -521,7 +521,7 @@ _ROWS = (
             (
                 Field("to", "dtype of the result: DTYPE_F32, DTYPE_U8 or DTYPE_S8"),
                 Field("half", "elements of half a row, ROW / 2 at most"),
-                Field("sizes", "of the dimensions in front of the last one", (3,)),
+                Field("sizes", "of the dimensions before the last one", (3,)),
                 *(Field(f"{name}_strides", shape=(3,)) for name in ("y", "x", "cosine", "sine")),
                 *(_INVERSE, Field("zero_point"), Field("threads")),
             ),
@@ -615,7 +615,7 @@ _ROWS = (
                 Field("dtype", "of q, k, v and y: DTYPE_F32 or DTYPE_BF16"),
                 Field("causal", "whether a row sees no key beyond its own; last rows and keys are aligned"),
                 Field("left", "keys before its own that a row sees; -1: all"),
-                Field("right", "likewise behind it"),
+                Field("right", "likewise after it"),
                 *(Field(f"{name}_strides", "of row and head", (2,)) for name in ("q", "k", "v", "y")),
                 Field("softcap", "c of c * tanh(score / c); 0: none", kind="double"),
                 Field("factor", "of the scores", kind="double"),
@@ -625,7 +625,7 @@ _ROWS = (
                 Field(
                     "added_places", "of a query or key, by which something is added to scores; 0: nothing is"
                 ),
-                Field("added_strides", "of head and row of that; columns lie consecutively", (2,)),
+                Field("added_strides", "of head and row of that; columns are consecutive", (2,)),
                 Field("distances", "the most rows of a text, with what is added by distance; 0: nothing is"),
                 Field("query_columns", "whose products with queries are added; 0: none are"),
                 Field("key_columns", "likewise with keys"),
@@ -686,7 +686,7 @@ _ROWS = (
             (
                 *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
                 *(Field("symmetric", "whether the zero point is 128"), Field("threads")),
-                Field("per_row", "whether each row has a range of its own"),
+                Field("per_row", "whether each row has its own range"),
                 Field("isa", "ISA_... of the product; the CPU has it"),
             ),
         ),
@@ -734,7 +734,7 @@ _ROWS = (
         "rows",
         Structure(
             "row_chain",
-            "A linear of rounded rows, whose results are rounded again, perhaps behind a norm, see rows.c.",
+            "A linear of rounded rows, whose results are rounded again, perhaps after a norm, see rows.c.",
             (*_ROW_PRODUCT, *_FOLLOWERS, Field("keeps", "whether results of the linear are read elsewhere")),
         ),
         least=11,
@@ -825,7 +825,7 @@ LOW_BIT_BLOCKS_WEIGHT = Structure(
 #: Of `openmp.h`.
 IN_TURN = Structure(
     "in_turn",
-    "A call of a function whose parts run one behind the other. All are addresses.",
+    "A call of a function whose parts run consecutively. All are addresses.",
     (
         Field("function"),
         Field("how", "its first argument"),

@@ -36,16 +36,16 @@ ORIGINS = ("shipped", "kept", "compiled")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A library of this package.
+    """A loaded C library of this package.
 
     Attributes:
-        library: itself.
+        library: the library.
         origin: one of `ORIGINS`.
-        where: where it comes from, in words.
-        compiler: which has compiled it.
+        where: where it comes from, as text.
+        compiler: the compiler that compiled it.
         isas: instruction sets that it has code for.
-        missing: those that it has no code for, because the compiler does not know them.
-        passed_over: why what comes before was not taken, one text each.
+        missing: instruction sets that it has no code for, because the compiler does not know them.
+        passed_over: why earlier origins were not used, one text each.
     """
 
     library: ctypes.CDLL
@@ -103,9 +103,9 @@ def is_shipped(name: str) -> bool:
 
 
 def load_on_threads(name: str) -> ctypes.CDLL | Unavailable:
-    """Return the library of a source that includes openmp.h, on the threads of torch's operators.
+    """Load the library of a source that includes openmp.h, and let it use the threads of torch's operators.
 
-    Where there is none, return why.
+    If this fails, return the reason as `Unavailable`.
     """
     try:
         library = load(name)
@@ -171,9 +171,13 @@ def _shipped(source: Path, identity: str) -> tuple[ctypes.CDLL, str]:
 
 
 def _kept(path: Path, identity: str, passed_over: list[str], made: str) -> tuple[ctypes.CDLL, str]:
-    """Return a library of the cache.
+    """Load a library from the cache; return it, and where it is from, as text.
 
-    Its descriptor is loaded, not its name, which another file may get meanwhile.
+    The open descriptor is loaded rather than the path, where another file may be by then.
+
+    Raises:
+        FileNotFoundError: the cache does not have it.
+        OSError: it can't be loaded.
     """
     try:
         with cache.opened(path) as handle:
@@ -281,7 +285,7 @@ def _check_whole(content: bytes) -> None:
     A process that loads it may be killed.
     """
     if content[:5] != b"\x7fELF\x02" or len(content) < 64:
-        msg = "it is no library for 64 bits"
+        msg = "it is not a 64-bit library"
         raise OSError(msg)
     (start,), (size, count) = struct.unpack_from("<Q", content, 40), struct.unpack_from("<HH", content, 58)
     if start + size * count > len(content):

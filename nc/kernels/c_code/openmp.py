@@ -29,8 +29,8 @@ def threads() -> int:
 def keep_threads_in_forks() -> None:
     """Let processes that are forked from this one compute on several threads.
 
-    Before each fork the forking thread ends its threads, as OpenMP allows it, and both processes start their
-    own when they need them. With an OpenMP library that can't do it, forked processes compute on one thread.
+    Before each fork the forking thread ends its OpenMP threads (`omp_pause_resource_all`), and both processes
+    start new ones when they need them. If the OpenMP library can't do so, forked processes use one thread.
     """
     _registered()
 

@@ -141,9 +141,9 @@ class BinaryOp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prelu:
-    """Values below 0 are multiplied by a slope of their channel.
+    """PReLU: multiplies values below 0 by the slope of their channel.
 
-    `slopes` is their layout, [1, channels, 1, ...].
+    `slopes` is the layout of the slopes, [1, channels, 1, ...].
     """
 
     slopes: Desc

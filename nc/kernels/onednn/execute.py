@@ -52,7 +52,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, size: int) -> torch.Tensor:
-        """Return that many bytes."""
+        """Return a uint8 tensor of `size` bytes; the next call returns the same memory."""
         if size > self._memory.numel():
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._memory[:size]

@@ -179,7 +179,7 @@ class Maker:
         *,
         keep: bool = False,
     ) -> Primitive:
-        """`target = source @ weights + bias`.
+        """Return the primitive that computes `target = source @ weights + bias`.
 
         Args:
             source: [..., M, K].

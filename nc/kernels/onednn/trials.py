@@ -80,12 +80,10 @@ class Convolution:
 def convolution(
     maker: Maker, wanted: Convolution, weights: Desc | Layout
 ) -> tuple[Primitive, tuple[str, ...]]:
-    """Return a primitive whose sums are right, and the kernels that were passed over.
-
-    Those are the names of kernels whose sums are not.
+    """Return a primitive whose sums are right, and the names of kernels that were rejected for wrong sums.
 
     Raises:
-        Unimplemented: there is none.
+        Unimplemented: no kernel is right.
     """
     wrong: tuple[str, ...] = ()
     amx = not overruns_with_amx(wanted)

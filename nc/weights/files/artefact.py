@@ -44,7 +44,10 @@ _PARTS = tuple(f.name for f in dataclasses.fields(PackedWeight) if f.name not in
 
 
 def write(
-    model: torch.nn.Module, directory: str | os.PathLike[str], files: Mapping[str, Source] | None = None
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    files: Mapping[str, Source] | None = None,
+    card: str = "",
 ) -> None:
     """Write a model; the same model gives the same bytes.
 
@@ -52,6 +55,7 @@ def write(
         model: holds at least one `QuantLinear` or `QuantEmbedding`.
         directory: created with its parents; an artefact that is there is replaced as a whole.
         files: names of tensors whose values are not in the model, but in files.
+        card: the text of README.md; "": no such file.
 
     Raises:
         ArtefactError: something else is there, or the model holds something that an artefact can't; the
@@ -77,7 +81,7 @@ def write(
     except (TypeError, ValueError) as error:
         msg = f"The model's configuration or record holds a value that JSON can't store: {error}."
         raise ArtefactError(msg) from error
-    folder.write(target, document, tensors)
+    folder.write(target, document, tensors, card)
 
 
 def read(
@@ -156,7 +160,7 @@ def _tensors(
     for name, module in model.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             msg = (
-                f"Module {name!r} ({type(module).__name__}) has an extra state of its own, which an artefact "
+                f"Module {name!r} ({type(module).__name__}) has its own extra state, which an artefact "
                 "can't store."
             )
             raise ArtefactError(msg)
@@ -259,7 +263,7 @@ def _check_values(model: torch.nn.Module) -> None:
         if meta:
             raise ArtefactError(
                 _other_model(
-                    model, f"module {name!r} keeps a tensor {meta[0]!r} that is no parameter or buffer"
+                    model, f"module {name!r} keeps a tensor {meta[0]!r} that is not a parameter or buffer"
                 )
             )
 

@@ -46,7 +46,8 @@ class Computed:
     def read(self) -> torch.Tensor:
         """Return the values.
 
-        It raises ArtefactCorruptError if the files do not give them, or give another shape.
+        Raises:
+            ArtefactCorruptError: the files do not have the tensor, or it has another shape.
         """
         try:
             made = self.make()

@@ -51,7 +51,7 @@ def test_damaged_files_are_measured_again(tmp_path, damage):
 
 def test_a_folder_that_is_a_file_is_an_error(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ArtefactError, match="is no folder that can be written"):
+    with pytest.raises(ArtefactError, match="is not a folder that can be written"):
         Trials(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 

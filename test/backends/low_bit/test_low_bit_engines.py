@@ -270,7 +270,7 @@ ALL = ("avx2", "avx512f", "avx512_bf16", "aten_avx2")
     ("kernel", "args", "available", "reason"),
     [
         (INT4PACK, (form(), (48, 128), "fp32"), ALL, 'bf16 only; ask for act_dtype="bf16"'),
-        (INT4PACK, (form(), (40, 128), "bf16"), ALL, "40 outputs are no multiple of 16"),
+        (INT4PACK, (form(), (40, 128), "bf16"), ALL, "40 outputs are not a multiple of 16"),
         (INT4PACK, (form(group=16), (48, 128), "bf16"), ALL, "not 16"),
         (INT4PACK, (form("int3"), (48, 128), "bf16"), ALL, "does not take int3"),
         (INT4PACK, (form("nf4"), (48, 128), "bf16"), ALL, "does not take nf4"),

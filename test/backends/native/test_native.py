@@ -578,12 +578,12 @@ REFUSED = {
         "matmul",
         "one of its inputs is a vector",
     ),
-    "add": (lambda self, x: F.relu(self.a(x)) + F.relu(self.b(x)), nn.Conv2d, "add", "in front of it"),
+    "add": (lambda self, x: F.relu(self.a(x)) + F.relu(self.b(x)), nn.Conv2d, "add", "precedes it"),
     "sum that is read elsewhere": (
         lambda self, x: (lambda y, z: (y + z, y * z))(self.a(x), self.b(x)),
         nn.Conv2d,
         "add",
-        "no int8 kernel of a linear or conv2d stands directly in front of it",
+        "no int8 kernel of a linear or conv2d directly precedes it",
     ),
 }
 

@@ -170,7 +170,7 @@ def test_the_report_says_what_runs_and_why_not(tmp_path):
     assert first.endswith(": 2 QLinearConv, 1 MatMulIntegerToFloat.")
     assert second == (
         'Not in int8, as not all inputs and outputs are codes, which prepare(placement="outputs") makes them: '
-        "conv2 (FusedConv), add (no kernel of its own)."
+        "conv2 (FusedConv), add (no separate kernel)."
     )
     here = f"ONNX Runtime's own choice of kernels gives {report.saturated_db:.1f} dB on this CPU."
     assert third == f"Can saturate on CPUs without VNNI: {', '.join(report.saturating)}. {here}"

@@ -372,6 +372,6 @@ def test_a_child_that_does_not_end(simulated, leaves_nothing):
 def test_the_child_says_what_is_wrong(simulated, leaves_nothing):
     with (
         leaves_nothing(),
-        pytest.raises(BackendError, match="in a process of its own failed: .*shapes cannot be multiplied"),
+        pytest.raises(BackendError, match="in a separate process failed: .*shapes cannot be multiplied"),
     ):
         process.profile_in_child(simulated.graph, ReferenceBackend(), [torch.zeros(4, 3)])

@@ -69,7 +69,7 @@ class _Rounded:
     Attributes:
         linear: the node.
         weight: the constant, in bf16.
-        outputs: of it.
+        outputs: number of output channels.
         bias: one fp32 number for each output; None for none.
         result: the rounded result, in fp32 again.
     """

@@ -71,7 +71,7 @@ def planned_convolution(
         check_sizes(tuple(accumulator.tensor.shape) == sizes, node, accumulator.tensor.shape, sizes)
         need(accumulator.root is not None, "what it adds to is a constant")
         need(
-            is_channels_last(accumulator.tensor), "channels of what it adds to do not lie next to each other"
+            is_channels_last(accumulator.tensor), "the channels of what it adds to are not next to each other"
         )
         result = accumulator
         post = (

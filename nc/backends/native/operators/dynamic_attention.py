@@ -131,7 +131,9 @@ def _check(node: fx.Node) -> None:
     module = node.graph.owning_module
     assert module is not None, "passes run on modules"
     need(not works_in_place(module), "operators of this graph work in place")
-    need(_weighs_values(node), "it is no part of an attention whose both products have ranges of each call")
+    need(
+        _weighs_values(node), "it is not part of an attention both of whose products have ranges of each call"
+    )
     found = attention_of(node, rounded="dynamic")
     if found is None:
         raise Refused(_OTHER_ATTENTION)

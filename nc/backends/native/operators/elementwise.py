@@ -140,7 +140,7 @@ def _binary_to_codes(name: str) -> WayToCodes:
         strides = tuple(x.tensor.stride())
         need(
             strides == strides_of_codes(node, x.tensor),
-            "codes have to lie otherwise than its larger side does",
+            "codes need strides that differ from those of its larger side",
         )
         return combine(
             recorder, later.node, name, x, y, Desc(tuple(x.tensor.shape), strides, codes.dtype), codes

@@ -18,7 +18,9 @@ def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     """`aten::embedding` in C."""
     available()
     table, indices = recorder.read(a["weight"]), recorder.read(a["indices"])
-    need(table.tensor.dtype in FLOATS and table.tensor.dim() == 2, "its table is no matrix in fp32 or bf16")
+    need(
+        table.tensor.dtype in FLOATS and table.tensor.dim() == 2, "its table is not a matrix in fp32 or bf16"
+    )
     need(
         table.tensor.is_contiguous() and indices.tensor.is_contiguous(), "its table or its indices have gaps"
     )

@@ -242,9 +242,13 @@ def _at_once(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
 
 
 def _chain(left: Any) -> tuple[Later, Later, Later]:
-    """Probabilities, softmax and scores, where all of them wait for the product that reads them.
+    """Return the deferred probabilities, softmax and scores that a product of an attention reads.
 
-    It raises `Refused` where they do not.
+    Args:
+        left: the left side of the product.
+
+    Raises:
+        Refused: one of the three is not deferred, so the function can't compute this attention.
     """
     softmax = left.named["0"] if isinstance(left, Later) and left.node.target is quantize else None
     scores = softmax.named.get("self") if isinstance(softmax, Later) else None

@@ -64,9 +64,10 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
 
 
 def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBitKernel, list[torch.Tensor]]:
-    """Return the kernel for this number of rows, and what it packed.
+    """Return the kernel for this number of rows, and the tensors that it packed.
 
-    It raises `Refused` unless it is one in C.
+    Raises:
+        Refused: the kernel is not in C, or the operator has none for so many rows.
     """
     start = 0
     for name, count in zip(a["kernels"], a["counts"], strict=True):
@@ -74,7 +75,7 @@ def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBit
             (each for each in (*compiled.KERNELS, *compiled_blocks.KERNELS) if each.name == name), None
         )
         if kernel is None:
-            msg = f"{name} is no kernel in C"
+            msg = f"{name} is not a kernel in C"
             raise Refused(msg)
         if rows <= kernel.max_rows:
             packed = (recorder.optional_constant(value) for value in a["layouts"][start : start + count])

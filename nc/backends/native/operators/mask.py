@@ -153,7 +153,7 @@ def choose(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     """`aten::where` of two tensors of the same dtype."""
     mask, *sides = (_read(recorder, a[name], *DTYPES) for name in ("condition", "self", "other"))
     dtype, *others = {side.tensor.dtype for side in sides}
-    need(mask.tensor.dtype is torch.bool, "its condition is no mask")
+    need(mask.tensor.dtype is torch.bool, "its condition is not a mask")
     need(not others and dtype in (torch.bool, *FLOATS), "its sides have several dtypes, or integers")
     return _elementwise(recorder, node, "select", dtype, mask, *sides)
 
@@ -207,7 +207,7 @@ def gather(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     for index, places, stride in zip(indices, x.tensor.shape, x.tensor.stride(), strict=False):
         steps = _even_steps(index)
         need(
-            index.min() >= 0 and index.max() < places, "one of its positions is negative, or behind the last"
+            index.min() >= 0 and index.max() < places, "one of its positions is negative or past the last one"
         )
         offset += int(index.flatten()[0]) * stride
         for dim, step in enumerate(steps, len(sizes) - len(steps)):

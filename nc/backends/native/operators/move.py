@@ -54,7 +54,7 @@ def duplicate_in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> P
     need(x.tensor.dim(), "its input has no dimension")
     need(
         wanted in (None, torch.preserve_format, torch.contiguous_format),
-        f"its result lies as {wanted}",
+        f"its result has the memory format {wanted}",
     )
     if x.tensor.is_contiguous() and node.target is _aten.contiguous.default:
         return x

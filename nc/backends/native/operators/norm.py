@@ -364,7 +364,7 @@ def rms_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     x = _rows(recorder, a["input"])
     need(
         a["eps"] is not None or x.tensor.dtype is torch.float32,
-        "its input is bf16, and it has no eps of its own",
+        "its input is bf16, and no eps is given",
     )
     return _in_c(recorder, node, a, x, (a["weight"], None), is_layer_norm=False)
 

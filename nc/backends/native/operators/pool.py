@@ -35,7 +35,9 @@ def mean_of_positions(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -
     They are `aten::adaptive_avg_pool2d` to one, and `aten::mean` of the last two dimensions.
     """
     x = recorder.read(input_of(a))
-    need(x.tensor.dim() == 4 and x.tensor.dtype is torch.float32, "its input is no images in fp32")
+    need(
+        x.tensor.dim() == 4 and x.tensor.dtype is torch.float32, "its input is not a batch of images in fp32"
+    )
     if "output_size" in a:
         need(all(size == 1 for size in a["output_size"]), "its result has more than one position")
     else:

@@ -92,7 +92,10 @@ def _planes(x: torch.Tensor, codes: torch.Tensor) -> tuple[int, int, int]:
     need(not x.is_neg(), "a view negates its input")
     if is_dense(x) and x.stride() == codes.stride():
         return 1, 1, x.numel()
-    need(x.dim() == 4 and x.shape[1] == 3 and x.numel(), "its input is no images of three channels")
+    need(
+        x.dim() == 4 and x.shape[1] == 3 and x.numel(),
+        "its input is not a batch of images with three channels",
+    )
     need(x.is_contiguous(), "its input has gaps")
     need(codes.stride() == channels_last_strides(x.shape), "no convolution reads its codes")
     images, channels, rows, columns = x.shape
@@ -120,7 +123,7 @@ def _convert(
     source, target = flat(x, result)
 
     def scaled() -> None:
-        need(codes == DST and len(source.sizes) == 1, "its input does not lie as its codes do")
+        need(codes == DST and len(source.sizes) == 1, "its input and its codes have different memory layouts")
         # as a product with 1 and what follows it: two to four times as fast as a reorder, and ties are
         # rounded as torch rounds them
         one = torch.ones(1, dtype=torch.float32, device="cpu")

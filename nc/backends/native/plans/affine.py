@@ -40,17 +40,18 @@ _WHOLE = (str, bytes, bool, float, type(None), torch.dtype, Layout, Function)
 
 
 def fitted(values: Sequence[Any], sizes: Sequence[Sizes], where: str = "") -> Any:
-    """Return what gives values for all sizes: the value itself where it is always the same.
+    """Fit a function of the sizes to values that were recorded for some sizes.
 
-    Numbers become `Affine`; sequences, mappings and dataclasses are fitted part by part.
+    Integers that differ become `Affine`; a value that never differs stays itself. Sequences, mappings and
+    dataclasses are fitted part by part.
 
     Args:
-        values: one for each recording.
-        sizes: of the recordings.
-        where: what it is, for messages.
+        values: one value for each recording.
+        sizes: rows and texts of each recording.
+        where: name of the value, for messages.
 
     Raises:
-        Unfit: no function of this kind gives all values.
+        Unfit: no affine function gives all values.
     """
     first = values[0]
     if all(value is first for value in values):

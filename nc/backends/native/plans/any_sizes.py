@@ -52,14 +52,14 @@ class _Memory(threading.local):
 
 
 class AnySizes:
-    """Families of plans of one graph; safe to call from several threads.
+    """Runs one graph for any input sizes, by a family of plans for each number of threads; thread-safe.
 
     Args:
-        samples: of its inputs.
+        samples: makes inputs of the graph for given sizes.
         record: inputs → a new plan.
         by_plan: inputs → the outputs of a plan for their sizes, compared with the quantized graph.
-        maker: of the oneDNN library.
-        runner: calls primitives.
+        maker: makes oneDNN primitives.
+        runner: calls the primitives.
         lock: held while plans are recorded.
     """
 
@@ -81,7 +81,7 @@ class AnySizes:
         """Make the family for this number of threads.
 
         Raises:
-            BackendError: there is none.
+            BackendError: no family fits the plans of this graph.
         """
         self._family(_key())
 
@@ -89,7 +89,7 @@ class AnySizes:
         """Return the outputs, which the next call of this thread overwrites.
 
         Raises:
-            BackendError: a kernel failed, or there is no family for this number of threads.
+            BackendError: a kernel failed, or no family can be made for this number of threads.
             IndexError: an index among the inputs is out of range.
         """
         rows, texts = self._samples.sizes(inputs)
@@ -136,7 +136,7 @@ class AnySizes:
         return family, kernels
 
     def _compare(self, family: PlanFamily, kernels: FamilyKernels) -> None:
-        """Raise BackendError where a family computes something else than a plan, or than for fewer texts.
+        """Raise BackendError if the outputs of a family differ from a plan's, or change with fewer texts.
 
         Each run has memory for no more rows than it needs.
         """

@@ -58,7 +58,7 @@ def with_isa(source: str, name: str, isa: str) -> Function | Unavailable:
 
 
 def available() -> None:
-    """Raise `Refused` where there are no such c_functions."""
+    """Raise `Refused` if these C functions are not available."""
     why = why_unavailable()
     need(not why, why)
 

@@ -25,7 +25,8 @@ from nc.process.unavailable import Unavailable
 #: What is written, and what the zero point of int8 codes is more in the C code.
 _WRITTEN, _SHIFT = (torch.uint8, torch.float32, torch.int8), 128
 _NOT_POINTWISE = (
-    f"it is no linear or 1 x 1 convolution of a multiple of 4 inputs, at most {abi.CONSTANTS.most_inputs}"
+    "it is not a linear or 1 x 1 convolution whose number of inputs is a multiple of 4, at most "
+    f"{abi.CONSTANTS.most_inputs}"
 )
 #: Features for which oneDNN has kernels that are faster than code for AVX2.
 _BEYOND_AVX2 = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")

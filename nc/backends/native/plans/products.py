@@ -99,7 +99,7 @@ def post_ops_of(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...]:
         "leaky_relu": Eltwise("relu", *numbers[:1]),
         "hardtanh": Eltwise("clip", *numbers[:2]),
     }
-    need(name in known, f"oneDNN has no {name} behind it")
+    need(name in known, f"oneDNN has no {name} after it")
     return (known[name],)
 
 
@@ -114,7 +114,7 @@ def after_of(post_ops: Sequence[PostOp]) -> After:
     elif isinstance(first, BinaryOp):
         need(
             first.name == "add" and first.other.dtype is torch.float32,
-            "what follows it is no addition of fp32",
+            "what follows it is not an addition of fp32",
         )
         after = After("fp32_other")
     else:

@@ -73,7 +73,7 @@ _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 #: Bytes that calls which wait may keep from being free.
 _MOST_HELD = 2**29
 #: Why a way refuses what is not a tensor of the plan, or one that it needs when the plan is made.
-_NO_TENSOR = "one of its arguments is no tensor"
+_NO_TENSOR = "one of its arguments is not a tensor"
 _NO_CONSTANT = "one of its arguments is computed from the inputs"
 _SHORT = {
     torch.uint8: "u8",
@@ -187,7 +187,7 @@ class Recorder:
         return self._plan([value.root for value in given], outputs)
 
     def watched(self) -> list[Watched]:
-        """Those results that stand for values of the graph that was lowered."""
+        """Return the results that are values of the graph before it was lowered."""
         found = [
             (node.meta.get(GIVES, ()), value, behind)
             for node, value, behind in self._results
@@ -476,9 +476,12 @@ class Recorder:
         return result
 
     def _with_reference_kernels(self, node: fx.Node, ways: Mapping[str, Callable[[], T]]) -> T:
-        """Return the result of an operator that torch is not to compute: it can't, or it is one of oneDNN's.
+        """Return the result of an operator that torch can't compute, or must not because it is oneDNN's.
 
-        Those may add in place, which their schema does not tell.
+        oneDNN's operators may add in place, which their schema does not say.
+
+        Raises:
+            BackendError: no kernel is possible.
         """
         self._takes_reference = True
         try:

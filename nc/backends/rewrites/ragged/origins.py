@@ -54,19 +54,19 @@ class TokenOrigin:
 
     @staticmethod
     def nothing(shape: Sequence[int]) -> TokenOrigin:
-        """Return that of a constant."""
+        """Return the origin of a constant."""
         none = torch.tensor(NONE, dtype=torch.int64).expand(tuple(shape))
         return TokenOrigin(none, none)
 
     @staticmethod
     def tokens(texts: int, length: int) -> TokenOrigin:
-        """Return that of tokens [texts, length]."""
+        """Return the origin of tokens, shape [texts, length]."""
         shape = texts, length
         return TokenOrigin(torch.arange(texts)[:, None].expand(shape), torch.arange(length).expand(shape))
 
     @property
     def shape(self) -> torch.Size:
-        """TextSizes of the value."""
+        """Shape of the value."""
         return self.text.shape
 
     @property
@@ -80,7 +80,7 @@ class TokenOrigin:
         return bool((self.place != NONE).any())
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> TokenOrigin:
-        """Return that of what an operator makes that moves values."""
+        """Return the origin of the result of an operator that moves values; `move` is the operator."""
         return TokenOrigin(move(self.text), move(self.place))
 
     def along(self, dims: Collection[int], why: str) -> TokenOrigin:

@@ -47,8 +47,8 @@ def test_where_all_refuse_each_says_why():
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (None, "no tensor"),
-        (3, "no tensor"),
+        (None, "not a tensor"),
+        (3, "not a tensor"),
         (PlanTensor(torch.ones(2), object()), "computed from the inputs"),
     ],
 )
@@ -67,7 +67,7 @@ def test_the_report_prints_who_refused_and_why():
     q = quantized(model, torch.randn(4, 8), None, "native")
     details = q.report().details["computed by torch"]
     assert (
-        details == "mean (oneDNN: its input is no images in fp32)"
+        details == "mean (oneDNN: its input is not a batch of images in fp32)"
     )  # cumsum has no way of ours, so none refused
     assert f"computed by torch: {details}" in q.report().summary()
 
