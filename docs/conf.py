@@ -9,9 +9,10 @@ from make_site import VERSION
 project = f"nc {VERSION}"
 project_copyright = "the nc contributors"
 release = version = VERSION
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinxcontrib.mermaid"]
 
 myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4  # links to headings are those of GitHub
 suppress_warnings = [
     "myst.header"
@@ -19,7 +20,7 @@ suppress_warnings = [
 
 nb_execution_mode = "force"  # the tutorials' outputs are those of this build
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 nb_merge_streams = True
 
 html_theme = "furo"

@@ -23,7 +23,7 @@ VERSION: str = runpy.run_path(str(ROOT / "nc" / "_version.py"))["__version__"]
 MENU = {
     "Start": ("docs/start/install", "docs/start/quickstart-int8", "docs/start/quickstart-4-bit"),
     "Tutorials": ("docs/tutorials/encoder", "docs/tutorials/cnn", "docs/tutorials/language-model"),
-    "How to": ("docs/how-to/quantize-*", "docs/how-to/*", "examples/*"),
+    "How to": ("docs/how-to/quantize-*", "docs/how-to/*", "examples/README", "examples/serve/README"),
     "Concepts": ("docs/concepts/the-way-of-a-model", "docs/concepts/*"),
     "Reference": ("docs/reference/README", "docs/reference/functions", "docs/reference/*"),
     "Results": ("docs/results/README", "docs/results/*"),

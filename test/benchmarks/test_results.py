@@ -282,3 +282,15 @@ def test_sections_of_mixed_lengths_are_there_once_there_are_rows(module):
     assert text.startswith("## Texts of mixed lengths\n")
     assert "*minilm, texts: news, in the order sorted, threads: 2*" in text
     assert "| nc-static | 20 (19 to 22) | 1.25 |" in text
+
+
+def test_the_picture_shows_what_the_rows_say(module):
+    picture, rows = module("results_picture"), module("results_rows")
+    drawn = picture.PICTURE.read_text(encoding="utf-8")
+    bars = picture.speeds(rows.read(ROOT / "results" / "speed.jsonl"))
+    assert len(bars) == 3
+    for cpu, found in bars.items():
+        assert cpu in drawn
+        assert [bar.label for bar in found if bar.label not in drawn] == []
+    errors = picture.errors(rows.read(ROOT / "results" / "accuracy.jsonl"))
+    assert [f"{value:.4f}" for value in errors.values() if f"{value:.4f}" not in drawn] == []
