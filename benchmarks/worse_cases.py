@@ -79,6 +79,14 @@ class Sounds(Only):
         return super().forward(input_features=input_features)
 
 
+class Waves(Only):
+    """The same for models over samples of sound."""
+
+    def forward(self, input_values: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states."""
+        return super().forward(input_values=input_values)
+
+
 class Voice(Only):
     """The same for vocoders."""
 
@@ -141,8 +149,9 @@ def detector() -> Case:
     """Return a detector whose boxes and scores share a tensor."""
     model = Detector()
     nn.init.constant_(model.scores[-1].bias, -2.0)  # few scores are high, as in trained ones
-    nn.init.normal_(model.scores[-1].weight, std=0.5)
-    model.train()(torch.randn(8, 3, 320, 320))
+    nn.init.normal_(model.scores[-1].weight, std=2.0)
+    with torch.no_grad():
+        model.train()(torch.randn(8, 3, 320, 320))  # statistics of the norms
     made = _batches(lambda: {"pixel_values": torch.randn(1, 3, 320, 320)})
     return _case(
         "detector",
@@ -177,17 +186,18 @@ def tagger() -> Case:
 
 def recordings() -> Case:
     """Return an encoder of speech that is calibrated with short recordings and gets long ones."""
-    from transformers import ParakeetEncoder, ParakeetEncoderConfig
+    from transformers import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
-    config = ParakeetEncoderConfig(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
-    )
-    short = _batches(lambda: {"input_features": torch.randn(1, 400, 80)})
-    long = [{"input_features": torch.randn(1, 3200, 80)}]
+    config = Wav2Vec2ConformerConfig(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
+        conv_dim=(256,) * 7, num_conv_pos_embeddings=32, position_embeddings_type="relative",
+    )  # fmt: skip
+    short = _batches(lambda: {"input_values": torch.randn(1, 32000)})
+    long = [{"input_values": torch.randn(1, 256000)}]
     return _case(
         "recordings",
         "https://github.com/istupakov/onnx-asr/issues/126",
-        Sounds(ParakeetEncoder(config)),
+        Waves(Wav2Vec2ConformerModel(config)),
         short,
         free=(1,),
         asked="error of a recording 8 times as long",

@@ -464,6 +464,14 @@ class BackendSuite:
         x = torch.randn(shape)
         self.agrees(self.quantized(build(), x, StaticQuantConfig(w_granularity="per_tensor")), x)
 
+    @pytest.mark.parametrize("padding", [2, "same"])
+    def test_dilated_windows_of_values_of_both_signs(self, padding):
+        """With AMX, making oneDNN's kernel of this convolution ends the process."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=padding, dilation=2), nn.ReLU()).eval()
+        x = torch.randn(1, 64, 56, 56)
+        self.agrees(self.quantized(model, x), x)
+
     def test_grouped_transposed_convolutions(self):
         x = torch.randn(2, 4, 6, 6)
         self.agrees(

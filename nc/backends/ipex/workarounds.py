@@ -186,8 +186,8 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
     oneDNN's AMX kernels sum other values.
 
     With one more dimension, in which the window is 1 wide, they sum the right ones. Those kernels do not step
-    over values of other dimensions, but end the process or leave their result as it was. There a copy keeps
-    the convolution out of the group, in fp32.
+    over values of other dimensions, but end the process or leave their result as it was. There, and where
+    making a kernel ends the process, a copy keeps the convolution out of the group, in fp32.
     """
     if "amx_int8" not in cpu.machine_features():
         return []
@@ -198,11 +198,11 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
         if (
             codes is None
             or weight.target not in (dequantize_per_channel, dequantize_per_tensor)
-            or not _is_wrong_window(conv, node)
+            or not (_is_wrong_window(conv, node) or _overruns(conv, Quantize.of(codes)))
         ):
             continue
         changed.append(node.meta["operator"])
-        if _steps_over_values(conv):
+        if _steps_over_values(conv) or _overruns(conv, Quantize.of(codes)):
             with module.graph.inserting_before(node):
                 set_argument(
                     node,
@@ -249,6 +249,15 @@ def _is_wrong_window(conv: Conv, node: fx.Node) -> bool:
     is_wide = long_row and (channels < _HALF_TILE or (channels < _TILE and conv.stride[-1] >= _LONG_STRIDE))
     of_groups = conv.groups > 1 and channels < _HALF_TILE < outputs // conv.groups
     return bool(is_wide or of_groups or hint_of(node.meta["val"].shape[-1]) == 1)
+
+
+def _overruns(conv: Conv, source: Quantize) -> bool:
+    """Return whether making an AMX kernel may end the process; see `trials.overruns_with_amx`."""
+    window = conv.weight.meta["val"].shape[2:]
+    dilations = [*conv.dilation] * (len(window) if len(conv.dilation) == 1 else 1)
+    is_padded = conv.padding == "same" if isinstance(conv.padding, str) else any(conv.padding)
+    is_dilated = any(size > 1 and dilation > 1 for size, dilation in zip(window, dilations, strict=True))
+    return bool(source.zero_point) and is_padded and is_dilated
 
 
 def _steps_over_values(conv: Conv) -> bool:

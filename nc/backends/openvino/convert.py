@@ -82,7 +82,8 @@ def convert(
             decoder = TorchFXPythonDecoder(module, dynamic_shapes=True)
             frontend = FrontEndManager().load_by_framework("pytorch")
             model = frontend.convert(frontend.load(decoder))
-            keep_unfused(model, narrow=not cpu.accumulates_wide())
+            amx = "amx_int8" in cpu.machine_features()
+            keep_unfused(model, narrow=not cpu.accumulates_wide(), amx=amx)
     except Exception as error:  # whatever a compiler may raise
         msg = f"OpenVINO's conversion of the quantized graph failed: {_reason(error)}{advice(error)}"
         raise BackendError(msg) from error

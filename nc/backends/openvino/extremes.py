@@ -20,6 +20,9 @@ A convolution whose groups have an odd number of inputs: on CPUs without VNNI it
 products from two positions of the window in 16 bits, and the weights of these were not made to fit. A maximum
 keeps it in fp32 there.
 
+A convolution with dilations, pads and codes that have a zero point: with AMX, making its kernel ends the
+process (`nc.kernels.onednn.trials.overruns_with_amx`). A maximum keeps it in fp32 there.
+
 A product of two activations: where both happen to have symmetric codes, the plugin computes it in int8 also
 on CPUs without VNNI, whose sums of pairs of products overflow 16 bits. A maximum keeps it in fp32 there, as
 it is planned.
@@ -45,7 +48,7 @@ _RIGHT = (
 _TINY = 1e-5
 
 
-def keep_unfused(model: Any, *, narrow: bool) -> None:
+def keep_unfused(model: Any, *, narrow: bool, amx: bool) -> None:
     """Insert a pairwise maximum (minimum) after each ReduceMax (ReduceMin).
 
     In the other cases above, insert a maximum as they say.
@@ -53,12 +56,13 @@ def keep_unfused(model: Any, *, narrow: bool) -> None:
     Args:
         model: an `openvino.Model`, changed in place.
         narrow: kernels of this CPU add pairs of products in 16 bits.
+        amx: this CPU has AMX.
     """
     from openvino import opset13
 
     pairwise = {"ReduceMax": opset13.maximum, "ReduceMin": opset13.minimum}
     for node in model.get_ordered_ops():
-        for index in _kept_apart(node, narrow=narrow):
+        for index in _kept_apart(node, narrow=narrow, amx=amx):
             value = node.input_value(index)
             node.input(index).replace_source_output(opset13.maximum(value, value).output(0))
         if node.get_type_name() not in pairwise or not node.get_element_type().is_real():
@@ -78,7 +82,7 @@ def keep_unfused(model: Any, *, narrow: bool) -> None:
             reader.replace_source_output(result.output(0))
 
 
-def _kept_apart(node: Any, *, narrow: bool) -> list[int]:
+def _kept_apart(node: Any, *, narrow: bool, amx: bool) -> list[int]:
     """Return the inputs of an operator that get a maximum in front; none for most."""
     kind = node.get_type_name()
     if kind == "FakeQuantize" and (_would_split(node) or _is_cut_up(node)):
@@ -87,6 +91,8 @@ def _kept_apart(node: Any, *, narrow: bool) -> list[int]:
         return [index for index in (0, 1) if _is_tiny(_source(node, index))]
     if narrow and kind == "MatMul" and _of_activations(node):
         return [1]
+    if amx and kind in ("Convolution", "GroupConvolution") and _overruns(node):
+        return [0]
     return [0] if narrow and kind == "GroupConvolution" and _has_odd_groups(node) else []
 
 
@@ -113,6 +119,21 @@ def _is_tiny(quantize: Any) -> bool:
     return bool(ends) and all(
         end.get_type_name() == "Constant" and abs(end.get_data()).max() < _TINY for end in ends
     )
+
+
+def _overruns(convolution: Any) -> bool:
+    """Return whether a window has dilations and pads, and reads codes with a zero point."""
+    attributes, source = convolution.get_attributes(), _source(convolution, 0)
+    dims = len(attributes["dilations"])
+    window = convolution.get_input_shape(1)[-dims:]
+    is_dilated = any(size > 1 and d > 1 for size, d in zip(window, attributes["dilations"], strict=True))
+    is_padded = (
+        any((*attributes["pads_begin"], *attributes["pads_end"]))
+        or "SAME" in str(attributes["auto_pad"]).upper()
+    )
+    is_quantized = source.get_type_name() == "FakeQuantize"
+    has_zero_point = is_quantized and bool((_source(source, 3).get_data() != 0).any())
+    return is_dilated and is_padded and has_zero_point
 
 
 def _has_odd_groups(convolution: Any) -> bool:

@@ -47,8 +47,6 @@ _LARGEST_WEIGHT = 63
 _SOURCE_ZERO, _RESULT_ZERO = 117, 100
 #: Channels of a group that fill the rows of AMX tiles, and places in a row of the result that are few.
 _FULL_TILE, _NARROW = 64, 4
-#: Sizes of a dilated window that AMX kernels of images with zero points can take.
-_SAFE_WINDOW = 3
 #: Of the largest value; kernels approximate tanh and gelu.
 _TOLERANCE = 1e-3
 #: Verdicts that a process keeps.
@@ -86,7 +84,7 @@ def convolution(
         Unimplemented: no kernel is right.
     """
     wrong: tuple[str, ...] = ()
-    amx = not overruns_with_amx(wanted)
+    amx = not (overruns_with_amx(wanted) or is_slow_with_amx(wanted))
     while True:
         primitive = maker.convolution(
             wanted.source,
@@ -104,18 +102,28 @@ def convolution(
 
 
 def overruns_with_amx(wanted: Convolution) -> bool:
-    """Whether to make an AMX kernel may write past its memory, which no trial in this process survives.
+    """Return whether making an AMX kernel may write past its memory, which no trial in this process survives.
 
-    Seen with oneDNN 3.12 under a checking allocator, and as an abort with 3.7: a source with a zero point,
-    dilations and pads, windows of 7 and more in another dimension than the last. It was never seen with
-    windows of 3, without a zero point, or without AMX.
+    It may for a source with a zero point, dilations and pads. Seen with oneDNN 3.12 under a checking
+    allocator for windows of 7, with 3.7 as an abort, and with 3.12 as a crash for a window of 3 x 3 over 64
+    channels. It was never seen without a zero point, or without AMX.
     """
     g = wanted.geometry
-    others = zip(g.window[:-1], g.dilations, g.before, g.after, strict=False)
+    windows = zip(g.window, g.dilations, g.before, g.after, strict=True)
     return SRC in wanted.attributes.zero_points and any(
-        size > _SAFE_WINDOW and dilation > 1 and max(before, after) > 0
-        for size, dilation, before, after in others
+        size > 1 and dilation > 1 and max(before, after) > 0 for size, dilation, before, after in windows
     )
+
+
+def is_slow_with_amx(wanted: Convolution) -> bool:
+    """Return whether an AMX kernel sums the weights in each call, for the places with padding.
+
+    It does for a source with a zero point and a window in one dimension. 11 taps over 64 channels then take 4
+    times as long as with VNNI.
+    """
+    g = wanted.geometry
+    is_line = sum(size > 1 for size in g.window) == 1
+    return SRC in wanted.attributes.zero_points and is_line and max(*g.before, *g.after) > 0
 
 
 def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
