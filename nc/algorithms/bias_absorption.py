@@ -84,7 +84,7 @@ class BiasAbsorption:
 
 
 def _is_exact(pair: Pair) -> bool:
-    """Whether every output of the second layer reads c from every input, and only a relu is between."""
+    """Tell whether every output of the second layer reads c from every input, and only a relu is between."""
     is_padded = any(schema_arguments(pair.second).get("padding", ()))
     return [op_name(n) for n in pair.between] == ["relu"] and not is_transposed(pair.second) and not is_padded
 

@@ -200,7 +200,7 @@ def _pair_from(first: fx.Node) -> Pair | None:
 
 
 def is_layer(node: fx.Node) -> bool:
-    """Whether a node is a layer in fp32 (or fp64) with constants for weight, bias and groups."""
+    """Return whether a node is a layer in fp32 (or fp64) with constants for weight, bias and groups."""
     if kind_of_node(node) not in WEIGHTED or node.meta["val"].dtype not in (torch.float32, torch.float64):
         return False
     if computed_options(node):

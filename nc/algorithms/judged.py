@@ -20,7 +20,7 @@ _JUDGED = 2**19
 
 
 def is_worse(before: Sequence[Errors], after: Sequence[Errors]) -> bool:
-    """Whether one tensor has a larger error, over all its rows or over those that differ."""
+    """Return whether one tensor has a larger error, over all its rows or over those that differ."""
     pairs = [pair for one, other in zip(before, after, strict=True) for pair in zip(one, other, strict=True)]
     return any(a > TOLERANCE * b for b, a in pairs)
 

@@ -122,7 +122,7 @@ def _units(
 
 
 def _can_take(source: fx.Node) -> bool:
-    """Whether 1/s can become part of an operator's constants."""
+    """Return whether 1/s can become part of an operator's constants."""
     if op_name(source) not in _TAKERS:
         return False
     constants = _constants_of(source)

@@ -51,6 +51,6 @@ def node_data(module: fx.GraphModule, ops: Sequence[OpReport]) -> dict[str, Any]
 
 
 def is_node_data(document: Mapping[str, Any]) -> bool:
-    """Whether a document is what `node_data` returns."""
+    """Return whether a document is what `node_data` returns."""
     graph = document.get(_GRAPH)
     return isinstance(graph, Mapping) and _MARK.items() <= graph.items()

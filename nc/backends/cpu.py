@@ -150,7 +150,7 @@ def machine_lacks(needed: Iterable[str]) -> tuple[str, ...]:
 
 
 def accumulates_wide() -> bool:
-    """Whether oneDNN sums u8 x s8 products without saturation (VNNI or AMX)."""
+    """Return whether oneDNN sums u8 x s8 products without saturation (VNNI or AMX)."""
     return any(name in machine_features() for name in WIDE_ACCUMULATION)
 
 

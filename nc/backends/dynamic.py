@@ -124,7 +124,7 @@ def _is_dynamic(node: fx.Node) -> bool:
 
 
 def _is_layer_of_torch(node: fx.Node) -> bool:
-    """Whether torch has a dynamic kernel for a recurrent layer.
+    """Return whether torch has a dynamic kernel for a recurrent layer.
 
     It has them for LSTMs without projections and GRUs with one range per tensor and int8 matrices alone.
     """
@@ -137,7 +137,7 @@ def _is_layer_of_torch(node: fx.Node) -> bool:
 
 
 def _is_packed(node: fx.Node) -> bool:
-    """Whether a node dequantizes a weight that only dynamic operators read."""
+    """Return whether a node dequantizes a weight that only dynamic operators read."""
     weight = node.target in (dequantize_per_channel, dequantize_per_tensor)
     return weight and bool(node.users) and all(_is_dynamic(user) for user in node.users)
 

@@ -137,7 +137,7 @@ def _samples(values: Sequence[Any], indices: torch.Tensor) -> list[Any]:
 
 
 def _tells(value: Any) -> bool:
-    """Whether a tensor has anything to compare.
+    """Return whether a tensor has anything to compare.
 
     Inputs of warm-ups are often zeros, and NaN differs from NaN.
     """

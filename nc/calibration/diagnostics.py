@@ -78,7 +78,7 @@ def examine(
 
 
 def _shares_range(spec: OpSpec) -> bool:
-    """Whether all rows of a call share the range that is found in it."""
+    """Return whether all rows of a call share the range that is found in it."""
     return spec.mode == "dynamic" and spec.input(0).granularity == PER_TENSOR
 
 

@@ -104,7 +104,7 @@ class Ranks:
                 raise StateError(msg)
 
     def all(self, flag: bool) -> bool:
-        """Whether a flag is set on every rank."""
+        """Return whether a flag is set on every rank."""
         return flag if self.alone else all(card[0] for card in self._cards(bytes([flag])))
 
     def each(self, data: bytes) -> Iterator[bytes]:

@@ -51,7 +51,7 @@ class Samples:
             )
 
     def has_room(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether one more batch is kept."""
+        """Return whether one more batch is kept."""
         rows = sum(batch[0].shape[0] if batch[0].dim() else 1 for batch in self.batches)
         used = sum(t.numel() * t.element_size() for batch in self.batches for t in batch)
         size = sum(t.numel() * t.element_size() for t in inputs)

@@ -49,7 +49,7 @@ def write(
 
 
 def _is_of(kind: Kind, path: Path) -> bool:
-    """Whether a file is of a kind, and no newer one."""
+    """Return whether a file is of a kind, and no newer one."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             document = parsed((file.metadata() or {}).get("nc", ""))

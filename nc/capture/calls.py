@@ -186,7 +186,7 @@ def _replaced(before: Sequence[Any], spec: pytree.TreeSpec, arguments: Mapping[s
 
 
 def _is_equal(a: object, b: object) -> bool:
-    """Whether two leaves are equal plain values."""
+    """Return whether two leaves are equal plain values."""
     return type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b)
 
 

@@ -524,7 +524,7 @@ def _lengths(values: dict[str, Any]) -> frozenset[int]:
 
 
 def _takes_any_image(model: torch.nn.Module) -> bool:
-    """Whether a model has convolutions and no tokens.
+    """Return whether a model has convolutions and no tokens.
 
     Models that cut images into tokens fix the image size, or take minutes to export.
     """
@@ -628,7 +628,7 @@ def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") 
 
 
 def _asks_too_much(error: Exception) -> bool:
-    """Whether torch.export says that the model fixes what dynamic_shapes names."""
+    """Return whether torch.export says that the model fixes what dynamic_shapes names."""
     from torch._dynamo.exc import UserError, UserErrorType  # export has loaded it; `load` needs no tracer
 
     if isinstance(error, torch.fx.experimental.symbolic_shapes.ConstraintViolationError):

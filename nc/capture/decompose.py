@@ -147,7 +147,7 @@ def _finite(call: _Builder, mask: fx.Node, shape: Shape) -> tuple[fx.Node, fx.No
 
 
 def _holds_minus_infinity(mask: fx.Node, depth: int = 12) -> bool:
-    """Whether a mask may hold -inf: it is an input, or the graph makes it with -inf.
+    """Return whether a mask may hold -inf: it is an input, or the graph makes it with -inf.
 
     torch's own masks hold -inf. Those of Hugging Face hold the lowest finite number.
     """

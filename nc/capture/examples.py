@@ -131,7 +131,7 @@ def _check_examples(values: dict[str, Any]) -> None:
 
 
 def holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether a leaf is an object with tensors that pytree does not see.
+    """Return whether a leaf is an object with tensors that pytree does not see.
 
     They may also be in objects in it, as in a `StaticCache` with its layers.
     """

@@ -80,7 +80,7 @@ def _single_numbers(
 
 
 def _is_of_activation(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a tensor is the result of an activation, or that with numbers."""
+    """Return whether a tensor is the result of an activation, or that with numbers."""
     while op_name(node) in OPERATIONS:
         sources = [n for n in node.all_input_nodes if is_varying(module, n)]
         if len(sources) != 1:

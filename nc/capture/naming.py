@@ -133,7 +133,7 @@ def _reasons(module: fx.GraphModule) -> dict[fx.Node, Reason | None]:
 
 
 def _is_listed(node: fx.Node, reasons: Mapping[fx.Node, Reason | None]) -> bool:
-    """Whether users may look for an operator, whether it reads a weight or not."""
+    """Return whether users may look for an operator, whether it reads a weight or not."""
     if node in reasons:
         return not (
             catalogue.kind_of_node(node) == "add" and reasons[node] is not None
@@ -200,7 +200,7 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], changing: set[
 
 
 def _same_shape(left: fx.Node, right: fx.Node) -> bool:
-    """Whether two shapes are equal without broadcasting.
+    """Return whether two shapes are equal without broadcasting.
 
     A free size can equal any other size, but not a fixed 1.
     """

@@ -173,7 +173,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _is_lifted(node: fx.Node) -> bool:
-    """Whether a constant is written in `forward` (`torch.tensor(0.0)`): each call makes a new one."""
+    """Return whether a constant is written in `forward` (`torch.tensor(0.0)`): each call makes a new one."""
     return str(node.meta.get("fqn", "")).startswith(("lifted_tensor", "c_lifted", "_tensor_constant"))
 
 
@@ -264,7 +264,7 @@ def _is_same_dtype_cast(node: fx.Node) -> bool:
 
 
 def _is_asked_copy(node: fx.Node) -> bool:
-    """Whether a cast was asked to copy its input, and something is then written in the copy."""
+    """Return whether a cast was asked to copy its input, and something is then written in the copy."""
     asked = op_name(node) == "_to_copy" or schema_arguments(node).get("copy", False)
     return asked and any(map(works_in_place, node.graph.nodes))
 
@@ -293,7 +293,7 @@ def functionalise(module: fx.GraphModule) -> None:
 
 
 def _is_new_memory(target: fx.Node) -> bool:
-    """Whether a value is new, or a view of a new value that nothing else reads."""
+    """Return whether a value is new, or a view of a new value that nothing else reads."""
     while may_be_view(target):
         source = first_input(target)
         if source is None or len(source.users) > 1:

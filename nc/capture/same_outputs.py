@@ -60,7 +60,7 @@ def picks_of(module: fx.GraphModule) -> list[str]:
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal but for rounding.
+    """Return whether two tensors are equal but for rounding.
 
     It is relative to the largest value, because sums of large terms can end near 0.
     """

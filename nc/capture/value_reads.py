@@ -64,7 +64,7 @@ class UnfitReadError(RuntimeError):
 
 
 def depends_on_values(error: BaseException | None) -> bool:
-    """Whether an export failed because the model read a value."""
+    """Return whether an export failed because the model read a value."""
     while error is not None:
         if is_of_data_dependence(error):
             return True
@@ -200,7 +200,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers.
+    """Return whether a node draws random numbers.
 
     Before the rewrites also attention counts, which could drop some of its weights.
     """
@@ -208,7 +208,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_free_size(node: fx.Node) -> bool:
-    """Whether a node is a size that may change; export notes fixed ones apart from the graph."""
+    """Return whether a node is a size that may change; export notes fixed ones apart from the graph."""
     size = node.meta.get("val")
     return op_name(node).startswith("sym_") and isinstance(size, torch.SymInt) and not _is_fixed(size)
 

@@ -37,7 +37,7 @@ class RequestError(NCError, ValueError):
 
 
 def _is_positional(name: str) -> bool:
-    """Whether numpy.savez made the name, for an array that was given without one."""
+    """Return whether numpy.savez made the name, for an array that was given without one."""
     return re.fullmatch(r"arr_\d+", name) is not None
 
 

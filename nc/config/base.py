@@ -396,7 +396,7 @@ def with_rules(config: AnyConfig) -> list[QuantConfig]:
 
 
 def is_simulated(config: AnyConfig) -> bool:
-    """Whether a part or a rule of a configuration asks for formats that are simulated."""
+    """Return whether a part or a rule of a configuration asks for formats that are simulated."""
     return any(
         each.family == "fake_quant" and any(value not in _FLOATS for value in each.given.values())
         for each in with_rules(config)
@@ -404,12 +404,12 @@ def is_simulated(config: AnyConfig) -> bool:
 
 
 def is_weight_only(config: AnyConfig) -> bool:
-    """Whether all parts and rules of a configuration are weight-only."""
+    """Return whether all parts and rules of a configuration are weight-only."""
     return all(each.family == "weight_only" for each in with_rules(config))
 
 
 def has_weight_only(config: AnyConfig) -> bool:
-    """Whether a part or a rule of a configuration is weight-only."""
+    """Return whether a part or a rule of a configuration is weight-only."""
     return any(each.family == "weight_only" for each in with_rules(config))
 
 

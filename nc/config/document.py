@@ -80,7 +80,7 @@ class Document(abc.ABC):
 
 
 def _is_config(data: Mapping[str, Any]) -> bool:
-    """Whether a document is what `to_dict` of a configuration, or of an `AutoConfig`, gives."""
+    """Return whether a document is what `to_dict` of a configuration, or of an `AutoConfig`, gives."""
     if set(data) == {"auto"}:
         return isinstance(data["auto"], dict)
     version = data.get("schema_version")

@@ -60,7 +60,7 @@ class ConfigField:
         return stored
 
     def takes(self, name: str, value: Any) -> bool:
-        """Whether this is a value of the field."""
+        """Return whether this is a value of the field."""
         try:
             self.check(name, value)
         except ConfigError:

@@ -15,7 +15,7 @@ _MOST_OF_PATH, _MOST_OF_NAME = 4095, 255
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is one finite real number, NumPy's included."""
+    """Return whether a value is one finite real number, NumPy's included."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -25,7 +25,7 @@ def is_number(value: object) -> bool:
 
 
 def is_whole(value: object, least: int = 0) -> bool:
-    """Whether a value is a whole number, not a bool, and at least `least`."""
+    """Return whether a value is a whole number, not a bool, and at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -66,7 +66,7 @@ def checked_path(name: str, value: object) -> Path:
 
 
 def _names_a_file(text: str) -> bool:
-    """Whether Linux can have a file of that name."""
+    """Return whether Linux can have a file of that name."""
     try:
         data = os.fsencode(text)
     except UnicodeEncodeError:  # half a surrogate pair

@@ -307,7 +307,7 @@ class OpSupport:
             raise ConfigError(msg) from error
 
     def supports(self, mode: Mode) -> bool:
-        """Whether there is a kernel for one way to quantize."""
+        """Return whether there is a kernel for one way to quantize."""
         kernels = {"static": self.activations, "dynamic": self.dynamic, "fake_quant": self.fake}
         return bool(kernels.get(mode))
 
@@ -350,7 +350,7 @@ class Capabilities:
         return next((row for row in self.ops if row.kind == kind), None)
 
     def sums_narrow(self, kind: str, spec: OpSpec) -> bool:
-        """Whether the kernel that runs an operator is one of `narrow_sums`."""
+        """Return whether the kernel that runs an operator is one of `narrow_sums`."""
         if spec.activation is None:
             return False
         given = spec.activation.granularity if spec.mode == "dynamic" else spec.activation.dtype.name

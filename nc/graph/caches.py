@@ -63,7 +63,7 @@ def build(name: str, members: Iterable[Any], keys: Iterable[str]) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache that a model may change."""
+    """Return whether a value is a cache that a model may change."""
     return f"{type(value).__module__}.{type(value).__qualname__}" in MEMBERS
 
 

@@ -248,7 +248,7 @@ def kind_of_node(node: object) -> str | None:
 
 
 def is_float_tensor(node: object) -> TypeGuard[fx.Node]:
-    """Whether a node yields one float tensor."""
+    """Return whether a node yields one float tensor."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(val, TENSORS) and val.dtype.is_floating_point
 
@@ -275,13 +275,13 @@ def _first_argument(node: fx.Node) -> object:
 
 
 def works_in_place(node: fx.Node) -> bool:
-    """Whether an operator changes an argument."""
+    """Return whether an operator changes an argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
 def may_be_view(node: fx.Node) -> bool:
-    """Whether the result may share memory with an argument."""
+    """Return whether the result may share memory with an argument."""
     schema = getattr(node.target, "_schema", None)
     return (
         schema is not None
@@ -338,7 +338,7 @@ def weight_axis(node: fx.Node) -> int | None:
 
 
 def is_transposed(node: fx.Node) -> bool:
-    """Whether a node is a transposed convolution."""
+    """Return whether a node is a transposed convolution."""
     return (kind_of_node(node) or "").startswith("conv_transpose")
 
 

@@ -59,7 +59,7 @@ def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
 
 
 def _takes_codes(node: fx.Node) -> bool:
-    """Whether a pool can run on codes.
+    """Return whether a pool can run on codes.
 
     A pool that counts padding cannot: with a zero point other than 0 the code of a zero is not 0.
     """
@@ -106,7 +106,7 @@ def behind_matmul(module: fx.GraphModule) -> frozenset[str]:
 
 
 def weighs_values(matmul: fx.Node) -> bool:
-    """Whether a matmul multiplies what a softmax gives with a tensor of the same batches."""
+    """Return whether a matmul multiplies what a softmax gives with a tensor of the same batches."""
     left, right = Binary.of(matmul).sides
     if not isinstance(right, fx.Node) or op_name(left) not in ("softmax", "_softmax"):
         return False

@@ -50,7 +50,7 @@ class Effects:
     objects: tuple[tuple[Path, Path], ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any."""
         return bool(self.written) or self.after is not None
 
     @property
@@ -171,7 +171,7 @@ def container_at(arguments: Mapping[str, Any], path: Path) -> Any:
 
 
 def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have an element in common."""
+    """Return whether two tensors have an element in common."""
     if not (a.numel() and b.numel()) or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     (start_a, end_a), (start_b, end_b) = _extent(a), _extent(b)

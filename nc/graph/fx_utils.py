@@ -75,7 +75,7 @@ def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: 
 
 
 def gives_tensor(node: object) -> bool:
-    """Whether a value is a node that gives one tensor."""
+    """Return whether a value is a node that gives one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), TENSORS)
 
 
@@ -200,7 +200,7 @@ def constant_number(module: fx.GraphModule, node: fx.Node) -> float | None:
 
 
 def _is_changed(node: fx.Node) -> bool:
-    """Whether an operator changes a node's value in place, perhaps through a view."""
+    """Return whether an operator changes a node's value in place, perhaps through a view."""
     seen = [node]
     for each in seen:  # which grows
         for user in each.users:

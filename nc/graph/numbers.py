@@ -20,7 +20,7 @@ _ONE, _ZERO = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.f
 
 
 def is_varying(module: fx.GraphModule, node: object) -> TypeGuard[fx.Node]:
-    """Whether a value is a tensor that depends on inputs."""
+    """Return whether a value is a tensor that depends on inputs."""
     return (
         isinstance(node, fx.Node)
         and isinstance(node.meta.get("val"), TENSORS)

@@ -63,7 +63,7 @@ def edge_key(edge: Edge) -> tuple[str, TensorSpec]:
 
 
 def works_in_place(module: fx.GraphModule) -> bool:
-    """Whether some operator changes a tensor in place.
+    """Return whether some operator changes a tensor in place.
 
     A value then depends on when it is read, so pairs go directly to each reader.
     """

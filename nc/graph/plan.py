@@ -74,7 +74,7 @@ class Decision:
         return "" if self.why is None else dict(self.why.arguments).get(name, "")
 
     def stays_for(self, cause: Cause) -> bool:
-        """Whether it stays fp32 for this reason."""
+        """Return whether it stays fp32 for this reason."""
         return self.why is not None and self.why.cause is cause
 
     @property

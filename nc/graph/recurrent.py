@@ -65,7 +65,7 @@ def _directions(node: fx.Node) -> int:
 
 
 def is_projected(node: fx.Node) -> bool:
-    """Whether a node is an LSTM with projections (`proj_size`)."""
+    """Return whether a node is an LSTM with projections (`proj_size`)."""
     if kind_of_node(node) != "lstm":
         return False
     a = schema_arguments(node)
@@ -73,5 +73,5 @@ def is_projected(node: fx.Node) -> bool:
 
 
 def is_recurrent(node: fx.Node) -> bool:
-    """Whether a node is a recurrent layer or cell, of ATen or of `nc`."""
+    """Return whether a node is a recurrent layer or cell, of ATen or of `nc`."""
     return kind_of_node(node) in RECURRENT

@@ -103,7 +103,7 @@ def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple
 
 
 def _fits(module: fx.GraphModule, node: fx.Node, fit: PairsFit) -> bool:
-    """Whether no input whatever can make the sums of an operator saturate."""
+    """Return whether no input whatever can make the sums of an operator saturate."""
     weights = _weights(node)
     highest = _highest_code(first_input(node))
     if not weights:

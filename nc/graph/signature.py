@@ -156,7 +156,7 @@ class Signature:
         return tensors
 
     def _is_plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether the arguments of a call are the flat inputs."""
+        """Return whether the arguments of a call are the flat inputs."""
         return len(args) == self.plain and not kwargs and all(type(value) is torch.Tensor for value in args)
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
@@ -435,7 +435,7 @@ def _items(value: Any, spec: pytree.TreeSpec) -> list[Any] | None:
 
 
 def _is_object(spec: pytree.TreeSpec) -> bool:
-    """Whether it is what an artefact has for an object: a mapping by the names of its members."""
+    """Return whether it is what an artefact has for an object: a mapping by the names of its members."""
     return (
         isinstance(spec.type, type)
         and issubclass(spec.type, Mapping)
@@ -517,7 +517,7 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
 
 
 def _equal(value: Any, constant: Any) -> bool:
-    """Whether a value is the constant; tensors and arrays are none."""
+    """Return whether a value is the constant; tensors and arrays are none."""
     try:
         return not isinstance(value, torch.Tensor) and bool(value == constant)
     except ValueError:  # an array has no truth value
@@ -583,7 +583,7 @@ def _without_memory(tensors: Sequence[torch.Tensor], instead: str) -> str:
 
 
 def are_fake(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors, or those that torch makes now, have sizes only."""
+    """Return whether tensors, or those that torch makes now, have sizes only."""
     is_on = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return is_on or any(type(tensor) is not torch.Tensor and is_fake(tensor) for tensor in tensors)
 

@@ -67,7 +67,7 @@ class SizeCondition:
     silent: bool = False
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it is fulfilled; `sizes` by name.
+        """Return whether it is fulfilled; `sizes` by name.
 
         Sizes for which it can't be computed, such as a division by 0, do not fulfil it.
         """

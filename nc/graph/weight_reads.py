@@ -128,14 +128,14 @@ def _low_bit(node: fx.Node) -> Weight:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether an operator computes each value of its result from the values at the same place."""
+    """Return whether an operator computes each value of its result from the values at the same place."""
     return (
         torch.Tag.pointwise in getattr(node.target, "tags", ()) or op_name(node).rstrip("_") in _ELEMENTWISE
     )
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether an operator only moves values, or puts them together."""
+    """Return whether an operator only moves values, or puts them together."""
     name = op_name(node).rstrip("_")
     return name not in LOOK_UPS and (
         name in MOVES or name in JOINS or name in ("copy", "index_put", "slice_scatter", "select_scatter")
@@ -143,7 +143,7 @@ def moves(node: fx.Node) -> bool:
 
 
 def is_norm(node: fx.Node) -> bool:
-    """Whether an operator normalises: its weights are factors and offsets."""
+    """Return whether an operator normalises: its weights are factors and offsets."""
     return _NORM in op_name(node)
 
 

@@ -121,7 +121,7 @@ class Quantizer(HfQuantizer):
         """Return None: tensors of the file keep their dtype."""
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
-        """Whether `save_pretrained` can ask for what it writes, as transformers 5 does."""
+        """Return whether `save_pretrained` can ask for what it writes, as transformers 5 does."""
         return hasattr(HfQuantizer, "get_state_dict_and_metadata")
 
     @property

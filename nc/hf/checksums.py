@@ -61,7 +61,7 @@ def write(folder: Path, files: Iterable[Path] | None = None) -> None:
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is a table of this version.
+    """Return whether a file is a table of this version.
 
     Raises:
         ArtefactSchemaError: a newer version wrote it.
@@ -121,7 +121,7 @@ def _read(path: Path) -> dict[str, _File]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder has a table, and no file that is neither in it nor covered by an artefact's own.
+    """Tell whether a folder has a table, and no file that is neither in it nor covered by an artefact's own.
 
     Raises:
         ArtefactSchemaError: a newer version wrote the table.
@@ -145,7 +145,7 @@ def identity(folder: Path) -> str:
 
 
 def _is_covered(path: Path) -> bool:
-    """Whether a file is one of an artefact, whose own checksums cover it."""
+    """Return whether a file is one of an artefact, whose own checksums cover it."""
     names = (artefact.MODEL, artefact.WEIGHTS)
     return path.name in names and (path.parent / artefact.CHECKSUMS).is_file()
 

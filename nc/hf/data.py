@@ -71,7 +71,7 @@ def batches_of(
 
 
 def _is_batch(item: object, main: str) -> bool:
-    """Whether an item has the tensor that a model reads."""
+    """Return whether an item has the tensor that a model reads."""
     return isinstance(item, Mapping) and isinstance(item.get(main), torch.Tensor)
 
 

@@ -100,7 +100,7 @@ class QuantizedEncoder(QuantizedTransformer):
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Whether a model of transformers has an encoder whose result its decoder reads."""
+    """Return whether a model of transformers has an encoder whose result its decoder reads."""
     return bool(getattr(model.config, "is_encoder_decoder", False)) and hasattr(model, "get_encoder")
 
 

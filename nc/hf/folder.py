@@ -19,7 +19,7 @@ CONFIG = "config.json"
 
 
 def is_result(folder: Path, *marks: str) -> bool:
-    """Whether a folder has all files and folders by which a result is known."""
+    """Return whether a folder has all files and folders by which a result is known."""
     return all((folder / mark).exists() for mark in marks)
 
 

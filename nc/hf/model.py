@@ -312,7 +312,7 @@ def _is_alike(alone: Mapping[str, Any], filled: Mapping[str, Any], mask: torch.T
 
 
 def _is_known(outputs: object) -> bool:
-    """Whether it is known which of the outputs have a value for each token."""
+    """Return whether it is known which of the outputs have a value for each token."""
     return isinstance(outputs, Mapping) and set(outputs) <= _OF_TOKENS | _OTHERS
 
 

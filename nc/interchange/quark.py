@@ -179,13 +179,13 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
 
 
 def _is_known(weight: Mapping[str, Any]) -> bool:
-    """Whether weights have a format that is read."""
+    """Return whether weights have a format that is read."""
     is_integer = str(weight.get("dtype")) in ("int4", "uint4", "int8", "uint8")
     return is_integer and weight.get("qscheme") == "per_group" and weight.get("ch_axis", -1) in (1, -1)
 
 
 def _is_uniform(config: Mapping[str, Any], export: Mapping[str, Any]) -> bool:
-    """Whether the files hold codes, and have one format for all layers."""
+    """Return whether the files hold codes, and have one format for all layers."""
     is_real = export.get("weight_format") == "real_quantized"
     return is_real and not config.get("layer_quant_config") and not config.get("layer_type_quant_config")
 

@@ -90,7 +90,7 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether what is stored is in shared memory."""
+        """Return whether what is stored is in shared memory."""
         return all(tensor.is_shared() for tensor in self.packed.tensors().values())  # type: ignore[no-untyped-call] # likewise
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -41,7 +41,7 @@ def largest_pair(codes: torch.Tensor) -> int:
 
 
 def fit(codes: torch.Tensor, limit: int) -> bool:
-    """Whether `largest_pair` is at most a limit; one code alone, of int8, is at most 128."""
+    """Return whether `largest_pair` is at most a limit; one code alone, of int8, is at most 128."""
     if codes.dtype is not torch.int8 or limit < PAIR_LIMIT:
         return largest_pair(codes) <= limit
     return not codes.numel() or _largest_sum(codes) <= limit

@@ -67,7 +67,7 @@ def _values(codes: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, block: S
 def pairs_fit(
     codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int = int16_pairs.PAIR_LIMIT
 ) -> bool:
-    """Whether the codes of one sign in every pair that kernels may add come to a limit at most.
+    """Return whether the codes of one sign in every pair that kernels may add come to a limit at most.
 
     Args:
         codes: int8.

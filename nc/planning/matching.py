@@ -107,12 +107,12 @@ def _can(match: Match, kind: str, row: OpSupport | None) -> bool:
 
 
 def has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
-    """Whether the row of a capability table has a kernel for a strategy."""
+    """Return whether the row of a capability table has a kernel for a strategy."""
     return row is not None and row.supports(config.family)
 
 
 def only_named(match: Match, kind: str) -> bool:
-    """Whether a strategy is for operators of this kind only where a rule or the white list names them.
+    """Return whether a strategy is for operators of this kind only where a rule or the white list names them.
 
     Ranges that are found in each call suit linears and recurrent layers; others get them on request.
     """

@@ -316,7 +316,7 @@ def _take_codes_of_kernel(
 
 
 def _are_codes_of_kernel(spec: OpSpec, row: OpSupport) -> bool:
-    """Whether a kernel that takes symmetric codes only takes these."""
+    """Return whether a kernel that takes symmetric codes only takes these."""
     return spec.input(0).symmetric and str(spec.input(0).dtype) in row.activations
 
 

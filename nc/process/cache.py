@@ -101,7 +101,7 @@ def _check_own(status: os.stat_result, path: Path) -> None:
 
 
 def _others_decide(status: os.stat_result) -> bool:
-    """Whether another user than root can put something else in the place of a folder's content."""
+    """Return whether another user than root can put something else in the place of a folder's content."""
     if status.st_uid not in (0, os.getuid()):
         return True
     if status.st_mode & stat.S_ISVTX:  # as /tmp: only owners of its entries can
@@ -110,7 +110,7 @@ def _others_decide(status: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether only this user is in a group: many systems give each user such a one, and let it write."""
+    """Tell whether only this user is in a group: many systems give each user such a one, and let it write."""
     if gid == 0:
         return True
     try:

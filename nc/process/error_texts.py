@@ -12,12 +12,12 @@ _OF_ONNX_EXPORT = re.compile(r"No ONNX function|not supported|[Ee]rror when|No d
 
 
 def is_of_unknown_output(error: BaseException) -> bool:
-    """Whether pytree, or `nc.graph.caches`, met an output that holds other values than tensors."""
+    """Return whether pytree, or `nc.graph.caches`, met an output that holds other values than tensors."""
     return "not a known type" in str(error)
 
 
 def is_of_data_dependence(error: BaseException) -> bool:
-    """Whether torch.export met a value that depends on data.
+    """Return whether torch.export met a value that depends on data.
 
     For a slice, torch 2.8 says only that its bound is a FakeTensor.
     """
@@ -30,7 +30,7 @@ def is_of_data_dependence(error: BaseException) -> bool:
 
 
 def is_of_index(error: BaseException) -> bool:
-    """Whether an index is out of its range, in the words of torch or IPEX.
+    """Return whether an index is out of its range, in the words of torch or IPEX.
 
     TorchScript raises its own error type.
     """
@@ -40,7 +40,7 @@ def is_of_index(error: BaseException) -> bool:
 
 
 def is_of_gradients(error: BaseException) -> bool:
-    """Whether autograd can't follow what a module does."""
+    """Return whether autograd can't follow what a module does."""
     return re.search("grad|in-?place", str(error)) is not None
 
 

@@ -62,7 +62,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _works_on_change(module: torch.nn.Module) -> bool:
-    """Whether the class of the module overrides `train` or `eval`."""
+    """Return whether the class of the module overrides `train` or `eval`."""
     cls = type(module)
     return cls.train is not torch.nn.Module.train or cls.eval is not torch.nn.Module.eval
 

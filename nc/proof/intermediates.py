@@ -104,7 +104,7 @@ def points_at(
 
 
 def rounds_input(node: fx.Node) -> bool:
-    """Whether a node is a linear with a low-bit weight that rounds its input to codes."""
+    """Return whether a node is a linear with a low-bit weight that rounds its input to codes."""
     return node.target is quant_linear and LowBitLinear.of(node).act_dtype in ROUNDED
 
 

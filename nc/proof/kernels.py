@@ -181,7 +181,7 @@ def as_in_graph(node: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_comparable(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether an engine's value of this dtype can be compared: not one that is rounded, as to bf16."""
+    """Return whether an engine's value of this dtype can be compared: not one that is rounded, as to bf16."""
     if node.target is not quantize_per_tensor:
         return dtype is torch.float32
     of_graph = Quantize.of(node).dtype

@@ -192,7 +192,7 @@ def _why_misread(node: fx.Node) -> str:
 
 
 def _has_dtype_of(reader: fx.Node, codes: fx.Node) -> bool:
-    """Whether a node dequantizes codes of the dtype that another one makes."""
+    """Return whether a node dequantizes codes of the dtype that another one makes."""
     if reader.target is not dequantize_float:
         return False
     return bool(schema_arguments(reader)["dtype"] == schema_arguments(codes)["dtype"])
@@ -243,7 +243,7 @@ def _check_params(module: fx.GraphModule, node: fx.Node, each: int) -> None:
 
 
 def _is_fp32(module: fx.GraphModule, node: fx.Node, dims: int) -> bool:
-    """Whether a node is a constant in fp32 with so many dimensions."""
+    """Return whether a node is a constant in fp32 with so many dimensions."""
     if node.op != "get_attr":
         return False
     constant = constant_of(module, node)
@@ -251,7 +251,7 @@ def _is_fp32(module: fx.GraphModule, node: fx.Node, dims: int) -> bool:
 
 
 def _is_matrix(node: fx.Node) -> bool:
-    """Whether a node gives the values of an int8 matrix, with one scale or one for each of its rows."""
+    """Tell whether a node gives the values of an int8 matrix, with one scale or one for each of its rows."""
     is_per_row = node.target is dequantize_per_channel and Dequantize.of(node).axis == 0
     return node.target is dequantize_per_tensor or is_per_row
 
@@ -314,7 +314,7 @@ def _check_dequantize_float(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _fits(expected: str, value: Any, length: int | None = None) -> bool:
-    """Whether a value is of a schema's type; `length` of a list that may be given as one number."""
+    """Return whether a value is of a schema's type; `length` of a list that may be given as one number."""
     if expected.startswith("Optional["):
         return value is None or _fits(expected[9:-1], value, length)
     if expected.startswith("List["):

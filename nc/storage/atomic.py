@@ -37,7 +37,7 @@ def staging_path(target: Path) -> Path:
 
 
 def is_staged(path: Path) -> bool:
-    """Whether a name is a `staging_path`: of a process that was killed, if nobody writes now."""
+    """Return whether a name is a `staging_path`: of a process that was killed, if nobody writes now."""
     return path.name.startswith(".") and path.suffix in (".tmp", ".old")
 
 
@@ -123,7 +123,7 @@ def _cannot(target: Path, error: Exception) -> ArtefactWriteError:
 
 
 def _is_of(error: Exception, staged: Path) -> bool:
-    """Whether an error is one of writing to a name, or into a folder of that name.
+    """Return whether an error is one of writing to a name, or into a folder of that name.
 
     What names no file counts if a disk is full or broken: `write` has no more than a number.
     """

@@ -306,7 +306,7 @@ def versions(*, transformers: bool) -> dict[str, str]:
 
 
 def is_replaceable(target: Path) -> bool:
-    """Whether an artefact, or nothing, is at a path.
+    """Return whether an artefact, or nothing, is at a path.
 
     Raises:
         ArtefactError: something else is; says what.
@@ -328,7 +328,7 @@ def is_replaceable(target: Path) -> bool:
 
 
 def is_artefact(folder: Path) -> bool:
-    """Whether one of the two JSON files, the other of which may be damaged, says that nc wrote them.
+    """Return whether one of the two JSON files, the other of which may be damaged, says that nc wrote them.
 
     Raises:
         ArtefactSchemaError: a newer nc wrote them.

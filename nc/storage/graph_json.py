@@ -208,7 +208,7 @@ def _check_parameters(signature: Signature) -> None:
 
 
 def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan) -> None:
-    """Whether what the report prints has the types that it needs, and every operator a decision."""
+    """Return whether what the report prints has the types that it needs, and every operator a decision."""
     types: dict[str, type | tuple[type, ...]] = {
         "notes": dict,
         "float_bytes": int,
@@ -538,7 +538,7 @@ def _decode_effects(data: dict[str, Any], leaves: Sequence[Leaf], out_spec: pytr
 
 
 def _are_inputs(effects: Effects, leaves: Sequence[Leaf]) -> bool:
-    """Whether tensors that are written, and sources of new entries, are inputs of the graph."""
+    """Return whether tensors that are written, and sources of new entries, are inputs of the graph."""
     tensors = [i for i, leaf in enumerate(leaves) if leaf.used]
     return (
         len(effects.sources) == (0 if effects.after is None else effects.after.num_leaves)
@@ -548,7 +548,7 @@ def _are_inputs(effects: Effects, leaves: Sequence[Leaf]) -> bool:
 
 
 def _is_container(spec: pytree.TreeSpec, path: Sequence[int]) -> bool:
-    """Whether something that holds values is at a place of a structure."""
+    """Return whether something that holds values is at a place of a structure."""
     for i in path:
         below = children(spec)
         if not 0 <= i < len(below):

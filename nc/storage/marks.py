@@ -68,7 +68,7 @@ def signed(text: str) -> str:
 
 
 def unedited(path: Path) -> bool:
-    """Whether a file has a text of `signed`, as it was written."""
+    """Return whether a file has a text of `signed`, as it was written."""
     try:
         text, _, last = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")
     except (OSError, UnicodeDecodeError):
@@ -108,7 +108,7 @@ def of_format(name: str, newest: int) -> Ours:
 
 
 def is_of(document: dict[str, Any], name: str, newest: int, path: Path) -> bool:
-    """Whether a document says that it is of a format; raises ArtefactSchemaError for a newer schema."""
+    """Tell whether a document says that it is of a format; raises ArtefactSchemaError for a newer schema."""
     schema = document.get("schema")
     if document.get("format") != name or type(schema) is not int or schema < 1:
         return False

@@ -195,7 +195,7 @@ def _version() -> str:
 
 
 def _fetches(config: Any) -> bool:
-    """Whether building a model of this configuration reads weights of another one."""
+    """Return whether building a model of this configuration reads weights of another one."""
     parts = (config, *(value for value in vars(config).values() if hasattr(value, "to_json_string")))
     options = ("use_pretrained_backbone", "use_timm_backbone", "backbone")
     return any(getattr(part, option, None) for part in parts for option in options)

@@ -271,7 +271,7 @@ def _block(rows: Sequence[Row], at: int, prefix: str) -> Sequence[Row]:
 def _alike(
     one: Sequence[Row], other: Sequence[Row], prefix: str, first: int, second: int, merge: _Merge
 ) -> bool:
-    """Whether two blocks differ by their index alone."""
+    """Return whether two blocks differ by their index alone."""
 
     def bare(block: Sequence[Row], number: int) -> list[list[str]]:
         plain = [_without(row, prefix, number, "{}") for row in block]

@@ -42,7 +42,7 @@ def first_call(sample: Sample, output: Any) -> FirstCall:
 
 
 def goes_on(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call goes on where others stopped.
+    """Return whether a call goes on where others stopped.
 
     Samples are kept without caches, so it can't be made again.
     """

@@ -104,7 +104,7 @@ def stacked_names(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def is_expert(model: torch.nn.Module, name: str) -> bool:
-    """Whether a module is a linear of a stack."""
+    """Return whether a module is a linear of a stack."""
     return isinstance(model.get_submodule(name.rpartition(".")[0]), Experts)
 
 

@@ -151,7 +151,7 @@ def _rest(output: Any) -> Sequence[Any]:
 
 
 def _same(one: Sequence[BlockCall], other: Sequence[BlockCall]) -> bool:
-    """Whether all tensors but hidden states are the same."""
+    """Return whether all tensors but hidden states are the same."""
     left, right = (pytree.tree_leaves([call for call in calls]) for calls in (one, other))
 
     def equal(a: Any, b: Any) -> bool:

@@ -184,5 +184,5 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _same(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int]) -> bool:
-    """Whether two are one tensor that nothing changed in between."""
+    """Return whether two are one tensor that nothing changed in between."""
     return one is not None and one[0] is other[0] and one[1] == other[1]

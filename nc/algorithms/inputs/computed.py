@@ -33,7 +33,7 @@ def is_computed(module: torch.nn.Module) -> bool:
 
 
 def weight_is_known(module: torch.nn.Module) -> bool:
-    """Whether the weight of a module is a parameter or buffer."""
+    """Return whether the weight of a module is a parameter or buffer."""
     return _is_held(module, "weight")
 
 

@@ -120,12 +120,12 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int]:
 
 
 def has_low_bit(model: object) -> bool:
-    """Whether something is a model that holds a module with a low-bit weight."""
+    """Return whether something is a model that holds a module with a low-bit weight."""
     return isinstance(model, torch.nn.Module) and any(map(is_low_bit, model.modules()))
 
 
 def is_low_bit(module: torch.nn.Module) -> bool:
-    """Whether a module has a low-bit weight itself."""
+    """Return whether a module has a low-bit weight itself."""
     return isinstance(module, (QuantLinear, QuantEmbedding))
 
 

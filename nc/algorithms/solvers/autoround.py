@@ -273,7 +273,7 @@ def _gaps(units: torch.Tensor, problem: Problem) -> torch.Tensor:
 
 
 def _is_transposed(weight: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether a module holds [K, N] where `rows` is [N, K] (transformers' `Conv1D`)."""
+    """Return whether a module holds [K, N] where `rows` is [N, K] (transformers' `Conv1D`)."""
     return weight.shape != rows.shape or (
         weight.shape[0] == weight.shape[1] and not torch.equal(weight.detach().float(), rows)
     )

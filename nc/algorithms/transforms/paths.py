@@ -161,14 +161,14 @@ def _sizes(result: Any) -> list[Any]:
 
 
 def reads_values(func: Any, given: Sequence[torch.Tensor]) -> bool:
-    """Whether Python, or the size of a result, depends on values of tensors after an operator."""
+    """Return whether Python, or the size of a result, depends on values of tensors after an operator."""
     if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
         return any(t.dtype in (torch.bool, torch.uint8) for t in given[1:])
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
 def is_decision(func: Any, given: Sequence[torch.Tensor], result: Any) -> bool:
-    """Whether an operator makes a choice of numbers: bools, places or an order."""
+    """Return whether an operator makes a choice of numbers: bools, places or an order."""
     if not given:
         return False
     if isinstance(result, torch.Tensor) and result.dtype == torch.bool:

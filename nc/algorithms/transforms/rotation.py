@@ -298,7 +298,7 @@ def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: BlockCal
 
 
 def _subtracts_mean(norm: torch.nn.Module, call: BlockCall) -> bool:
-    """Whether a norm's output does not depend on the mean of the channels."""
+    """Return whether a norm's output does not depend on the mean of the channels."""
     width = norm.weight.numel()  # type: ignore[operator]
 
     def shifted(value: Any) -> Any:
@@ -374,7 +374,7 @@ def _untie(model: torch.nn.Module) -> None:
 
 
 def _whole_heads(link: Link, head: int) -> bool:
-    """Whether a reader's input channels are whole heads of the producer's output channels."""
+    """Return whether a reader's input channels are whole heads of the producer's output channels."""
     if len(link.consumers) != 1 or link.channels[0].numel() % head:
         return False
     groups = link.channels[0].reshape(-1, head)

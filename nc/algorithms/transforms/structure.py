@@ -157,7 +157,7 @@ def _link(probes: Sequence[_Probe], name: str, norm: bool) -> Link | None:
 
 
 def is_norm_like(module: torch.nn.Module) -> bool:
-    """Whether a module has nothing but one gain per channel, and perhaps a bias."""
+    """Return whether a module has nothing but one gain per channel, and perhaps a bias."""
     if isinstance(module, torch.jit.ScriptModule):
         return False  # its parameters can't be replaced
     weight = module._parameters.get("weight")
@@ -286,7 +286,7 @@ class _Probe:
 
 
 def same(before: torch.Tensor, after: torch.Tensor, bound: float) -> bool:
-    """Whether two tensors differ by at most `bound` times the largest magnitude.
+    """Return whether two tensors differ by at most `bound` times the largest magnitude.
 
     NaN (of masked rows) is equal to NaN.
     """

@@ -141,7 +141,7 @@ def _near(trials: Sequence[Trial], possible: Sequence[int], factor: float) -> tu
 
 
 def is_slow(trials: Sequence[Trial], choice: Choice) -> bool:
-    """Whether the chosen trial takes far longer than the fastest int8 one."""
+    """Return whether the chosen trial takes far longer than the fastest int8 one."""
     ms = trials[choice.index].ms
     known = [trial.ms for trial in trials if trial.int8 and trial.ms is not None]
     return ms is not None and trials[choice.index].int8 and ms > SLOW * min(known)

@@ -98,7 +98,7 @@ class HeldOut:
         return min(wanted, _ROWS_OF_BATCH, rows - 1, free if self.batches else max(free, 1))
 
     def _takes_whole(self, batch: Batch) -> bool:
-        """Whether the whole of a batch is held out, where rows of it cannot be."""
+        """Return whether the whole of a batch is held out, where rows of it cannot be."""
         if not self.batches:
             return self._calls > 1
         is_room = len(self.batches) < _BATCHES or self.rows < _ROWS
@@ -109,7 +109,7 @@ class HeldOut:
 
 
 def _stand_alone(part: Batch, whole: Sequence[Any], run: Run) -> bool:
-    """Whether the last rows of a batch give alone what the whole batch gives for them.
+    """Return whether the last rows of a batch give alone what the whole batch gives for them.
 
     Outputs may have the batch in any dimension. It is not so where something is not a number: calibration
     says where that comes from.

@@ -551,7 +551,7 @@ def _distinct(
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    """Whether two plans quantize the same operators in the same way."""
+    """Return whether two plans quantize the same operators in the same way."""
     return one.algorithms == other.algorithms and {d.operator: d.spec for d in one.decisions} == {
         d.operator: d.spec for d in other.decisions
     }

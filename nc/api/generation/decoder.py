@@ -177,7 +177,7 @@ class Decoder:
         return _own_forward, (self._model(),)
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call computes one token that follows others, and asks for nothing else."""
+        """Return whether a call computes one token that follows others, and asks for nothing else."""
         ids, cache, model = kwargs.get("input_ids"), cache_of(kwargs), self._model()
         if cache is None or not _is_one_token(ids):
             return False
@@ -299,12 +299,12 @@ def _kind(kwargs: Mapping[str, Any]) -> _Kind:
 
 
 def _is_one_token(ids: Any) -> TypeGuard[torch.Tensor]:
-    """Whether ids are those of one token of each text, on the CPU."""
+    """Return whether ids are those of one token of each text, on the CPU."""
     return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.device.type == "cpu"
 
 
 def _is_watched(ids: torch.Tensor) -> bool:
-    """Whether torch records or changes what is computed, which it does not see in a plan."""
+    """Return whether torch records or changes what is computed, which it does not see in a plan."""
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or in_trace(ids)
 
 
@@ -321,7 +321,7 @@ def _follows(kwargs: Mapping[str, Any], count: Any, batch: int) -> bool:
 
 
 def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:
-    """Whether a mask hides places of the cache, but not the token itself.
+    """Return whether a mask hides places of the cache, but not the token itself.
 
     In some models a text that sees nothing gets the mean of all places, and a plan has more of them.
     """

@@ -255,7 +255,7 @@ def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
 
 
 def _has_data(sample: Sample) -> bool:
-    """Whether a call has a token: its first tensor holds something, and not all of it is padding."""
+    """Return whether a call has a token: its first tensor holds something, and not all of it is padding."""
     if sample.keep is not None and not bool(sample.keep.any()):
         return False
     tensors = (

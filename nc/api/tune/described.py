@@ -432,7 +432,7 @@ def _slots(kind: type) -> Iterator[tuple[str, types.MemberDescriptorType]]:
 
 
 def _has_c_state(kind: type) -> bool:
-    """Whether objects hold more than attributes and slots, as those of classes written in C do."""
+    """Return whether objects hold more than attributes and slots, as those of classes written in C do."""
     known = len(list(_slots(kind))) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     words = (kind.__basicsize__ - object.__basicsize__) // np.dtype(np.intp).itemsize
     return kind.__itemsize__ != 0 or words > known
@@ -454,7 +454,7 @@ def _roots() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=65536)
 def _is_library(file: str) -> bool:
-    """Whether a file is one of Python or of an installed package."""
+    """Return whether a file is one of Python or of an installed package."""
     return file.startswith("<frozen") or os.path.realpath(file).startswith(_roots())
 
 

@@ -54,7 +54,7 @@ def joined(
 
 
 def _same(plan: WeightPlan, other: WeightPlan, layer: str) -> bool:
-    """Whether two plans make the same of a layer."""
+    """Return whether two plans make the same of a layer."""
     one, two = plan[layer], other[layer]
     return (one.form, one.rule, one.solver, one.act_dtype, one.transforms) == (
         two.form,

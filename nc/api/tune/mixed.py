@@ -74,7 +74,7 @@ def mixed(graph: Graph, chosen: Mapping[str, str], options: Mapping[str, Planned
 
 
 def _is_met(operator: Operator, keys: Sequence[ParsedKey], graph: Graph) -> bool:
-    """Whether one of the keys of rules matches an operator."""
+    """Return whether one of the keys of rules matches an operator."""
     modules = frozenset(graph.submodules)
     return any(match_level(key, operator, modules) is not None for key in keys)
 

@@ -133,7 +133,7 @@ class Run:
         return [*self.points, *self._open]
 
     def is_over(self) -> bool:
-        """Whether the budget has ended; the first time that is noted."""
+        """Return whether the budget has ended; the first time that is noted."""
         if time.monotonic() <= self._last:
             return False
         self.note(OUT_OF_TIME)

@@ -86,7 +86,7 @@ def _asked(plan: Plan | None, group: Group) -> tuple[object, ...]:
 
 
 def _counts(plan: Plan, operator: str) -> bool:
-    """Whether an operator computes in another precision than fp32."""
+    """Return whether an operator computes in another precision than fp32."""
     return plan[operator].spec.quantized or plan[operator].spec.bf16
 
 

@@ -113,7 +113,7 @@ def _is_on_codes(node: torch._C.Node, inside: bool) -> bool:
 
 
 def _is_int8_group(node: torch._C.Node) -> bool:
-    """Whether a node is a fusion group that reads codes."""
+    """Return whether a node is a fusion group that reads codes."""
     if node.kind() != GROUP:
         return False
     # its text would do too, but JIT can't print a weight of one element

@@ -25,7 +25,7 @@ TIME_LIMIT_S = 300.0
 
 
 def is_tested(module: fx.GraphModule) -> bool:
-    """Whether every int8 pattern of the graph is one that the test suite runs."""
+    """Return whether every int8 pattern of the graph is one that the test suite runs."""
     return patterns(module) <= TESTED
 
 

@@ -124,7 +124,7 @@ def _computed_with(products: set[fx.Node], module: fx.GraphModule) -> set[fx.Nod
 
 
 def _is_batch_within(value: torch.Tensor) -> bool:
-    """Whether a tensor has three dimensions and its first one is not the outermost in memory."""
+    """Return whether a tensor has three dimensions and its first one is not the outermost in memory."""
     return value.dim() == 3 and value.stride(0) < max(value.stride()) and value.shape[0] > 1
 
 
@@ -146,14 +146,14 @@ def _permuted(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node makes a new tensor; what works in place must keep the memory that it is given."""
+    """Return whether a node makes a new tensor; what works in place must keep the memory that it is given."""
     if node.op != "call_function" or node.target in _CODES or op_name(node) in MOVES:
         return False
     return not _writes(node)
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether an operator works in place."""
+    """Return whether an operator works in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 

@@ -236,7 +236,7 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
 
 
 def _is_wrong_window(conv: Conv, node: fx.Node) -> bool:
-    """Whether AMX kernels may sum other values.
+    """Return whether AMX kernels may sum other values.
 
     This was found with two thousand random convolutions, of which all others were right.
 
@@ -261,7 +261,7 @@ def _overruns(conv: Conv, source: Quantize) -> bool:
 
 
 def _steps_over_values(conv: Conv) -> bool:
-    """Whether a stride is longer than the window in another dimension than the last."""
+    """Return whether a stride is longer than the window in another dimension than the last."""
     window = conv.weight.meta["val"].shape[2:]
     strides = conv.sizes(len(window))[0]
     return any(stride > size for stride, size in zip(strides[:-1], window[:-1], strict=True))

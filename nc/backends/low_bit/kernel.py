@@ -139,7 +139,7 @@ class LowBitKernel:
         )
 
     def takes(self, form: WeightFormat) -> bool:
-        """Whether it is for weights of that number format at all."""
+        """Return whether it is for weights of that number format at all."""
         if form.dtype.kind == "integer":
             return form.bits in self.bits
         return self.floats is None or form.dtype.name in self.floats

@@ -129,7 +129,7 @@ def _why_not_added(add: fx.Node) -> str:
 
 
 def reads_codes(node: fx.Node) -> bool:
-    """Whether a linear or convolution reads codes, and has constant ones as its weight."""
+    """Return whether a linear or convolution reads codes, and has constant ones as its weight."""
     return not why_no_codes(node)
 
 
@@ -262,7 +262,7 @@ def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.No
 
 
 def _is_free(codes: fx.Node, region: Region, side: fx.Node) -> bool:
-    """Whether nothing needs the codes that a region adds once it has run.
+    """Return whether nothing needs the codes that a region adds once it has run.
 
     A kernel made them, and only kernels before it read them.
     """
@@ -272,7 +272,7 @@ def _is_free(codes: fx.Node, region: Region, side: fx.Node) -> bool:
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node calls a kernel of oneDNN."""
+    """Return whether a node calls a kernel of oneDNN."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "onednn"
 
 

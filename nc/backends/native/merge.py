@@ -121,7 +121,7 @@ def _in_units_of_codes(
 
 
 def is_returned(node: fx.Node) -> bool:
-    """Whether a result, or a view of it, is an output."""
+    """Return whether a result, or a view of it, is an output."""
     return any(user.op == "output" or (op_name(user) in MOVES and is_returned(user)) for user in node.users)
 
 

@@ -120,7 +120,7 @@ def refused_sizes(module: fx.GraphModule) -> dict[str, str]:
 
 
 def _packs_convolution(node: fx.Node) -> bool:
-    """Whether a node is a convolution of torch's, which reads a packed weight."""
+    """Return whether a node is a convolution of torch's, which reads a packed weight."""
     return is_guarded(node) or (
         isinstance(node.target, torch._ops.OpOverload) and str(node.target).startswith("onednn.qconv")
     )

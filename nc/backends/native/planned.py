@@ -419,7 +419,7 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
 
 
 def _multiplies(entry: Entry) -> bool:
-    """Whether an entry is a kernel for what torch has none for.
+    """Return whether an entry is a kernel for what torch has none for.
 
     These are products of two activations and transposed convolutions.
     """

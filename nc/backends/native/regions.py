@@ -158,7 +158,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def is_sum(node: fx.Node, side: fx.Node) -> bool:
-    """Whether a node adds another tensor of the same shape."""
+    """Return whether a node adds another tensor of the same shape."""
     if node.target is not torch.ops.aten.add.Tensor:
         return False
     (a, b), alpha = Binary.of(node).sides, Binary.of(node).alpha
@@ -167,7 +167,7 @@ def is_sum(node: fx.Node, side: fx.Node) -> bool:
 
 
 def _are_alike(x: object, y: object) -> bool:
-    """Whether two values are fp32 tensors of the same shape."""
+    """Return whether two values are fp32 tensors of the same shape."""
     return (
         isinstance(x, TENSORS)
         and isinstance(y, TENSORS)
@@ -186,7 +186,7 @@ def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:
 
 
 def _has_all_codes(codes: Quantize) -> bool:
-    """Whether the codes are all that their dtype has."""
+    """Return whether the codes are all that their dtype has."""
     return (codes.quant_min, codes.quant_max) == _LIMITS[codes.dtype]
 
 

@@ -200,12 +200,12 @@ def guard(module: fx.GraphModule) -> None:
 
 
 def is_guarded(node: fx.Node) -> bool:
-    """Whether a node is one of torch's convolutions that is tried."""
+    """Return whether a node is one of torch's convolutions that is tried."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "nc_tried"
 
 
 def is_wrong(module: fx.GraphModule, node: fx.Node, sizes: Sequence[int]) -> bool:
-    """Whether torch's kernel for a guarded node computes wrong sums for inputs of these sizes."""
+    """Return whether torch's kernel for a guarded node computes wrong sums for inputs of these sizes."""
     return not _is_right(_asked_by(module, node), sizes)
 
 
@@ -224,7 +224,7 @@ def _asked_by(module: fx.GraphModule, node: fx.Node) -> _Asked:
 
 
 def _is_right(asked: _Asked, sizes: Sequence[int]) -> bool:
-    """Whether torch's kernel adds up right for inputs of these sizes.
+    """Return whether torch's kernel adds up right for inputs of these sizes.
 
     It is tried once in a process for each number of threads.
 

@@ -97,7 +97,7 @@ def _kept_apart(node: Any, *, narrow: bool, amx: bool) -> list[int]:
 
 
 def _is_cut_up(quantize: Any) -> bool:
-    """Whether codes of a convolution get more dimensions than it has."""
+    """Return whether codes of a convolution get more dimensions than it has."""
     node = _source(quantize, 0)
     while node.get_type_name() in (*_WITH_CONSTANT, *_PASSED):
         node = _source(node, 0)
@@ -112,7 +112,7 @@ def _is_cut_up(quantize: Any) -> bool:
 
 
 def _is_tiny(quantize: Any) -> bool:
-    """Whether a FakeQuantize gives tiny values only."""
+    """Return whether a FakeQuantize gives tiny values only."""
     ends = (
         [_source(quantize, index) for index in (3, 4)] if quantize.get_type_name() == "FakeQuantize" else []
     )
@@ -146,7 +146,7 @@ def _has_odd_groups(convolution: Any) -> bool:
 
 
 def _of_activations(product: Any) -> bool:
-    """Whether the second input of a product is computed from inputs of the model."""
+    """Return whether the second input of a product is computed from inputs of the model."""
     waiting, seen = [product.input_value(1).get_node()], set()
     while waiting:
         node = waiting.pop()

@@ -88,7 +88,7 @@ def report_of(
 
 
 def wants_bf16(graph: QDQGraph) -> bool:
-    """Whether the plan asks bf16 of an operator."""
+    """Return whether the plan asks bf16 of an operator."""
     return any(decision.spec.bf16 for decision in graph.plan.decisions)
 
 

@@ -83,7 +83,7 @@ class Limits:
         return sum(known) if known else None
 
     def exceeds_cache(self, operators: Iterable[Work]) -> bool:
-        """Whether the weights of all operators of a model are larger than the last cache."""
+        """Return whether the weights of all operators of a model are larger than the last cache."""
         sizes = {name: size * _BYTES.get(op.ran, 4) for op in operators for name, size in op.weights}
         return sum(sizes.values()) > self.cache_bytes
 

@@ -322,7 +322,7 @@ def judged(
 
 
 def _loses(cost: OpCost, runs: Sequence[Sequence[OpCost]]) -> bool:
-    """Whether the loss of some operators is beyond the spread of single runs."""
+    """Return whether the loss of some operators is beyond the spread of single runs."""
     differences = sorted(
         c.engine_ms - c.fp32_ms for run in runs for c in run if c.operators == cost.operators
     )

@@ -96,7 +96,7 @@ def attention_of(node: fx.Node, *, rounded: Rounding = "") -> Attention | None:
 
 
 def _is_over_keys(node: object) -> TypeGuard[fx.Node]:
-    """Whether a node is a softmax in fp32 over the last of four dimensions, which one product reads."""
+    """Tell whether a node is a softmax in fp32 over the last of four dimensions, which one product reads."""
     if not _is_own(node, "softmax"):
         return False
     softmax = Softmax.of(node)
@@ -104,14 +104,14 @@ def _is_over_keys(node: object) -> TypeGuard[fx.Node]:
 
 
 def _is_transposed(key: object) -> TypeGuard[fx.Node]:
-    """Whether a side is a tensor of four dimensions whose last two are exchanged."""
+    """Return whether a side is a tensor of four dimensions whose last two are exchanged."""
     if not isinstance(key, fx.Node) or op_name(key) != "transpose" or not _is_4d(key):
         return False
     return {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} == {2, 3}
 
 
 def _have_same_batches(*sides: object) -> bool:
-    """Whether all have four dimensions, and the same first two: `matmul` repeats what is missing."""
+    """Return whether all have four dimensions, and the same first two: `matmul` repeats what is missing."""
     nodes = [side for side in sides if isinstance(side, fx.Node) and _is_4d(side)]
     first = [node.meta["val"].shape[:2] for node in nodes]
     return len(nodes) == len(sides) and all(same_shape(first[0], other) for other in first[1:])
@@ -178,7 +178,7 @@ def _behind_scores(node: object, rounded: Rounding) -> _Behind | None:
 
 
 def _holds_product(node: object, rounded: Rounding) -> bool:
-    """Whether a side of an addition leads back to the scores rather than to a mask."""
+    """Return whether a side of an addition leads back to the scores rather than to a mask."""
     while _is_own(node, "add", "mul", "div"):
         left, right = Binary.of(node).sides
         if op_name(node) == "add":
@@ -188,7 +188,7 @@ def _holds_product(node: object, rounded: Rounding) -> bool:
 
 
 def _is_own(node: object, *names: str) -> TypeGuard[fx.Node]:
-    """Whether a node is one of these kinds or operators, and only one other reads it."""
+    """Return whether a node is one of these kinds or operators, and only one other reads it."""
     return (
         isinstance(node, fx.Node) and (kind_of_node(node) or op_name(node)) in names and len(node.users) == 1
     )

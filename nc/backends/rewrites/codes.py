@@ -112,7 +112,7 @@ def _move_in_front(
 
 
 def _keeps_values(node: fx.Node) -> bool:
-    """Whether a node moves or joins values, or puts zeros around them."""
+    """Return whether a node moves or joins values, or puts zeros around them."""
     name = op_name(node)
     if name in _PADS:
         arguments = schema_arguments(node)

@@ -85,7 +85,7 @@ def _embedding(
 
 
 def _is_uniform(weight: PackedWeight) -> bool:
-    """Whether the values of a weight are (code - zero) · scale."""
+    """Return whether the values of a weight are (code - zero) · scale."""
     return (
         weight.form.dtype.kind == "integer"
         and not weight.form.float_zero

@@ -98,7 +98,7 @@ def all_sources() -> str:
 
 
 def is_shipped(name: str) -> bool:
-    """Whether the installed package has a library of a source, be it one that can't be loaded here."""
+    """Return whether the installed package has a library of a source, be it one that can't be loaded here."""
     return (_HERE / f"{name}.so").exists()
 
 

@@ -135,7 +135,7 @@ class Library:
             raise BackendError(msg)
 
     def has(self, name: str) -> bool:
-        """Whether the library has an optional function."""
+        """Return whether the library has an optional function."""
         return name in self._functions
 
     def function(self, name: str) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ def is_slow_with_amx(wanted: Convolution) -> bool:
 
 
 def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
-    """Whether a kernel is tried: few models have such convolutions, so few people have seen their sums.
+    """Tell whether a kernel is tried: few models have such convolutions, so few people have seen their sums.
 
     These are transposed ones, and those of AMX where channels or a row of the result do not fill tiles (64
     values, 16 places). Thousands of random convolutions by other kernels were right. ResNet-50 has one kernel
@@ -148,7 +148,7 @@ def fills_tiles_in_part(wanted: Convolution) -> bool:
 
 
 def is_right(maker: Maker, primitive: Primitive, wanted: Convolution) -> bool:
-    """Whether a primitive's sums are right; see `adds_up`."""
+    """Return whether a primitive's sums are right; see `adds_up`."""
 
     def run(tensors: dict[int, torch.Tensor]) -> None:
         tensors[WEIGHTS] = packed(
@@ -166,7 +166,7 @@ def is_right(maker: Maker, primitive: Primitive, wanted: Convolution) -> bool:
 
 
 def adds_up(wanted: Convolution, run: Callable[[dict[int, torch.Tensor]], None]) -> bool:
-    """Whether the sums of a kernel are right.
+    """Return whether the sums of a kernel are right.
 
     They are sums of noise, in memory that holds noise, at places that include all edges.
 

@@ -269,7 +269,7 @@ def _check_values(model: torch.nn.Module) -> None:
 
 
 def _holds(owner: torch.nn.Module, leaf: str) -> bool:
-    """Whether a buffer is a part of a packed weight, which was put there already."""
+    """Return whether a buffer is a part of a packed weight, which was put there already."""
     return isinstance(owner, (QuantLinear, QuantEmbedding)) and leaf in _PARTS
 
 
@@ -286,7 +286,7 @@ def _is_new_bias(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> boo
 
 
 def _is_free(model: torch.nn.Module, name: str) -> bool:
-    """Whether a model has a buffer of this name that holds nothing yet."""
+    """Return whether a model has a buffer of this name that holds nothing yet."""
     prefix, _, leaf = name.rpartition(".")
     owner = dict(model.named_modules()).get(prefix)
     return owner is not None and owner._buffers.get(leaf, owner) is None

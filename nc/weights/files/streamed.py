@@ -68,7 +68,7 @@ class _Slot:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a run has made a file or folder; it may have been killed while it wrote."""
+    """Return whether a run has made a file or folder; it may have been killed while it wrote."""
     return path.name == _JOB or is_staged(path) or folder.is_artefact(path)
 
 
@@ -350,7 +350,7 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
 
 
 def _is_optional(name: str, patterns: Sequence[str]) -> bool:
-    """Whether files may lack a buffer, which keeps its first value then.
+    """Return whether files may lack a buffer, which keeps its first value then.
 
     Transformers says so, or evaluation does not read it.
     """

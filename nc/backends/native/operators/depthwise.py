@@ -85,7 +85,7 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
 
 
 def _is_depthwise(product: Product, *, in_place: bool) -> bool:
-    """Whether each channel is a separate group, in a form that the C code knows.
+    """Return whether each channel is a separate group, in a form that the C code knows.
 
     The code computes 16 channels at once, the last ones perhaps twice.
     """

@@ -108,7 +108,7 @@ def why_not_dynamic_attention(node: fx.Node) -> str:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    """Whether a node is a product one of whose sides has ranges of each call."""
+    """Return whether a node is a product one of whose sides has ranges of each call."""
     return kind_of_node(node) == "matmul" and any(map(_is_rounded, Binary.of(node).sides))
 
 
@@ -117,7 +117,7 @@ def _is_rounded(side: object) -> bool:
 
 
 def _weighs_values(node: fx.Node) -> bool:
-    """Whether a node is such a product of probabilities and values."""
+    """Return whether a node is such a product of probabilities and values."""
     if not _is_dynamic(node):
         return False
     left = Binary.of(node).left

@@ -131,7 +131,7 @@ def why_not_dynamic_convolution(node: fx.Node) -> str:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    """Whether a node is a convolution whose input has a range that is found in each call."""
+    """Return whether a node is a convolution whose input has a range that is found in each call."""
     if kind_of_node(node) not in CONVOLUTIONS:
         return False
     ranges = Conv.of(node).input
@@ -170,7 +170,7 @@ def _check(node: fx.Node) -> None:
 
 
 def _may_be_negative(x: fx.Node) -> bool:
-    """Whether a tensor may have numbers below 0; else its zero point is 0."""
+    """Return whether a tensor may have numbers below 0; else its zero point is 0."""
     source = climb(x, lambda node: op_name(node) in MOVES | POOLS)
     activation = activation_of(source)
     clipped = activation is not None and activation.name == "hardtanh" and activation.arguments[0] >= 0
@@ -232,7 +232,7 @@ def _added(region: Region) -> tuple[fx.Node | None, float, int, bool]:
 
 
 def _is_free(value: fx.Node, region: Region) -> bool:
-    """Whether nothing reads a tensor after a region has run.
+    """Return whether nothing reads a tensor after a region has run.
 
     A kernel made the tensor, and only kernels before the region's end read it.
     """
@@ -243,12 +243,12 @@ def _is_free(value: fx.Node, region: Region) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether a node calls a kernel that writes its own memory, or is about to become one."""
+    """Return whether a node calls a kernel that writes its own memory, or is about to become one."""
     return is_kernel(node) or node.target is dynamic_convolution() or _reads_rounded(node)
 
 
 def _reads_rounded(node: fx.Node) -> bool:
-    """Whether a node is a convolution of rounded images."""
+    """Return whether a node is a convolution of rounded images."""
     return kind_of_node(node) in CONVOLUTIONS and Conv.of(node).input.target is rounded_images()
 
 

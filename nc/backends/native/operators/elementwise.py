@@ -200,19 +200,19 @@ def _broadcast(x: Sequence[int], y: Sequence[int]) -> list[int]:
 
 
 def _lies_as(y: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether `y` has the shape and strides of an elementwise result that keeps the order of `x`."""
+    """Return whether `y` has the shape and strides of an elementwise result that keeps the order of `x`."""
     return y.shape == x.shape and tuple(y.stride()) == dense_strides(x)
 
 
 def _covers(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether an operation of both has the shape of `x`."""
+    """Return whether an operation of both has the shape of `x`."""
     return x.dim() >= y.dim() and all(
         n in (1, m) for m, n in zip(reversed(x.shape), reversed(y.shape), strict=False)
     )
 
 
 def _has_each_element_once(x: torch.Tensor) -> bool:
-    """Whether a tensor has elements, and repeats none."""
+    """Return whether a tensor has elements, and repeats none."""
     return x.numel() > 0 and not any(
         n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True)
     )

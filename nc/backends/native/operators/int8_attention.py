@@ -120,13 +120,13 @@ def why_not_batches() -> str:
 
 
 def is_scores(node: fx.Node) -> bool:
-    """Whether a product gives the scores of an attention."""
+    """Return whether a product gives the scores of an attention."""
     softmax = only_user(node)
     return softmax is not None and op_name(softmax) in _SOFTMAX and is_probabilities(only_user(softmax))
 
 
 def is_probabilities(node: fx.Node | None) -> bool:
-    """Whether a quantize node gives the probabilities of an attention that the function may compute."""
+    """Tell whether a quantize node gives the probabilities of an attention that the function may compute."""
     return node is not None and _scores_of(node) is not None and not why_in_parts(node)
 
 
@@ -164,7 +164,7 @@ def _check(scores: fx.Node, probabilities: fx.Node) -> None:
 
 
 def _is_of_texts(scores: fx.Node) -> bool:
-    """Whether scores are of texts whose rows follow each other, which no other kernel computes."""
+    """Return whether scores are of texts whose rows follow each other, which no other kernel computes."""
     return any(
         isinstance(x, fx.Node) and x.target is segment_bias for x in schema_arguments(scores)["others"]
     )

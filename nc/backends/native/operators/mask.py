@@ -72,7 +72,7 @@ def restore_masks(module: fx.GraphModule) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    """Whether a node is an attention as one operator, of torch or with roundings."""
+    """Return whether a node is an attention as one operator, of torch or with roundings."""
     rounded = bf16_attention(), dynamic_attention.dynamic_attention()
     return node.target in (_aten.scaled_dot_product_attention.default, *rounded)
 
@@ -264,7 +264,7 @@ def _changing(*spread: torch.Tensor) -> tuple[int, ...]:
 
 
 def _is_in_order(x: torch.Tensor) -> bool:
-    """Whether no dimension has a larger stride than an earlier one."""
+    """Return whether no dimension has a larger stride than an earlier one."""
     strides = [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1 and stride]
     return strides == sorted(strides, reverse=True)
 
@@ -289,7 +289,7 @@ def _even_steps(index: torch.Tensor) -> tuple[int, ...]:
 
 
 def _may_repeat(node: fx.Node) -> bool:
-    """Whether the strides of a result don't matter to those who read it.
+    """Return whether the strides of a result don't matter to those who read it.
 
     That is so for operators of masks and attention in C.
     """
@@ -302,7 +302,7 @@ def _may_repeat(node: fx.Node) -> bool:
 
 
 def _is_attention_in_c(node: fx.Node) -> bool:
-    """Whether a node is an attention, or a product of one, for which there is a function in C.
+    """Return whether a node is an attention, or a product of one, for which there is a function in C.
 
     oneDNN and torch would need the mask written out.
     """

@@ -155,7 +155,7 @@ def signed(module: fx.GraphModule) -> None:
 
 
 def _is_right_side(node: fx.Node, value: fx.Node) -> bool:
-    """Whether a product that has a kernel reads a value on its right side."""
+    """Return whether a product that has a kernel reads a value on its right side."""
     return kind_of_node(node) == "matmul" and not why_not_product(node) and Binary.of(node).right is value
 
 
@@ -200,7 +200,7 @@ def why_not_product(node: fx.Node) -> str:
 
 
 def reads_int8(node: fx.Node) -> bool:
-    """Whether a product reads codes as a kernel takes them."""
+    """Return whether a product reads codes as a kernel takes them."""
     return not why_not_product(node) and Dequantize.of(Binary.of(node).right).dtype is torch.int8
 
 
@@ -232,7 +232,7 @@ def _region_of(node: fx.Node) -> ProductRegion:
 
 
 def _fits(product_: fx.Node, other: object) -> bool:
-    """Whether the result of an operation with another tensor has the shape of a product."""
+    """Return whether the result of an operation with another tensor has the shape of a product."""
     whole = product_.meta["val"].shape
     return (
         isinstance(other, fx.Node)
@@ -243,7 +243,7 @@ def _fits(product_: fx.Node, other: object) -> bool:
 
 
 def _is_repeated(part: Sequence[Any], whole: Sequence[Any]) -> bool:
-    """Whether a tensor of one shape can be repeated to another one."""
+    """Return whether a tensor of one shape can be repeated to another one."""
     return len(part) <= len(whole) and all(
         same_shape([b], [1]) or same_shape([b], [a])
         for a, b in zip(reversed(whole), reversed(part), strict=False)

@@ -184,7 +184,7 @@ def _readable(recorder: Recorder, value: Any) -> PlanTensor:
 
 
 def _must_copy(x: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether no view of a tensor has this shape."""
+    """Return whether no view of a tensor has this shape."""
     return (
         not x.is_contiguous()
         and x.reshape(shape).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()

@@ -166,7 +166,7 @@ def _spread(node: fx.Node) -> _Spread | None:
 
 
 def _divides_by_all(variance: fx.Node) -> bool:
-    """Whether a variance divides by the number of values, not by one less."""
+    """Return whether a variance divides by the number of values, not by one less."""
     a = schema_arguments(variance)
     return a.get("correction") == 0 or a.get("unbiased") is False
 
@@ -293,7 +293,7 @@ def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
 
 
 def is_fp32(node: fx.Node) -> bool:
-    """Whether a node gives a tensor in fp32."""
+    """Return whether a node gives a tensor in fp32."""
     value = node.meta.get("val")
     return isinstance(value, TENSORS) and value.dtype is torch.float32
 

@@ -87,7 +87,7 @@ def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str
 
 
 def is_repeated(node: fx.Node) -> bool:
-    """Whether a reshape only repeats heads for attention.
+    """Return whether a reshape only repeats heads for attention.
 
     It waits, because a kernel can read the same head twice.
     """

@@ -130,7 +130,7 @@ def _turned(node: object) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
 
 
 def _joins_two(node: fx.Node) -> bool:
-    """Whether a node joins two tensors along the last dimension."""
+    """Return whether a node joins two tensors along the last dimension."""
     a = schema_arguments(node) if op_name(node) == "cat" else {}
     return len(a.get("tensors", ())) == 2 and _is_last(a["dim"], node)
 
@@ -215,7 +215,7 @@ def _in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], codes: Output
 
 
 def _is_larger(value: torch.Tensor, than: torch.Tensor) -> bool:
-    """Whether a tensor can't be repeated to the sizes of another."""
+    """Return whether a tensor can't be repeated to the sizes of another."""
     return value.dim() > than.dim() or any(
         n not in (1, m) for n, m in zip(reversed(value.shape), reversed(than.shape), strict=False)
     )

@@ -98,7 +98,7 @@ def why_not_row_linear(node: fx.Node) -> str:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    """Whether a node is a linear whose input has ranges that are found in each call."""
+    """Return whether a node is a linear whose input has ranges that are found in each call."""
     if kind_of_node(node) != "linear":
         return False
     ranges = Linear.of(node).input

@@ -141,7 +141,7 @@ def finish_of(a: Mapping[str, Any], product: Product) -> Finish:
 
 
 def is_pointwise(product: Product) -> bool:
-    """Whether each row of the result reads one row of codes."""
+    """Return whether each row of the result reads one row of codes."""
     g, (_, inputs, *window) = product.geometry, product.weight.tensor.shape
     stays = g is None or (math.prod(window) == 1 and set(g.strides) == {1} and not any((*g.before, *g.after)))
     return product.groups == 1 and inputs % 4 == 0 and inputs <= abi.CONSTANTS.most_inputs and stays

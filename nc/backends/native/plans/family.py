@@ -435,7 +435,7 @@ def _of_any_size(entry: _Primitive, maker: Maker) -> Primitive | None:
 
 
 def _is_one_size(value: Any) -> bool:
-    """Whether all that depends on sizes is the number of rows itself, or the number of texts."""
+    """Return whether all that depends on sizes is the number of rows itself, or the number of texts."""
     found: set[Affine] = set()
     changed(value, lambda each: found.add(each))
     return found in ({Affine(0, 1, 0)}, {Affine(0, 0, 1)})

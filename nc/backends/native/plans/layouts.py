@@ -42,12 +42,12 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements and no gaps, whatever the order of its dimensions."""
+    """Return whether a tensor has elements and no gaps, whatever the order of its dimensions."""
     return tensor.numel() > 0 and tuple(tensor.stride()) == dense_strides(tensor)
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether strides are those of [N, ..., C].
+    """Return whether strides are those of [N, ..., C].
 
     Where a size is 1 its stride does not count for torch, but kernels are chosen by it.
     """

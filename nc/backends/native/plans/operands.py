@@ -150,7 +150,7 @@ def by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def reads_inputs(value: Any) -> bool:
-    """Whether an argument depends on the inputs of the call."""
+    """Return whether an argument depends on the inputs of the call."""
     if isinstance(value, PlanTensor):
         return value.root is not None
     if isinstance(value, Later):
@@ -161,12 +161,12 @@ def reads_inputs(value: Any) -> bool:
 
 
 def reads_blocks(arguments: Any) -> bool:
-    """Whether an argument is what a primitive writes."""
+    """Return whether an argument is what a primitive writes."""
     return any(isinstance(value.root, Block) for value in _flat(arguments))
 
 
 def is_view(result: Any, arguments: Any) -> bool:
-    """Whether a result has no separate memory.
+    """Return whether a result has no separate memory.
 
     All its tensors are views of arguments, or it is about sizes and has none.
     """
@@ -186,7 +186,7 @@ def tensors(value: Any) -> Any:
 
 
 def is_gather(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is indexing by positions.
+    """Return whether an operator is indexing by positions.
 
     By a mask, the number of results depends on its values.
     """
@@ -196,7 +196,7 @@ def is_gather(target: Any, args: tuple[Any, ...]) -> bool:
 
 
 def is_about_sizes(target: Any) -> bool:
-    """Whether an operator reads sizes of tensors only."""
+    """Return whether an operator reads sizes of tensors only."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in _SIZES
 
 

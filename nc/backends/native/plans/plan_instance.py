@@ -279,7 +279,7 @@ def _refs(plan: ExecutionPlan) -> list[Ref]:
 
 
 def _is_whole(ref: MemoryPart) -> bool:
-    """Whether a tensor is all of its memory."""
+    """Return whether a tensor is all of its memory."""
     last = sum((n - 1) * stride for n, stride in zip(ref.desc.sizes, ref.desc.strides, strict=True))
     return (
         isinstance(ref.root, Block)

@@ -23,7 +23,7 @@ SPATIAL = (4, 5)
 
 
 def only_quantized(node: fx.Node) -> bool:
-    """Whether one quantize node is all that reads a node."""
+    """Return whether one quantize node is all that reads a node."""
     return len(node.users) == 1 and next(iter(node.users)).target in (quantize, quantize_per_tensor)
 
 
@@ -34,7 +34,7 @@ def strides_of_codes(node: fx.Node, x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _read_by_convolutions(node: fx.Node) -> bool:
-    """Whether some convolution reads a node's codes, perhaps padded."""
+    """Return whether some convolution reads a node's codes, perhaps padded."""
     names = "onednn.qconv", "nc_native.qconv"
     return any(
         str(user.target).startswith(names) or (user.target in PADS and _read_by_convolutions(user))

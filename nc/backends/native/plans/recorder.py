@@ -704,7 +704,7 @@ class Recorder:
 
 
 def _depends_on_values(target: object) -> bool:
-    """Whether a tensor's data decides about a size or a number that an operator gives."""
+    """Return whether a tensor's data decides about a size or a number that an operator gives."""
     return any(tag in getattr(target, "tags", ()) for tag in _UNPLANNABLE)
 
 
@@ -713,12 +713,12 @@ def _is_random(target: object) -> bool:
 
 
 def _is_of_onednn(target: object) -> bool:
-    """Whether it is an operator of torch that calls a primitive by itself."""
+    """Return whether it is an operator of torch that calls a primitive by itself."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "onednn"
 
 
 def _may_lie_in_block(tensor: torch.Tensor) -> bool:
-    """Whether sizes, strides and dtype describe the whole memory layout of a result."""
+    """Return whether sizes, strides and dtype describe the whole memory layout of a result."""
     plain = tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_quantized
     return plain and tensor.numel() > 0 and not _begin(tensor)
 

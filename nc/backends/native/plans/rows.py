@@ -121,7 +121,7 @@ def _library() -> ctypes.CDLL | Unavailable:
 
 @functools.cache
 def _tiles() -> bool:
-    """Whether the operating system lets this process use AMX."""
+    """Return whether the operating system lets this process use AMX."""
     library = _library()
     return not isinstance(library, Unavailable) and bool(library.nc_rows_amx())
 

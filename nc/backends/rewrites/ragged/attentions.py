@@ -252,7 +252,7 @@ def _scores_first(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def _comes_from_products(node: fx.Node) -> bool:
-    """Whether a value depends on a product of activations or weights."""
+    """Return whether a value depends on a product of activations or weights."""
     seen: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -266,12 +266,12 @@ def _comes_from_products(node: fx.Node) -> bool:
 
 
 def _keeps_pairs(node: fx.Node) -> bool:
-    """Whether a node gives other sizes to what is before queries and keys."""
+    """Return whether a node gives other sizes to what is before queries and keys."""
     return op_name(node) in _RESHAPES and sizes_of(node)[-2:] == sizes_of(node.all_input_nodes[0])[-2:]
 
 
 def _is_low(module: fx.GraphModule, value: object) -> bool:
-    """Whether a score that is replaced by a value is hidden."""
+    """Return whether a score that is replaced by a value is hidden."""
     number = number_of(module, value)
     return number is not None and number < HIDDEN
 

@@ -122,7 +122,7 @@ def meaning(added: Computed, places: int, *, masked: bool = True) -> Meaning:
 
 
 def is_one(value: Computed, places: int) -> bool:
-    """Whether a value [texts or 1, (1,) length, 1] is 1 for all real tokens, whatever is masked."""
+    """Return whether a value [texts or 1, (1,) length, 1] is 1 for all real tokens, whatever is masked."""
     for mask in tried(places):
         found = value(mask)
         found = found.reshape(found.shape[0], 1, *found.shape[-2:])

@@ -213,7 +213,7 @@ class Origins:
             return TokenOrigin.tokens(self._sizes.texts, self._sizes.length)
 
     def _is_integer_of_tokens(self, node: fx.Node) -> bool:
-        """Whether a node gives one integer for each token."""
+        """Return whether a node gives one integer for each token."""
         names = sizes_of(node)
         if len(names) != 2 or names[0] not in self._sizes.of_texts or names[1] != self._sizes.of_length:
             return False
@@ -365,7 +365,7 @@ class Origins:
 
 
 def is_of_tokens(x: TokenOrigin, sizes: TextSizes) -> bool:
-    """Whether a value [texts, length, ...] has in each row what is of this token."""
+    """Return whether a value [texts, length, ...] has in each row what is of this token."""
     tokens = TokenOrigin.tokens(sizes.texts, sizes.length)
     if x.shape[:2] != tokens.shape:
         return False
@@ -485,7 +485,7 @@ def _check_numbers(node: fx.Node, values: Sequence[Any]) -> None:
 
 
 def _reads_floats(node: fx.Node) -> bool:
-    """Whether a value is computed from floating-point ones."""
+    """Return whether a value is computed from floating-point ones."""
     seen: set[fx.Node] = set()
     waiting = list(node.all_input_nodes)
     while waiting:

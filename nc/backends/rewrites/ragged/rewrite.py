@@ -212,7 +212,7 @@ def _check_mask(module: fx.GraphModule, mask: fx.Node | None) -> None:
 
 
 def _is_place(node: fx.Node) -> bool:
-    """Whether a node gives the place of a largest value, whatever the values are."""
+    """Return whether a node gives the place of a largest value, whatever the values are."""
     return op_name(node) == "argmax" or (op_name(node) == "to" and _is_place(node.all_input_nodes[0]))
 
 
