@@ -27,8 +27,8 @@
 # make test-serve | setup-serve                            examples/serve/ with real clients over loopback, in .venv-serve
 # make test-browser | setup-browser                        pages of reports in a headless Chromium (apt-get install chromium chromium-driver), in
 #                                                          .venv-browser; axe-core from npm
-# make site | test-site | setup-site                       the documentation as a site, in build/site, with executed tutorials (.venv-site); the same
-#                                                          in a headless Chromium
+# make site | site-pages | test-site | setup-site          the documentation as a site, in build/site, with executed tutorials (.venv-site); without
+#                                                          their outputs, in seconds; in a headless Chromium
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make setup-lowbit-nncf                                   another tool for benchmarks/lowbit.py: nncf, torchao, inc, autoround, llmcompressor
 # make clean
@@ -76,7 +76,7 @@ setup-vllm: NODEPS += requirements/vllm-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks bench-ragged newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-ragged setup-browser test-browser setup-lint setup-wheel wheel wheel-check release-check site test-site setup-site test-isas test-once test-everything clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers bench-tasks bench-ragged newer setup setup-native setup-newest setup-peers setup-tasks setup-judges setup-readers setup-vllm test-judges test-judges-own test-readers test-vllm setup-onnx test-onnx setup-fallback test-fallback setup-serve test-serve setup-ragged setup-browser test-browser setup-lint setup-wheel wheel wheel-check release-check site site-pages test-site setup-site test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -166,6 +166,10 @@ test-browser: setup-browser
 # The documentation as a site. Its tutorials run while it is built: their outputs are of this machine.
 site: setup-site
 	.venv-site/bin/python docs/make_site.py build/site
+
+# Are the pages right? Without the tutorials' outputs.
+site-pages: setup-site
+	.venv-site/bin/python docs/make_site.py build/pages --no-outputs
 
 test-site: setup-browser site
 	NC_SITE=build/site .venv-browser/bin/python -m pytest -q -rs -n 0 test/browser/test_site_in_browser.py

@@ -1,8 +1,9 @@
-"""Build the site from the pages of the repository: `python docs/make_site.py OUT`.
+"""Build the site from the pages of the repository: `python docs/make_site.py OUT [--no-outputs]`.
 
 The pages stay as they are read in the repository. This copies them, and the files that they link to, to a
 folder for Sphinx, makes README.md the first page, and adds the menu. OUT/VERSION/ is the site of this
-version, OUT/index.html lists all versions in OUT. A warning of Sphinx is an error.
+version, OUT/index.html lists all versions in OUT. A warning of Sphinx is an error. With --no-outputs the
+tutorials are not run, which takes seconds instead of minutes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ MENU = {
 }
 #: What the tutorials import: the models and the texts of the examples, and pictures of the benchmarks.
 HELPERS = ("examples/minilm.py", "examples/smollm2.py", "benchmarks/pictures.py", "benchmarks/packages.py")
+#: Options of Sphinx for pages whose tutorials are not run, and therefore have no language for their programs.
+NO_OUTPUTS = ("-D", "nb_execution_mode=off", "-D", "suppress_warnings=myst.header,myst-nb.lexer")
 _LINK = re.compile(r"\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
@@ -41,6 +44,7 @@ def main() -> None:
         source, built = Path(folder, "source"), Path(folder, "built")
         lay_out(source)
         command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", str(DOCS)]
+        command += NO_OUTPUTS if "--no-outputs" in sys.argv[2:] else ()
         subprocess.run([*command, "-d", f"{folder}/doctrees", str(source), str(built)], check=True)
         shutil.rmtree(out / VERSION, ignore_errors=True)
         shutil.copytree(built, out / VERSION)
