@@ -28,7 +28,8 @@ def model_card(report: Report | WeightReport, directory: str | os.PathLike[str])
     """
     name = Path(directory).resolve().name
     low_bit = isinstance(report, WeightReport)
-    tags = "\n".join(f"- {tag}" for tag in (*_TAGS, *(["low-bit"] if low_bit else ["int8"])))
+    kind = ["low-bit"] if isinstance(report, WeightReport) else ["int8"] * bool(report.ran_int8)
+    tags = "\n".join(f"- {tag}" for tag in (*_TAGS, *kind))
     day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     call = "q_model = nc.load({!r})  # model=YourModel() for classes that are not of transformers"
     return f"""---
