@@ -31,15 +31,15 @@ import torch
 from results_rows import Figure
 
 import nc
-from nc.backends.low_bit.aten import INT4PACK
-from nc.backends.low_bit.bag import BAG
-from nc.backends.low_bit.blocks import BLOCKS, BLOCKS_BF16
-from nc.backends.low_bit.compiled import C_BF16, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, KERNELS
-from nc.backends.low_bit.compiled_blocks import C_BLOCKS, C_BLOCKS_BF16, C_BLOCKS_INT8
-from nc.backends.low_bit.kernel import LowBitKernel
-from nc.backends.profiling.bandwidth import read_bandwidth
+from nc.kernels.low_bit.aten import INT4PACK
+from nc.kernels.low_bit.bag import BAG
+from nc.kernels.low_bit.blocks import BLOCKS, BLOCKS_BF16
+from nc.kernels.low_bit.compiled import C_BF16, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, KERNELS
+from nc.kernels.low_bit.compiled_blocks import C_BLOCKS, C_BLOCKS_BF16, C_BLOCKS_INT8
+from nc.kernels.low_bit.kernel import LowBitKernel
 from nc.nn import QuantLinear
 from nc.numerics.packed_weight import PackedWeight
+from nc.profiling.bandwidth import read_bandwidth
 
 #: Bytes that all copies of a layer have together.
 _ALL = 96 << 20

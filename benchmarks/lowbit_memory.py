@@ -45,7 +45,7 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 32000,
 }
-#: Bytes of hidden states that stay in memory; see nc.algorithms.inputs.activations.
+#: Bytes of hidden states that stay in memory; see nc.modules.activations.
 _HIDDEN_LIMIT = 2**30
 
 

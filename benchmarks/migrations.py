@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import nc
-from nc.backends.profiling.latency import interleaved
+from nc.profiling.latency import interleaved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import minilm

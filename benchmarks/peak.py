@@ -14,7 +14,7 @@ from pathlib import Path
 import results_rows
 from results_rows import Figure, rounded
 
-from nc.backends.profiling import hardware
+from nc.profiling import hardware
 
 
 def measured(threads: int, results: Path | None) -> dict[str, float]:

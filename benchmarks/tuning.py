@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 
 import nc
-from nc.backends.low_bit.compiled import C_INT8
 from nc.backends.native.operators import int8_attention as operator
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.rows import CODES, TILE, code, pack
@@ -25,6 +24,7 @@ from nc.kernels import tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once, call_packed
 from nc.kernels.c_code.isas import NUMBERS
+from nc.kernels.low_bit.compiled import C_INT8
 from nc.process.unavailable import Unavailable
 
 

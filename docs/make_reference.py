@@ -23,15 +23,11 @@ from nc import errors
 from nc.algorithms import POST, PRE
 from nc.algorithms.solvers import SOLVERS
 from nc.algorithms.transforms import TRANSFORMS
-from nc.api.op_report import OpReport
 from nc.api.quantized import QuantizedModel
-from nc.api.report import Report
-from nc.backends import cpu, get_backend
-from nc.backends.low_bit.kernel import ANY_ROWS, LowBitKernel
+from nc.backends import get_backend
 from nc.backends.native.low_bit_rows import LEAST_ROWS
-from nc.backends.profiling import scaling
-from nc.backends.profiling.verdict import Verdict
 from nc.backends.table import support_table
+from nc.backends.verdict import Verdict
 from nc.calibration.statistics import Statistics
 from nc.cli.check import PATHS
 from nc.cli.main import main as command_line
@@ -42,8 +38,13 @@ from nc.formats import DTYPES, DoubleQuant, FakeTensorSpec
 from nc.formats.reasons import Cause
 from nc.graph.plan import Plan
 from nc.interchange import FORMATS
+from nc.kernels import cpu
+from nc.kernels.low_bit.kernel import ANY_ROWS, LowBitKernel
 from nc.observers import ALGORITHMS
 from nc.process import env
+from nc.profiling import scaling
+from nc.reports.op_report import OpReport
+from nc.reports.report import Report
 from nc.storage import layout
 
 FOLDER = Path(__file__).parent / "reference"

@@ -82,7 +82,7 @@ def images(seed: int) -> torch.Tensor:
     return torch.nn.functional.interpolate(coarse, size=(SIZE, SIZE), mode="bilinear")
 
 
-def rules(report: nc.api.report.Report) -> None:
+def rules(report: nc.reports.report.Report) -> None:
     """Which rule decided for the operators at both ends of the network."""
     show.heading("Which rule decided")
     table = Table("operator", "type", "rule", "asked", box=None, pad_edge=False)

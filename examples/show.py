@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nc.backends.profiling.latency import interleaved, median, ratio
+from nc.profiling.latency import interleaved, median, ratio
 
 T = TypeVar("T")
 console = Console(highlight=False, markup=False, emoji=False)  # reports hold brackets, which are not markup

@@ -55,17 +55,7 @@ if _typing.TYPE_CHECKING:
     from nc.api.exports import export_openvino as export_openvino
     from nc.api.exports import export_pt2 as export_pt2
     from nc.api.exports import export_torchscript as export_torchscript
-    from nc.api.generation import accelerate_generation as accelerate_generation
     from nc.api.quantized import QuantizedModel as QuantizedModel
-    from nc.api.tune.autoquant import autoquant as autoquant
-    from nc.api.tune.autotune import TuningConfig as TuningConfig
-    from nc.api.tune.autotune import autotune as autotune
-    from nc.api.tune.autotune import get_all_config_set as get_all_config_set
-    from nc.api.tune.autotune import get_rtn_double_quant_config_set as get_rtn_double_quant_config_set
-    from nc.api.tune.autotune import get_woq_tuning_config as get_woq_tuning_config
-    from nc.api.tune.front import Front as Front
-    from nc.api.tune.front import FrontPoint as FrontPoint
-    from nc.api.tune.tune import tune as tune
     from nc.api.workflow import convert as convert
     from nc.api.workflow import describe as describe
     from nc.api.workflow import prepare as prepare
@@ -101,11 +91,21 @@ if _typing.TYPE_CHECKING:
     from nc.config.auto import AutoConfig as AutoConfig
     from nc.formats import DoubleQuant as DoubleQuant
     from nc.formats import FakeTensorSpec as FakeTensorSpec
+    from nc.generation import accelerate_generation as accelerate_generation
     from nc.interchange import export_weights as export_weights
     from nc.interchange import import_weights as import_weights
     from nc.parity.compare import Comparison as Comparison
     from nc.parity.compare import compare as compare
     from nc.process import installation as installation
+    from nc.tuning.autoquant import autoquant as autoquant
+    from nc.tuning.autotune import TuningConfig as TuningConfig
+    from nc.tuning.autotune import autotune as autotune
+    from nc.tuning.autotune import get_all_config_set as get_all_config_set
+    from nc.tuning.autotune import get_rtn_double_quant_config_set as get_rtn_double_quant_config_set
+    from nc.tuning.autotune import get_woq_tuning_config as get_woq_tuning_config
+    from nc.tuning.front import Front as Front
+    from nc.tuning.front import FrontPoint as FrontPoint
+    from nc.tuning.tune import tune as tune
 
 #: Names by the module that has them.
 _NAMES = {
@@ -118,14 +118,14 @@ _NAMES = {
     "nc.algorithms.weight_rounding": "WeightRounding",
     "nc.api.artefact": "load save",
     "nc.api.exports": "export_model export_onnx export_openvino export_pt2 export_torchscript",
-    "nc.api.generation": "accelerate_generation",
+    "nc.generation": "accelerate_generation",
     "nc.api.quantized": "QuantizedModel",
-    "nc.api.tune.autoquant": "autoquant",
-    "nc.api.tune.autotune": (
+    "nc.tuning.autoquant": "autoquant",
+    "nc.tuning.autotune": (
         "TuningConfig autotune get_all_config_set get_rtn_double_quant_config_set get_woq_tuning_config"
     ),
-    "nc.api.tune.front": "Front FrontPoint",
-    "nc.api.tune.tune": "tune",
+    "nc.tuning.front": "Front FrontPoint",
+    "nc.tuning.tune": "tune",
     "nc.api.workflow": "convert describe prepare quantize report",
     "nc.backends": "available_backends register_backend",
     "nc.config": (

@@ -38,16 +38,15 @@ from suites.low_bit import exact, form, weight
 from suites.low_bit_c import bound, rounded
 from suites.recurrent import float64_layers
 
-from nc.backends import cpu
-from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import attention, c_functions
 from nc.backends.native.plans import rows as row_format
-from nc.kernels import flash
+from nc.kernels import cpu, flash
 from nc.kernels.c_code import abi, build, limit, openmp
 from nc.kernels.c_code.calls import Function, call_once
 from nc.kernels.c_code.isas import ISAS, NUMBERS
+from nc.kernels.low_bit import compiled, compiled_blocks
 from nc.numerics import affine, int16_pairs
 
 PAGE = mmap.PAGESIZE

@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("nc")
 #: Folders whose tests depend on neither torch's version nor IPEX; of the files in test/ itself none does.
 ONCE = (
     "algorithms",
-    "api/tune",
+    "tuning",
     "backends/low_bit",
     "backends/native",
     "backends/openvino",
@@ -132,7 +132,7 @@ def seed(request):
 @pytest.fixture(autouse=True)
 def no_time_to_measure(monkeypatch):
     """`convert` makes one call of each model, and takes none apart."""
-    monkeypatch.setattr("nc.backends.profiling.verdict.SECONDS", 0.0)
+    monkeypatch.setattr("nc.backends.verdict.SECONDS", 0.0)
 
 
 @pytest.fixture

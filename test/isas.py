@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from nc.backends import cpu
+from nc.kernels import cpu
 from nc.kernels.c_code import build, tested
 from nc.kernels.c_code.isas import ISAS
 from nc.kernels.c_code.limit import VARIABLE

@@ -30,7 +30,7 @@ from pathlib import Path
 import isas
 
 from nc import available_backends
-from nc.backends import cpu
+from nc.kernels import cpu
 from nc.kernels.c_code.isas import ISAS
 
 ROOT = Path(__file__).parents[1]
@@ -739,7 +739,7 @@ MUTATIONS = (
     Mutation(
         "tune-draws",
         "each draw of labels counts in the mean",
-        "api/tune/low_bit_noise.py",
+        "tuning/low_bit_noise.py",
         "divisor += sum(part for _, part in losses)",
         "divisor += losses[0][1]",
         ("low_bit_noise",),
@@ -1355,7 +1355,7 @@ MUTATIONS = (
     Mutation(
         "token-proof",
         "a plan that computes other tokens than the model is not used",
-        "api/generation/decoder.py",
+        "generation/decoder.py",
         "if not found >= required:",
         "if False:",
         ("generation",),
@@ -1363,7 +1363,7 @@ MUTATIONS = (
     Mutation(
         "token-memory",
         "a cache that was changed is read again",
-        "api/generation/memory.py",
+        "generation/memory.py",
         "layer.keys is k and layer.values is v for",
         "True for",
         ("generation",),
@@ -1371,7 +1371,7 @@ MUTATIONS = (
     Mutation(
         "token-weights",
         "tokens follow weights that were loaded",
-        "api/generation/decoder.py",
+        "generation/decoder.py",
         "if not self._of.is_of(model):",
         "if False:",
         ("generation",),
@@ -1539,7 +1539,7 @@ MUTATIONS = (
     Mutation(
         "autotune-once",
         "a configuration for which run_fn has no data left is named",
-        "api/tune/autotune.py",
+        "tuning/autotune.py",
         "if self._calls and not calls:",
         "if False:",
         ("autotune",),
@@ -1611,7 +1611,7 @@ MUTATIONS = (
     Mutation(
         "tune-hull",
         "a front has the cheapest moves first",
-        "api/tune/solve.py",
+        "tuning/solve.py",
         "    for _, group, i in moves:",
         "    for _, group, i in reversed(moves):",
         ("solve",),
@@ -1619,7 +1619,7 @@ MUTATIONS = (
     Mutation(
         "tune-attention",
         "both products of an attention are one decision",
-        "api/tune/groups.py",
+        "tuning/groups.py",
         '            if first is not None and kind_of_node(first) == "matmul":',
         "            if False:",
         ("groups",),
@@ -1627,7 +1627,7 @@ MUTATIONS = (
     Mutation(
         "tune-key",
         "a trial of another configuration is another trial",
-        "api/tune/run.py",
+        "tuning/run.py",
         '"config": plain_or_described(config)}',
         '"config": ""}',
         ("tune",),
@@ -1635,7 +1635,7 @@ MUTATIONS = (
     Mutation(
         "tune-metric",
         "a trial of another metric is another trial",
-        "api/tune/identity.py",
+        "tuning/identity.py",
         '"metric": metric,',
         '"metric": "",',
         ("tune",),
@@ -1643,7 +1643,7 @@ MUTATIONS = (
     Mutation(
         "tune-globals",
         "a metric whose globals changed is another metric",
-        "api/tune/described.py",
+        "tuning/described.py",
         "            if name in function.__globals__:",
         "            if name not in function.__globals__:",
         ("described", "tune"),
@@ -1651,7 +1651,7 @@ MUTATIONS = (
     Mutation(
         "tune-untold",
         "what can't be told apart is not kept",
-        "api/tune/described.py",
+        "tuning/described.py",
         "        if not _has_c_state(kind):",
         "        if True:",
         ("described",),
@@ -1659,7 +1659,7 @@ MUTATIONS = (
     Mutation(
         "tune-arrays",
         "arrays count by their bytes",
-        "api/tune/described.py",
+        "tuning/described.py",
         "hashlib.sha256(np.ascontiguousarray(plain_array).tobytes()).digest()",
         'b""',
         ("described",),
@@ -1667,7 +1667,7 @@ MUTATIONS = (
     Mutation(
         "tune-busy",
         "a time that was disturbed does not win without a word",
-        "api/tune/front.py",
+        "tuning/front.py",
         "min(certain_first(found) if timed else found, key=rank)",
         "min(found, key=rank)",
         ("uncertain_times",),
@@ -1675,7 +1675,7 @@ MUTATIONS = (
     Mutation(
         "tune-rounds",
         "how many times as fast is the median of the rounds' ratios",
-        "api/tune/measure.py",
+        "tuning/measure.py",
         "fp32 / statistics.median(ratios)",
         "median(rounds).get(_QUANTIZED, fp32)",
         ("uncertain_times",),
@@ -1683,7 +1683,7 @@ MUTATIONS = (
     Mutation(
         "tune-drop",
         "what is lost is counted from fp32",
-        "api/tune/run.py",
+        "tuning/run.py",
         "drop = self.points[0].metric - result.metric if self.points else 0.0",
         "drop = self.points[-1].metric - result.metric if self.points else 0.0",
         ("tune",),
@@ -1779,7 +1779,7 @@ MUTATIONS = (
     Mutation(
         "verdict",
         "operators that cost more than they gain are named, others not",
-        "backends/profiling/verdict.py",
+        "backends/verdict.py",
         "> max(least, _TENTH * c.fp32_ms)",
         "> min(least, _TENTH * c.fp32_ms)",
         ("verdict",),
@@ -1787,7 +1787,7 @@ MUTATIONS = (
     Mutation(
         "verdict-doubt",
         "a busy machine gives no verdict",
-        "backends/profiling/latency.py",
+        "profiling/latency.py",
         "    if load.disturbed():\n        return load.disturbed()\n",
         "",
         ("verdict",),
@@ -1795,7 +1795,7 @@ MUTATIONS = (
     Mutation(
         "verdict-rounds",
         "the ratio is the median of the rounds' own ratios",
-        "backends/profiling/latency.py",
+        "profiling/latency.py",
         "ratio=statistics.median(ratios)",
         "ratio=statistics.mean(ratios)",
         ("verdict",),
@@ -1803,7 +1803,7 @@ MUTATIONS = (
     Mutation(
         "low-bit-verdict",
         "low-bit layers that are slower than float ones are called so",
-        "api/weight_verdict.py",
+        "reports/weight_verdict.py",
         "self.ratio < 1 / _MARGIN",
         "self.ratio > _MARGIN",
         ("low_bit_verdict",),
@@ -1811,7 +1811,7 @@ MUTATIONS = (
     Mutation(
         "report-count",
         "the report counts as int8 what ran int8",
-        "api/report.py",
+        "reports/report.py",
         'sum(op.asked == "int8" and op.ran == "int8" for',
         'sum(op.asked == "int8" for',
         ("reference",),
@@ -1983,7 +1983,7 @@ MUTATIONS = (
     Mutation(
         "large-pages-overlap",
         "tensors that share a piece of memory do not overlap",
-        "backends/low_bit/large_pages.py",
+        "process/large_pages.py",
         "self._used += -(-size // _ALIGNMENT) * _ALIGNMENT",
         "self._used += size // _ALIGNMENT * _ALIGNMENT",
         ("large_pages",),
@@ -2015,7 +2015,7 @@ MUTATIONS = (
     Mutation(
         "compiled-sets",
         "instruction sets that were not compiled are not chosen",
-        "backends/low_bit/compiled.py",
+        "kernels/low_bit/compiled.py",
         "if name in compiled and not cpu.code_lacks(ISAS[name]))",
         "if not cpu.code_lacks(ISAS[name]))",
         ("c_build",),
@@ -2097,7 +2097,7 @@ MUTATIONS = (
     Mutation(
         "stale-weights",
         "a weight that hooks or parametrizations compute is quantized as it is computed, not as it was",
-        "algorithms/inputs/computed.py",
+        "modules/computed.py",
         "        if is_computed(module):\n",
         "        if False:\n",
         ("computed_weights",),
@@ -2207,7 +2207,7 @@ MUTATIONS = (
     Mutation(
         "nan-of-e4m3-is-a-number",
         "a weight in FP8 that is NaN gives NaN",
-        "backends/low_bit/compiled_blocks.py",
+        "kernels/low_bit/compiled_blocks.py",
         "if code.kind == E4M3:",
         "if code.kind == E5M2:",
         ("low_bit_blocks_c",),
@@ -2215,7 +2215,7 @@ MUTATIONS = (
     Mutation(
         "blocks-use-the-oldest-instructions",
         "low-bit blocks use the best instruction set that there is",
-        "backends/low_bit/compiled_blocks.py",
+        "kernels/low_bit/compiled_blocks.py",
         "for name in compiled.of_this_cpu(code.isas) if",
         "for name in reversed(compiled.of_this_cpu(code.isas)) if",
         ("low_bit_blocks_c",),

@@ -10,12 +10,9 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.card import model_card
 from nc.api.quantized import QuantizedModel, checked
 from nc.api.warm import warm_up
-from nc.api.weight_report import weight_report
-from nc.backends import choose_backend, cpu, engine_options, first_that_can, why_chosen
+from nc.backends import choose_backend, engine_options, first_that_can, why_chosen
 from nc.backends.auto_order import kind_of_graph
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
@@ -25,10 +22,14 @@ from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, UnsupportedError
 from nc.formats.checks import checked_path
 from nc.graph.qdq import QDQGraph, in_memory
+from nc.kernels import cpu
 from nc.kernels.c_code.openmp import keep_threads_in_forks
+from nc.modules.layers import has_low_bit
 from nc.ops import RECURRENT
 from nc.process.cores import fit_threads
 from nc.process.torch_settings import check_default_device, without_autocast
+from nc.reports.card import model_card
+from nc.reports.weight_report import weight_report
 from nc.storage import folder, store
 from nc.weights.files import artefact as low_bit
 

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from nc._version import __version__
-from nc.algorithms.inputs.block_calls import Sample, block_lists
-from nc.algorithms.inputs.layers import layers_of
 from nc.api.preparation.weights import without_cache
-from nc.api.weight_report import WeightReport, weight_report
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, UnsupportedError
+from nc.modules.block_calls import Sample, block_lists
+from nc.modules.layers import layers_of
 from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.process.malloc import give_back_large_pieces
 from nc.process.progress import Progress
+from nc.reports.weight_report import WeightReport, weight_report
 from nc.storage import folder, pretrained_class
 from nc.storage.json_file import json_object
 from nc.storage.tensor_file import Source

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
-from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.flattened import MASK, STARTS, of_tokens, padded
-from nc.api.report import Report, build
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
-from nc.backends.profiling.process import profile_in_child
-from nc.backends.profiling.verdict import Verdict
+from nc.backends.profile_process import profile_in_child
+from nc.backends.verdict import Verdict
 from nc.errors import InputError, NCError, StateError, UnsupportedError
 from nc.graph.fixed_module import FixedModule
 from nc.graph.fx_utils import call_graph
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
 from nc.kernels.c_code.openmp import leave_threads_of_parent
+from nc.modules.layers import has_low_bit
 from nc.process.torch_settings import without_autocast
+from nc.reports.report import Report, build
 from nc.storage.store import write
 from nc.text.html_page import preformatted
 

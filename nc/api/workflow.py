@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.model_checks import check_progress, check_run_fn, checked_model
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.preparation.make import Request, automatic, plan_of, preparation
 from nc.api.quantized import QuantizedModel, as_call
-from nc.api.report import Report
-from nc.api.weight_report import WeightReport, weight_report
 from nc.backends.verify import check_option
 from nc.config import AnyConfig, StaticQuantConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import ConfigError, NotCalibratedError, StateError
 from nc.graph.plan import INPUTS, PLACEMENTS, Plan
+from nc.modules.layers import has_low_bit
 from nc.planning.layer_plan import WeightPlan
 from nc.process.progress import Progress, shown
 from nc.process.torch_settings import check_default_device
+from nc.reports.report import Report
+from nc.reports.weight_report import WeightReport, weight_report
 
 _NO_RUN_FN = (
     "quantize() got no run_fn, and this configuration needs calibration data. Give a function that calls the "

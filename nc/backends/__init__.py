@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.auto_order import Race, in_order, race_for
 from nc.backends.base import Backend, Exporter, Option, check_available, precautions_for
 from nc.capture.precautions import Precautions
@@ -25,6 +24,7 @@ from nc.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
+from nc.kernels import cpu
 from nc.nn import QuantLinear
 
 _T = TypeVar("_T")

@@ -83,7 +83,7 @@ def race_for(features: Collection[str], model: str) -> Race | None:
     """Return what was measured on this kind of CPU with this kind of model.
 
     Args:
-        features: of the CPU, as `nc.backends.cpu.machine_features` gives them.
+        features: of the CPU, as `nc.kernels.cpu.machine_features` gives them.
         model: `CONVOLUTIONS` or `LINEARS`.
     """
     cpu = next((name for name, feature in CPUS.items() if feature in features), "")

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.passes import Pass, Rewrite
-from nc.backends.profiling.profile import EngineCall, Profile
 from nc.capture.precautions import Precautions
 from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnsupportedError
 from nc.formats import Capabilities
 from nc.graph.qdq import QDQGraph
+from nc.kernels.low_bit.kernel import LowBitKernel
 from nc.nn import KernelChoice, QuantLinear
+from nc.profiling.profile import EngineCall, Profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nc.backends import cpu
 from nc.backends.base import Backend
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
+from nc.kernels import cpu
 from nc.process.warn import warn
 
 

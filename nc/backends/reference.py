@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from nc.backends.base import Backend, EngineModel, EngineReport, OpRun
-from nc.backends.profiling.nodes import profile_nodes
 from nc.formats import DTYPES, Capabilities, OpSupport
 from nc.formats.rule_key import KIND_NAMES
 from nc.graph.catalogue import CONVOLUTIONS, RECURRENT, WEIGHTED
@@ -21,6 +20,7 @@ from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.nn import KernelChoice
 from nc.ops import CONVERTERS
+from nc.profiling.nodes import profile_nodes
 
 NAME = "reference"
 _DYNAMIC = ("per_token", "per_tensor")

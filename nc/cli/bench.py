@@ -82,8 +82,8 @@ def bench(
     import torch
 
     from nc.api.artefact import load
-    from nc.backends.profiling.latency import interleaved, median
     from nc.cli.inputs import captured
+    from nc.profiling.latency import interleaved, median
 
     if threads is not None:
         _warn_of_too_many(threads)

@@ -170,9 +170,9 @@ def _told() -> Iterator[None]:
 def _measured(folder: Path, asked: _Asked) -> tuple[str, dict[str, Any], str]:
     """Return the outcome, what was measured as plain values, and the page."""
     from nc.api.artefact import load
-    from nc.api.report_page import page_of
     from nc.api.warm import example_call
     from nc.cli import gate, inputs
+    from nc.reports.report_page import page_of
 
     function = None if asked.metric is None else inputs.named_function(asked.metric)
     q_model = inputs.captured(load(folder), folder)

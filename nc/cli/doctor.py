@@ -12,11 +12,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from nc.backends import available_backends, cpu, get_backend
+from nc.backends import available_backends, get_backend
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import BackendUnavailableError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import saturating
+from nc.kernels import cpu
 from nc.kernels.c_code import build, isas, tested
 from nc.storage import folder as folders
 from nc.storage import store

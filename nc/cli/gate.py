@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nc.backends.profiling.latency import SpeedComparison, compare
 from nc.cli.inputs import RequestError, users_code
 from nc.errors import NCError
+from nc.profiling.latency import SpeedComparison, compare
 from nc.text.plain import said, shown
 
 #: The other model is the user's own; else it is an artefact.

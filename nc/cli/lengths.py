@@ -16,8 +16,8 @@ import torch
 
 from nc.api.quantized import QuantizedModel
 from nc.api.warm import inputs_of
-from nc.backends.profiling.latency import interleaved, median
 from nc.cli.inputs import RequestError
+from nc.profiling.latency import interleaved, median
 
 MASK = "attention_mask"
 #: Texts of a batch.

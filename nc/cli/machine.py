@@ -121,7 +121,8 @@ def _tell_health(facts: dict[str, Any]) -> None:
 
 
 def _remark(name: str) -> str:
-    from nc.backends import cpu, get_backend
+    from nc.backends import get_backend
+    from nc.kernels import cpu
 
     backend = get_backend(name)
     if backend.remark or cpu.accumulates_wide() or not backend.capabilities().narrow_sums:
@@ -152,7 +153,8 @@ def _onednn() -> str:
 def _machine() -> list[tuple[str, str]]:
     import torch
 
-    from nc.backends import backend_names, cpu, get_backend
+    from nc.backends import backend_names, get_backend
+    from nc.kernels import cpu
 
     found = cores()
     fit_threads()  # as `load` does

@@ -13,7 +13,7 @@ from nc.text.plain import plain
 
 if TYPE_CHECKING:
     from nc.api.quantized import QuantizedModel
-    from nc.api.report import Report
+    from nc.reports.report import Report
 
 
 @click.command()
@@ -52,17 +52,17 @@ def report(
     The page is one file that needs no network. With OTHER_DIR it compares both artefacts.
     """
     from nc.api.artefact import load
-    from nc.api.model_explorer import is_node_data, node_data
-    from nc.api.page_compare import comparison
     from nc.api.quantized import QuantizedModel
-    from nc.api.report_page import page_of
-    from nc.api.tune.front import read_front
-    from nc.api.tune.page import section
     from nc.api.workflow import report as report_of
     from nc.cli.inputs import RequestError
+    from nc.reports.front_page import section
+    from nc.reports.model_explorer import is_node_data, node_data
+    from nc.reports.page_compare import comparison
+    from nc.reports.report_page import page_of
     from nc.storage import marks
     from nc.storage.atomic import check_first, write_text
     from nc.storage.marks import json_like
+    from nc.tuning.front import read_front
 
     for name, target, suffix in (("--html", page, ".html"), ("--model-explorer", explorer, ".json")):
         if target is not None and target.suffix != suffix:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import layers_of
 from nc.backends.low_bit.engine import set_backend
 from nc.config import WeightOnlyConfig
 from nc.errors import ArtefactCorruptError, ArtefactSchemaError, StateError
+from nc.modules.layers import layers_of
 from nc.nn import QuantLinear
 from nc.nn.origin import QuantizationRun
 from nc.numerics.packed_weight import check_parts, empty

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import layers_of, memory_of, names_of
 from nc.algorithms.transforms import Rotation
 from nc.errors import ArtefactError, UnsupportedError
 from nc.interchange.folder import CONFIG, KEY
 from nc.interchange.layer import StoredLayer
+from nc.modules.layers import layers_of, memory_of, names_of
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
 from nc.storage import pretrained_class

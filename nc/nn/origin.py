@@ -19,7 +19,7 @@ class QuantizationRun:
         config: the configuration, as plain values.
         sqnr_db: of the outputs against the float model's in a call; None if they were not compared. It is not
             saved.
-        verdict: the speed relative to float layers, see `nc.api.weight_verdict`; None if it was not measured.
+        verdict: the speed relative to float layers, see `nc.reports.weight_verdict`; None if not measured.
             It is not saved.
     """
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import Layer, has_low_bit, is_low_bit, layers_of, other_weights, readable
 from nc.algorithms.transforms import Transform
 from nc.capture.naming import Operator
 from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight_format
@@ -21,6 +20,7 @@ from nc.errors import ConfigError, InputError
 from nc.formats import FLOAT, WeightFormat
 from nc.formats.reasons import WHITE_LIST, Cause, Level, Reason
 from nc.graph.plan import Plan
+from nc.modules.layers import Layer, has_low_bit, is_low_bit, layers_of, other_weights, readable
 from nc.nn import QuantLinear
 from nc.planning.layer_plan import LayerDecision, WeightPlan
 from nc.planning.matching import Named, check_rules, matches_of, merged

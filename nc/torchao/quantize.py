@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import layers_of
 from nc.api.workflow import quantize
 from nc.config import WeightOnlyConfig
 from nc.config.alternatives import single
 from nc.errors import ConfigError
+from nc.modules.layers import layers_of
 from nc.weights.experts import separated
 
 

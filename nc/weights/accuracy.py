@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import Sample, fresh, is_cache
-from nc.algorithms.inputs.layers import is_low_bit
 from nc.calibration.costly import HOPELESS_DB
+from nc.modules.block_calls import Sample, fresh, is_cache
+from nc.modules.layers import is_low_bit
 from nc.numerics.metrics import worst_sqnr_db
 
 #: So many values of each output are kept, evenly spaced: logits of a large vocabulary are larger than some

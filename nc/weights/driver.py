@@ -14,8 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
-from nc.algorithms.inputs.activations import Activations
-from nc.algorithms.inputs.block_calls import (
+from nc.algorithms.collect import Collector, inputs_of
+from nc.algorithms.solvers import RTN
+from nc.algorithms.solvers.base import BlockProblem, BlockSolver, InputNeeds, Problem
+from nc.algorithms.solvers.best import keep_best, solve_best
+from nc.algorithms.transforms import Scope, Target, Transform
+from nc.calibration.ranks import Ranks
+from nc.errors import ConfigError
+from nc.graph.plan import Applied
+from nc.modules.activations import Activations
+from nc.modules.block_calls import (
     BlockCall,
     Sample,
     block_lists,
@@ -25,17 +33,9 @@ from nc.algorithms.inputs.block_calls import (
     run,
     with_forwards,
 )
-from nc.algorithms.inputs.collect import Collector, inputs_of
-from nc.algorithms.inputs.copies import sharing
-from nc.algorithms.inputs.layers import Layer, layers_of
-from nc.algorithms.inputs.statistics import InputStatistics
-from nc.algorithms.solvers import RTN
-from nc.algorithms.solvers.base import BlockProblem, BlockSolver, InputNeeds, Problem
-from nc.algorithms.solvers.best import keep_best, solve_best
-from nc.algorithms.transforms import Scope, Target, Transform
-from nc.calibration.ranks import Ranks
-from nc.errors import ConfigError
-from nc.graph.plan import Applied
+from nc.modules.copies import sharing
+from nc.modules.layers import Layer, layers_of
+from nc.modules.statistics import InputStatistics
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.nn.result import LayerResult
 from nc.numerics.group_ranges import refuse_underflow

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import has_low_bit
 from nc.capture.export_guards import zero_padding
+from nc.modules.layers import has_low_bit
 
 
 def zeros_at_padding(model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.copies import sharing
+from nc.modules.copies import sharing
 
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 #: Of the implementations that transformers has, the one that indexes.

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import BlockCall, run
-from nc.algorithms.inputs.collect import Collector
-from nc.algorithms.inputs.copies import sharing
-from nc.algorithms.inputs.layers import layers_of
+from nc.algorithms.collect import Collector
 from nc.algorithms.solvers import RTN
 from nc.algorithms.solvers.base import InputNeeds, Problem
 from nc.algorithms.transforms.paths import Decisions, Repeated
+from nc.modules.block_calls import BlockCall, run
+from nc.modules.copies import sharing
+from nc.modules.layers import layers_of
 from nc.planning.layer_plan import LayerDecision
 from nc.weights.swap import replace
 

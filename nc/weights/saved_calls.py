@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import Sample
 from nc.calibration import tensor_file
 from nc.calibration.ranks import Ranks
 from nc.calibration.statistics import magnitudes, refuse_other_weights
 from nc.calibration.tensor_file import checksum
 from nc.errors import ArtefactError, InputError
+from nc.modules.block_calls import Sample
 from nc.storage import json_values, pytree_json
 
 _KIND = ("nc-calibration-calls", 1)

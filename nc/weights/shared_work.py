@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from nc.algorithms.inputs.block_calls import Sample
-from nc.algorithms.inputs.statistics import InputStatistics
 from nc.algorithms.solvers.base import InputNeeds
 from nc.calibration.ranks import Ranks
 from nc.formats.weight_format import WeightFormat
 from nc.graph.plan import Applied
+from nc.modules.block_calls import Sample
+from nc.modules.statistics import InputStatistics
 from nc.nn.result import LayerResult
 from nc.numerics.packed_weight import PackedWeight
 

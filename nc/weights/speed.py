@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.block_calls import BlockCall, run
+from nc.modules.block_calls import BlockCall, run
 from nc.nn import QuantLinear
 
 _WARM_UP, _CALLS = 2, 5

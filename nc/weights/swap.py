@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.layers import Layer
 from nc.errors import StateError
+from nc.modules.layers import Layer
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.nn.result import LayerResult
 from nc.numerics.packed_weight import PackedWeight

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import nc
-from nc.algorithms.inputs.layers import layers_of
-from nc.algorithms.inputs.statistics import InputStatistics, weighted_loss
 from nc.algorithms.solvers import GPTQ, RTN
 from nc.algorithms.solvers.base import Problem
 from nc.algorithms.transforms import Scope, Target, scale_sets
 from nc.formats.weight_format import WeightFormat
+from nc.modules.layers import layers_of
+from nc.modules.statistics import InputStatistics, weighted_loss
 from nc.numerics import clipping
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode

@@ -5,10 +5,10 @@ import torch
 
 import nc
 import nc.hf
-from nc.api.tune.front import Front, FrontPoint
-from nc.api.tune.trials import Result
 from nc.errors import ArtefactError, ConfigError, InputError
 from nc.interchange import export_weights, import_weights, read_weights
+from nc.tuning.front import Front, FrontPoint
+from nc.tuning.trials import Result
 
 X = torch.zeros(2, 4)
 MODEL = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()

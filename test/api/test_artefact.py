@@ -41,12 +41,12 @@ from nc import (
     ops,
     save,
 )
-from nc.backends import cpu
 from nc.backends.base import EngineModel, Exporter, Option, write_script
 from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import _SIZE_OPS
 from nc.graph.qdq import QDQGraph
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of, strided
+from nc.kernels import cpu
 from nc.process.warn import warn
 from nc.storage import allowlist, store
 from nc.storage.graph_json import _decode_value

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 import nc
 from nc import ArtefactError, InputError, UnsupportedError, load
-from nc.backends import cpu, get_backend
+from nc.backends import get_backend
+from nc.kernels import cpu
 
 KEPT = TEST / "data" / "schema1"
 #: `NC_MUTATIONS=1000` tries that many of each model.

@@ -17,13 +17,13 @@ from models import MLP, prepared_for, quantized
 
 import nc
 import nc.interchange
-from nc.api.tune.choices import Choices, Taken, _name
-from nc.api.tune.front import Front, FrontPoint, read_front
-from nc.api.tune.low_bit_costs import LayerCosts
-from nc.api.tune.page import section
-from nc.api.tune.trials import Result, Trials
 from nc.cli.inputs import read_config
 from nc.hf import checksums
+from nc.reports.front_page import section
+from nc.tuning.choices import Choices, Taken, _name
+from nc.tuning.front import Front, FrontPoint, read_front
+from nc.tuning.low_bit_costs import LayerCosts
+from nc.tuning.trials import Result, Trials
 
 #: `NC_MUTATIONS=1000` tries that many of each kind.
 COUNT = int(os.environ.get("NC_MUTATIONS", "20"))

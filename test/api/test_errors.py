@@ -333,7 +333,7 @@ def test_ipex_is_missing_at_convert(monkeypatch):
 
 
 def test_a_cpu_without_avx2(monkeypatch):
-    from nc.backends import cpu
+    from nc.kernels import cpu
 
     versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.8.0+cpu")
     monkeypatch.setattr(cpu, "machine_features", lambda: ("sse4_2",))
@@ -352,7 +352,8 @@ def test_a_cpu_without_avx2(monkeypatch):
     ],
 )
 def test_narrow_sums_without_vnni(monkeypatch, features, wide):
-    from nc.backends import cpu, get_backend
+    from nc.backends import get_backend
+    from nc.kernels import cpu
 
     monkeypatch.setattr(cpu, "machine_features", lambda: features)
     capabilities = get_backend("ipex").capabilities()

@@ -9,7 +9,7 @@ from torch import nn
 
 import nc
 from nc.api.preparation import finish
-from nc.backends.profiling.verdict import OpCost, Verdict
+from nc.backends.verdict import OpCost, Verdict
 
 
 class Two(nn.Module):

@@ -39,10 +39,10 @@ from nc import (
     prepare,
     quantize,
 )
-from nc.algorithms.inputs.block_calls import Sample, record
-from nc.algorithms.inputs.statistics import InputStatistics
 from nc.algorithms.solvers import solve_best
 from nc.algorithms.solvers.base import Problem, needing_gradients
+from nc.modules.block_calls import Sample, record
+from nc.modules.statistics import InputStatistics
 from nc.nn import QuantEmbedding, QuantLinear
 
 ENGINES = ["reference", *(name for name in ("native", "ipex") if not available_backends()[name])]

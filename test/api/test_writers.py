@@ -21,15 +21,15 @@ import nc
 import nc.hf
 import nc.interchange
 from nc.api.quantized import QuantizedModel
-from nc.api.report import Report
-from nc.api.tune.choices import Choices, Taken
-from nc.api.tune.front import Front, FrontPoint
-from nc.api.tune.trials import Result, Trials
 from nc.calibration.statistics import Statistics
 from nc.cli.main import main
 from nc.config.document import Document
 from nc.hf.model import QuantizedTransformer
+from nc.reports.report import Report
 from nc.storage.marks import mark, program
+from nc.tuning.choices import Choices, Taken
+from nc.tuning.front import Front, FrontPoint
+from nc.tuning.trials import Result, Trials
 from nc.weights.saved_calls import RecordedCalls
 
 #: Files do not depend on torch; OpenVINO is not beside each.

@@ -321,7 +321,7 @@ def raced(engines, monkeypatch):
         monkeypatch.setattr(
             auto_order, "RACES", tuple(race for cpu in auto_order.CPUS for race in races(cpu))
         )
-        monkeypatch.setattr("nc.backends.cpu.machine_features", lambda: ("avx2",))
+        monkeypatch.setattr("nc.kernels.cpu.machine_features", lambda: ("avx2",))
         return made
 
     return register
@@ -406,7 +406,7 @@ def test_models_of_each_kind_get_the_engine_that_was_faster_and_the_report_says_
             f"that can run here ({text.format(CONVOLUTIONS if chosen == 'second' else LINEARS)})"
             in found.report().chosen
         )
-    monkeypatch.setattr("nc.backends.cpu.machine_features", lambda: ())
+    monkeypatch.setattr("nc.kernels.cpu.machine_features", lambda: ())
     assert prepare(model, StaticQuantConfig(), example_inputs=x).backend == "first"
 
 
@@ -429,7 +429,7 @@ def test_what_can_not_run_is_not_compared(raced):
 @pytest.mark.ipex
 def test_auto_begins_with_what_was_measured_to_be_faster_here():
     for model, x, kind in ((conv(), IMAGE, CONVOLUTIONS), (mlp(), X, LINEARS)):
-        race = auto_order.race_for(nc.backends.cpu.machine_features(), kind)
+        race = auto_order.race_for(nc.kernels.cpu.machine_features(), kind)
         expected = AUTO[0] if race is None else race.faster
         assert prepare(model, StaticQuantConfig(), example_inputs=x).backend == expected
 

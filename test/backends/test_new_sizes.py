@@ -13,8 +13,9 @@ from torch import nn
 
 import nc
 from nc import NCWarning, StaticQuantConfig
-from nc.backends import cpu, get_backend
+from nc.backends import get_backend
 from nc.backends.new_sizes import NewSizes
+from nc.kernels import cpu
 
 ENGINES = [name for name in ("ipex", "openvino") if not get_backend(name).why_unavailable()]
 

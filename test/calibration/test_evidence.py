@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import nc
-from nc.api.page_pictures import configuration, pictures
-from nc.api.report_page import page_of
 from nc.calibration import evidence as module
 from nc.config.document import plain_values
 from nc.graph.evidence import Evidence
 from nc.numerics.metrics import sqnr_db
+from nc.reports.page_pictures import configuration, pictures
+from nc.reports.report_page import page_of
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 20, 32)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import nc
 from nc.api.preparation import finish
-from nc.backends.profiling.verdict import Verdict
+from nc.backends.verdict import Verdict
 from nc.calibration.costly import COSTLY, HOPELESS_DB, costly_operators
 from nc.numerics.metrics import sqnr_db
 

@@ -732,7 +732,7 @@ TOUCHED = {
         {"test-newest:backends/native", "test-fallback:backends/native:0", "test-once:backends/native"},
     ),
     "nc/kernels/c_code/bf16.h": ({"sanitize:rows", "isas:amx", "wheel"}, {"test-newest:backends/native"}),
-    "nc/api/tune/front.py": ({"test-newest:api/tune"}, {"test-once:cli"}),
+    "nc/tuning/front.py": ({"test-newest:tuning"}, {"test-once:cli"}),
     "nc/hf/export.py": ({"test-newest:hf"}, {"judges:readers", "judges:vllm"}),
     "test/suites/real_minilm.py": (set(), {"test-newest:hf"}),
     "test/data/schema1/static/model.json": (set(), {"test-newest:api"}),

@@ -19,10 +19,11 @@ from click.testing import CliRunner
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends
 from nc.api.artefact import load
-from nc.backends import cpu, get_backend
-from nc.backends.profiling import latency
+from nc.backends import get_backend
 from nc.cli import inputs
 from nc.cli.main import main
+from nc.kernels import cpu
+from nc.profiling import latency
 from nc.storage import store
 
 SETUP = pathlib.Path(__file__).parents[2] / "setup.py"
@@ -646,7 +647,7 @@ def test_json_holds_what_is_printed(run, monkeypatch, command):
     assert found == unchanged
     assert not changes or get_backend("native").capabilities().narrow_sums  # pairs have to fit 16 bits here
     assert all(choice["why"] in shown.stdout for choice in facts["auto"].values())
-    monkeypatch.setattr("nc.backends.cpu.missing", lambda _: ("avx512_vnni",))
+    monkeypatch.setattr("nc.kernels.cpu.missing", lambda _: ("avx512_vnni",))
     lacking = run(*words, "--json")
     assert lacking.exit_code == 1
     assert json.loads(lacking.stdout)["artefact"]["missing"] == ["avx512_vnni"]

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends, convert, load, prepare
-from nc.backends import cpu, dynamic
+from nc.backends import dynamic
 from nc.backends.native import recurrent
 from nc.errors import CaptureError, InputError, NCWarning, UnsupportedError
 from nc.formats.reasons import Cause
 from nc.graph.views import set_argument
+from nc.kernels import cpu
 from nc.numerics.metrics import sqnr_db
 from nc.ops import RECURRENT
 from nc.planning.rules import fit

@@ -19,9 +19,10 @@ from suites.saturating_nets import NETS
 from torch import nn
 
 from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, available_backends, load, save
-from nc.backends import cpu, get_backend
+from nc.backends import get_backend
 from nc.formats.rule_key import KIND_NAMES
 from nc.graph.saturation import narrow, saturating
+from nc.kernels import cpu
 from nc.numerics.int16_pairs import PAIR_LIMIT, fit, largest_pair
 from nc.ops import quantize_per_tensor
 

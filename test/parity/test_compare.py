@@ -21,9 +21,10 @@ from nc import (
     available_backends,
     convert,
 )
-from nc.backends import cpu, engine_options, get_backend
+from nc.backends import engine_options, get_backend
 from nc.backends.reference import ReferenceBackend
 from nc.graph.fx_utils import call_function, copy_module, retarget
+from nc.kernels import cpu
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.parity.compare import VERDICTS
 from nc.proof.intermediates import name_of, places_of, points_at, with_outputs

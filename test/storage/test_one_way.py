@@ -13,7 +13,7 @@ WRITERS = {
     "nc/storage/tensor_file.py": "at a path that callers get from the mechanism",
     "nc/kernels/c_code/flags.py": "beside what is compiled, in a temporary folder",
     "nc/kernels/c_code/build.py": "in a temporary folder",
-    "nc/backends/profiling/process.py": "in a temporary folder",
+    "nc/backends/profile_process.py": "in a temporary folder",
     "nc/backends/base.py": "in the temporary folder of an export",
     "nc/backends/native/package.py": "in the temporary folder of an export",
     "nc/interchange/gguf_writer.py": "into the file of the mechanism",
@@ -41,5 +41,5 @@ def test_json_is_read_by_one_reader(path):
     """Others know no limits: numbers that no float holds, lists in lists, keys that occur twice."""
     text = path.read_text(encoding="utf-8")
     # a process that has no nc on its path yet gets its path from its parent
-    expected = {"nc/text/json_text.py": 1, "nc/backends/spawn.py": 1}.get(_named(path), 0)
+    expected = {"nc/text/json_text.py": 1, "nc/process/spawn.py": 1}.get(_named(path), 0)
     assert len(re.findall(r"json\.loads?\(|JSONDecoder\(", text)) == expected

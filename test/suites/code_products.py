@@ -6,11 +6,11 @@ import torch
 from suites.rows_code import code_of
 from torch.nn import functional as F
 
-from nc.backends import cpu
 from nc.backends.native.operators import depthwise
 from nc.backends.native.plans import code_products, rows
 from nc.backends.native.plans.operands import PackedWeights, PlanTensor, WeightToPack
 from nc.backends.native.plans.ways import Refused
+from nc.kernels import cpu
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Sum
 from nc.numerics import int16_pairs
 

@@ -1,6 +1,6 @@
 """Other CPUs than this one."""
 
-from nc.backends import cpu
+from nc.kernels import cpu
 
 
 def as_cpu(patch, *features):

@@ -5,13 +5,13 @@ import torch
 from models import library
 from torch import fx, nn
 
-from nc.backends import cpu
 from nc.backends.native import planned as model
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.operators.matmul import product
 from nc.backends.native.plans.execution_plan import FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
 from nc.graph.fx_utils import call_function
+from nc.kernels import cpu
 from nc.kernels.onednn.runner import runner
 
 #: Scales of q, k, v and the result.

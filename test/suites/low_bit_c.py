@@ -4,9 +4,9 @@ import torch
 from suites.low_bit import exact
 from torch import nn
 
-from nc.backends.low_bit import compiled
-from nc.backends.low_bit.compiled import NUMBERS
 from nc.kernels.c_code import limit
+from nc.kernels.low_bit import compiled
+from nc.kernels.low_bit.compiled import NUMBERS
 
 HERE = {name: NUMBERS[name] for name in compiled.usable()}
 #: Those to test: under a limit the best one, because each of the others has a run of its own (test/isas.py).

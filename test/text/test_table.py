@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nc
-from nc.api.report import Report
+from nc.reports.report import Report
 from nc.text.table import WIDTH, flowing, folded, format_table, largest, wrapped
 
 HEAD = ("operator", "type", "why")

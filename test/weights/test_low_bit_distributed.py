@@ -32,7 +32,7 @@ from nc import (
     StaticQuantConfig,
     WeightOnlyConfig,
 )
-from nc.algorithms.inputs.statistics import InputStatistics
+from nc.modules.statistics import InputStatistics
 from nc.weights.shared_work import add
 
 pytestmark = pytest.mark.once

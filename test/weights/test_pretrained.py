@@ -40,10 +40,10 @@ from nc import (
     UnsupportedError,
     WeightOnlyConfig,
 )
-from nc.algorithms.inputs.block_calls import _without_copies
 from nc.api.pretrained import quantize_folder
 from nc.cli.main import main
 from nc.formats.weight_format import DoubleQuant
+from nc.modules.block_calls import _without_copies
 from nc.weights import driver as blocks
 from nc.weights.files import streamed
 
@@ -223,7 +223,7 @@ class TestMemory:
     @pytest.fixture
     def deep(self, tmp_path, monkeypatch):
         monkeypatch.setattr("nc.numerics.groups.CHUNK", 1024)
-        monkeypatch.setattr("nc.algorithms.inputs.statistics._ROWS", 16)
+        monkeypatch.setattr("nc.modules.statistics._ROWS", 16)
         sizes = {
             "hidden_size": self.HIDDEN,
             "intermediate_size": self.INNER,
@@ -315,7 +315,7 @@ class TestMemory:
         hidden = 64 * 32 * self.HIDDEN * 4
         config = WeightOnlyConfig("int8", group_size=-1, w_algo="minmax", solver=GPTQ())
         inside = self.peak(deep, config, data, tmp_path / "inside")
-        monkeypatch.setattr("nc.algorithms.inputs.activations.Activations.__init__.__defaults__", (0,))
+        monkeypatch.setattr("nc.modules.activations.Activations.__init__.__defaults__", (0,))
         outside = self.peak(deep, config, data, tmp_path / "outside")
         assert outside < inside - hidden / 2
         assert files(tmp_path / "inside") == files(tmp_path / "outside")

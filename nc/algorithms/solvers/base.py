@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from nc.algorithms.inputs.statistics import InputStatistics
 from nc.errors import UnsupportedError
 from nc.formats.weight_format import WeightFormat
+from nc.modules.statistics import InputStatistics
 from nc.numerics.packed_weight import PackedWeight
 from nc.process.error_texts import is_of_gradients
 

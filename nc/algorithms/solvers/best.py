@@ -5,10 +5,10 @@ No layer is ever worse than round to nearest.
 
 from __future__ import annotations
 
-from nc.algorithms.inputs.statistics import weighted_loss
 from nc.algorithms.solvers.base import Problem, Solver
 from nc.algorithms.solvers.rtn import RTN
 from nc.errors import CalibrationError, InputError
+from nc.modules.statistics import weighted_loss
 from nc.nn.result import LayerResult
 from nc.numerics.packed_weight import PackedWeight
 
@@ -18,7 +18,7 @@ UNREACHED = "calibration never reached it"
 def solve_best(problem: Problem, solver: Solver) -> tuple[PackedWeight, LayerResult]:
     """Solve a layer, and keep round to nearest where the solver does worse.
 
-    `nc.algorithms.inputs.statistics.weighted_loss` decides. A solver that needs data is not asked where no
+    `nc.modules.statistics.weighted_loss` decides. A solver that needs data is not asked where no
     token reached the layer; the note says so.
 
     Raises:

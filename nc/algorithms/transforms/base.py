@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
-from nc.algorithms.inputs.statistics import InputStatistics
 from nc.algorithms.solvers.base import InputNeeds
 from nc.formats.weight_format import WeightFormat
 from nc.graph.plan import Applied
+from nc.modules.statistics import InputStatistics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

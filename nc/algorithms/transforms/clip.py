@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from nc.algorithms.inputs.statistics import InputStatistics, weighted_loss
 from nc.algorithms.solvers.base import Problem
 from nc.algorithms.solvers.rtn import RTN
 from nc.algorithms.transforms.base import Scope, Target
 from nc.algorithms.transforms.scale_sets import BlockError, divided, weight_of
+from nc.modules.statistics import InputStatistics, weighted_loss
 from nc.numerics import clipping
 
 #: Last parts of names of layers that make queries or keys: the softmax amplifies their error, so AWQ leaves

@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import BlockCall, run
-from nc.algorithms.inputs.copies import own_tensors, sharing
+from nc.modules.block_calls import BlockCall, run
+from nc.modules.copies import own_tensors, sharing
 
 
 class Float64(TorchFunctionMode):

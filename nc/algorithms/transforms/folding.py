@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.algorithms.inputs.block_calls import BlockCall, run
-from nc.algorithms.inputs.layers import layers_of
 from nc.algorithms.transforms.float64 import BOUNDS, WideCopy, computing_in, in_dtype
 from nc.algorithms.transforms.structure import Link, difference
+from nc.modules.block_calls import BlockCall, run
+from nc.modules.layers import layers_of
 
 #: Samples among which the smallest is chosen.
 LOOKED_AT = 8

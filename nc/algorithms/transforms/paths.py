@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nc.algorithms.inputs.block_calls import BlockCall, run
+from nc.modules.block_calls import BlockCall, run
 
 #: Operators that give an order or a place: the decision is in their integers.
 _ORDERS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "mode"})

@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import BlockCall, Sample, block_lists, filled, record, run
-from nc.algorithms.inputs.layers import Layer, layers_of
 from nc.algorithms.solvers.base import InputNeeds
 from nc.algorithms.transforms.base import Scope
 from nc.algorithms.transforms.folding import NotEquivalentError, fold, gain_offset, rewrite, smallest
 from nc.algorithms.transforms.structure import Link, is_norm_like, links_of
 from nc.errors import UnsupportedError
 from nc.graph.plan import Applied
+from nc.modules.block_calls import BlockCall, Sample, block_lists, filled, record, run
+from nc.modules.layers import Layer, layers_of
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.algorithms.inputs.block_calls import BlockCall, called, first_tensor, fresh
-from nc.algorithms.inputs.layers import Layer, layers_of
-from nc.algorithms.inputs.statistics import InputStatistics
 from nc.algorithms.solvers.base import Problem
 from nc.algorithms.solvers.rtn import RTN
 from nc.algorithms.transforms.base import Scope, Target
 from nc.algorithms.transforms.folding import Checked, NotEquivalentError, fold, rewrite, smallest
 from nc.algorithms.transforms.structure import Link, links_of
 from nc.graph.plan import Applied
+from nc.modules.block_calls import BlockCall, called, first_tensor, fresh
+from nc.modules.layers import Layer, layers_of
+from nc.modules.statistics import InputStatistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import BlockCall, fresh, run
-from nc.algorithms.inputs.layers import Layer, layers_of
 from nc.algorithms.transforms.paths import Path, paths_of
+from nc.modules.block_calls import BlockCall, fresh, run
+from nc.modules.layers import Layer, layers_of
 
 _BASE = 7  # exponents 1 to 7 are the digits of a channel's index; 0 means "not changed"
 _TOLERANCE = 1e-6

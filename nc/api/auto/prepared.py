@@ -32,8 +32,6 @@ from nc.api.preparation.captured import PreparedModel
 from nc.api.preparation.finish import finished
 from nc.api.preparation.observed import Observed
 from nc.api.quantized import QuantizedModel
-from nc.backends.profiling.latency import median, timed_rounds
-from nc.backends.profiling.own_model import OwnModel
 from nc.backends.reference import NAME as REFERENCE
 from nc.calibration.costly import FLOOR
 from nc.calibration.ranks import Ranks
@@ -48,6 +46,8 @@ from nc.graph.known_codes import KnownCodes
 from nc.graph.plan import Applied, Plan
 from nc.graph.signature import call_error
 from nc.numerics.metrics import decibels, powers
+from nc.profiling.latency import median, timed_rounds
+from nc.profiling.own_model import OwnModel
 
 #: Seconds for the times of each trial.
 _SECONDS = 0.7

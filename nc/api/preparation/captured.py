@@ -24,7 +24,6 @@ from nc.api.quantized import QuantizedModel
 from nc.backends import choose_backend, engine_options, first_that_can, why_chosen
 from nc.backends.auto_order import kind_of_graph
 from nc.backends.base import Backend, EngineModel, lower
-from nc.backends.profiling.own_model import OwnModel
 from nc.calibration.accuracy import KEPT, accuracy_of, in_words, some_of
 from nc.calibration.costly import costly_operators, trouble
 from nc.calibration.diagnostics import examine
@@ -58,6 +57,7 @@ from nc.observers import Observer
 from nc.observers.base import Key
 from nc.planning.rules import fit
 from nc.planning.simulated import WHY_REFERENCE, that_simulates
+from nc.profiling.own_model import OwnModel
 
 
 class PreparedModel(CapturedPreparation):

@@ -6,15 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
-from nc.api.advice import trouble_text
 from nc.api.preparation.base import Conversion
 from nc.api.preparation.guard import undone
 from nc.api.quantized import QuantizedModel
-from nc.backends.profiling.latency import milliseconds
-from nc.backends.profiling.own_model import OwnModel
-from nc.backends.profiling.verdict import Verdict
-from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
+from nc.backends.verdict import Verdict
+from nc.backends.verdict import measure as speed_verdict
 from nc.calibration.costly import trouble
 from nc.calibration.sensitivity import ranking
 from nc.capture.capture import Graph
@@ -24,6 +21,9 @@ from nc.graph.plan import Applied, Plan
 from nc.graph.qdq import QDQGraph
 from nc.planning.nothing import nothing_quantized
 from nc.process.warn import warn
+from nc.profiling.latency import milliseconds
+from nc.profiling.own_model import OwnModel
+from nc.reports.advice import trouble_text
 
 
 class Lowering(Protocol):

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from nc.api.quantized import QuantizedModel
-from nc.backends.profiling.latency import milliseconds
 from nc.formats.reasons import Cause, Reason
 from nc.graph.plan import Applied
+from nc.profiling.latency import milliseconds
 
 #: How many times as fast as fp32 int8 has to be.
 LEAST_GAIN = 1.02

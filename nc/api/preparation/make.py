@@ -12,7 +12,6 @@ import torch
 
 from nc.algorithms import in_order, steps
 from nc.algorithms.base import Algorithm
-from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.auto.prepared import PreparedAuto
 from nc.api.preparation.base import Preparation
 from nc.api.preparation.captured import PreparedModel
@@ -23,7 +22,6 @@ from nc.backends import choose_backend, first_that_can, get_backend, precautions
 from nc.backends.auto_order import kind_of_graph
 from nc.backends.base import Backend
 from nc.backends.low_bit.engine import engine as low_bit_engine
-from nc.backends.profiling.own_model import OwnModel
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, SmoothQuantConfig, has_weight_only, is_weight_only, outer_field, with_rules
 from nc.config.auto import AutoConfig
@@ -32,6 +30,7 @@ from nc.export import ExportedModel
 from nc.graph.catalogue import kind_of_node
 from nc.graph.plan import Plan
 from nc.graph.products import unknown_products, unknown_text
+from nc.modules.layers import has_low_bit
 from nc.planning.layer_plan import WeightPlan, others_text
 from nc.planning.layer_rules import name_low_bit, plan_layers, with_low_bit
 from nc.planning.matching import check_rules
@@ -40,6 +39,7 @@ from nc.planning.rules import decide
 from nc.planning.simulated import that_simulates
 from nc.process.lock import LOCK
 from nc.process.warn import warn
+from nc.profiling.own_model import OwnModel
 from nc.weights.experts import separated
 
 

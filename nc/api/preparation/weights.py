@@ -13,13 +13,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.algorithms.inputs.block_calls import Sample
-from nc.algorithms.inputs.copies import own_tensors, sharing
-from nc.algorithms.inputs.layers import is_low_bit, settle_layers
 from nc.algorithms.transforms import TEQ
 from nc.api.preparation.base import Conversion, Preparation
-from nc.api.weight_verdict import measure as low_bit_verdict
-from nc.api.weight_verdict import warn_if_slower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.calibration.ranks import Ranks
@@ -27,11 +22,16 @@ from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
 from nc.errors import NotCalibratedError, StateError
 from nc.graph.caches import is_cache
+from nc.modules.block_calls import Sample
+from nc.modules.copies import own_tensors, sharing
+from nc.modules.layers import is_low_bit, settle_layers
 from nc.nn.origin import QuantizationRun
 from nc.planning.layer_plan import WeightPlan
 from nc.process.modes import PlainPath, evaluating
 from nc.process.progress import Progress
 from nc.process.warn import warn
+from nc.reports.weight_verdict import measure as low_bit_verdict
+from nc.reports.weight_verdict import warn_if_slower
 from nc.weights.accuracy import FirstCall, accuracy_db, first_call, goes_on, hopeless_layers, hopeless_text
 from nc.weights.driver import Driver
 from nc.weights.encoders import zeros_at_padding

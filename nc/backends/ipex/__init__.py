@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from nc.backends import cpu
 from nc.backends.base import Backend, EngineModel, Exporter, Option, check_available, write_script
 from nc.backends.ipex.capture_passes import CAPTURE_PASSES, right_layer_norms
 from nc.backends.ipex.low_bit import IPEX_WOQ
-from nc.backends.low_bit.kernel import LowBitKernel
 from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
+from nc.kernels import cpu
+from nc.kernels.low_bit.kernel import LowBitKernel
 
 NAME = "ipex"
 _PACKAGE = "intel-extension-for-pytorch"

@@ -8,7 +8,7 @@ import torch
 
 from nc.backends.ipex.quiet import import_ipex
 from nc.backends.low_bit import graph
-from nc.backends.spawn import end_with_parent
+from nc.process.spawn import end_with_parent
 
 
 def main(folder: str, threads: str, parent: str) -> None:

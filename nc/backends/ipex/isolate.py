@@ -18,8 +18,8 @@ from torch import fx
 from nc.backends.ipex import child
 from nc.backends.ipex.patterns import patterns
 from nc.backends.ipex.tested_patterns import TESTED
-from nc.backends.spawn import run_module
 from nc.errors import BackendError, NCError
+from nc.process.spawn import run_module
 
 TIME_LIMIT_S = 300.0
 

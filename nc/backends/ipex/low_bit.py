@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nc.backends.low_bit.kernel import LowBitKernel
+from nc.kernels.low_bit.kernel import LowBitKernel
 
 IPEX_WOQ = LowBitKernel(
     name="ipex weight-only",

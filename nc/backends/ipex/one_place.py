@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.graph.catalogue import kind_of_node
 from nc.graph.views import Conv
+from nc.kernels import cpu
 from nc.ops import dequantize_per_tensor
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from nc.backends.ipex.executed_graph import GROUP, executed_graph, line_of
-from nc.backends.profiling import onednn_verbose
-from nc.backends.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
+from nc.profiling import onednn_verbose
+from nc.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
 
 _CONVERTERS = frozenset({"aten::quantize_per_tensor", "aten::quantize_per_channel", "aten::dequantize"})
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.passes import Pass
 from nc.graph.catalogue import (
     BINARY,
@@ -38,6 +37,7 @@ from nc.graph.fx_utils import (
 )
 from nc.graph.tensor_meta import Traced, hint_of, strided
 from nc.graph.views import Binary, Conv, Quantize, options, set_argument
+from nc.kernels import cpu
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: The end of a dimension, for slices.

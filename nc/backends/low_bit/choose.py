@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.formats.weight_format import WeightFormat
+from nc.kernels.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.nn import KernelChoice
 from nc.numerics.low_bit import round_activations
 from nc.numerics.packed_weight import PackedWeight

@@ -13,9 +13,9 @@ import torch
 from nc.backends import AUTO, backend_names, get_backend, registered_backends
 from nc.backends.base import check_available
 from nc.backends.low_bit.choose import FLOATS, able, choice, compute, computed_as
-from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.errors import UnsupportedError
 from nc.kernels.c_code.openmp import leave_threads_of_parent
+from nc.kernels.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.nn import KernelChoice, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
 

@@ -16,9 +16,9 @@ from torch import fx
 
 from nc.backends import get_backend
 from nc.backends.low_bit.choose import FLOATS, able, choice, compute, computed_as, used
-from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.fx_utils import call_function, constant_of, free_name, take_over
+from nc.kernels.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.nn import KernelChoice
 from nc.numerics.low_bit import linear as reference
 from nc.numerics.low_bit import stored_weight

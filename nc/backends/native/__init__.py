@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option, check_available
-from nc.backends.low_bit.aten import DYN_QUANT_4BIT, INT4PACK, INT8PACK
-from nc.backends.low_bit.bag import BAG
-from nc.backends.low_bit.blocks import BLOCKS, BLOCKS_BF16
-from nc.backends.low_bit.compiled import KERNELS as IN_C
-from nc.backends.low_bit.compiled_blocks import KERNELS as IN_C_BY_BLOCKS
-from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native import decode, lower, package
 from nc.formats import Capabilities, OpSupport
 from nc.graph.catalogue import RECURRENT
 from nc.graph.qdq import QDQGraph
+from nc.kernels import cpu
+from nc.kernels.low_bit.aten import DYN_QUANT_4BIT, INT4PACK, INT8PACK
+from nc.kernels.low_bit.bag import BAG
+from nc.kernels.low_bit.blocks import BLOCKS, BLOCKS_BF16
+from nc.kernels.low_bit.compiled import KERNELS as IN_C
+from nc.kernels.low_bit.compiled_blocks import KERNELS as IN_C_BY_BLOCKS
+from nc.kernels.low_bit.kernel import LowBitKernel
 from nc.nn import QuantLinear
 from nc.process.lock import LOCK
 

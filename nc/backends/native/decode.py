@@ -12,11 +12,11 @@ from torch import fx
 
 from nc.backends.low_bit.engine import LowBitEngine
 from nc.backends.low_bit.graph import replace_low_bit
-from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.native import operators
 from nc.backends.native.planned import PlannedModel
 from nc.backends.native.plans import c_functions
 from nc.errors import BackendError, BackendUnavailableError
+from nc.kernels.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.kernels.onednn.providers import provider
 from nc.kernels.onednn.runner import runner
 from nc.nn import QuantLinear

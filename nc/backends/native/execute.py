@@ -22,14 +22,14 @@ from nc.backends.native.planned import planned, why_not
 from nc.backends.native.plans.any_sizes import SampleInputs
 from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
-from nc.backends.profiling.nodes import node_steps, profile_nodes
-from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.torchscript import script
 from nc.errors import BackendError
 from nc.graph.fx_utils import GIVES, run_with
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import from_bf16, to_bf16
 from nc.process.lock import LOCK
+from nc.profiling.nodes import node_steps, profile_nodes
+from nc.profiling.profile import EngineCall, Profile
 from nc.proof.kernels import KernelCheck
 
 _SPELLING: dict[Callable[..., object], str] = {

@@ -11,11 +11,11 @@ import functools
 import torch
 from torch import fx
 
-from nc.backends.cpu import accumulates_wide
 from nc.errors import BackendUnavailableError
 from nc.graph.fx_utils import constant_of
 from nc.graph.tensor_meta import hint_of
 from nc.graph.views import Conv, Dequantize
+from nc.kernels.cpu import accumulates_wide
 from nc.kernels.onednn.api import Unimplemented
 from nc.kernels.onednn.descriptions import (
     DST,

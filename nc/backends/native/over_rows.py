@@ -13,7 +13,6 @@ from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport, PaddedTexts
 from nc.backends.native.plans.any_sizes import SampleInputs
-from nc.backends.profiling.profile import EngineCall, Profile
 from nc.backends.rewrites.ragged.rewrite import Ragged
 from nc.backends.rewrites.ragged.rows import Rows, rows_of
 from nc.backends.verify import reference_outputs, verify_outputs
@@ -21,6 +20,7 @@ from nc.errors import BackendError, InputError
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import DEQUANTIZE, QUANTIZE, from_bf16, quantize_dequantize_dynamic, to_bf16
+from nc.profiling.profile import EngineCall, Profile
 
 #: What the report says of padding, by this name.
 DETAIL = "padding"

@@ -34,9 +34,6 @@ from nc.backends.native.plans.plan_instance import PlanInstance, See
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator
-from nc.backends.profiling import onednn_verbose
-from nc.backends.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
-from nc.backends.profiling.scaling import COUNTS, Prediction
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import schema_arguments
 from nc.kernels.c_code import openmp
@@ -44,6 +41,9 @@ from nc.kernels.onednn.providers import Provider, provider
 from nc.kernels.onednn.runner import CompiledRunner, Runner, runner
 from nc.process.malloc import give_back_small_pieces
 from nc.process.unavailable import Unavailable
+from nc.profiling import onednn_verbose
+from nc.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
+from nc.profiling.scaling import COUNTS, Prediction
 
 
 class Otherwise(Protocol):

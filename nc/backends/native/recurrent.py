@@ -14,11 +14,11 @@ import torch
 from torch import fx
 from torch.nn.functional import pad
 
-from nc.backends import cpu
 from nc.backends.dynamic import DYNAMIC_KERNEL
 from nc.backends.native.fuse import weight_of
 from nc.graph.fx_utils import call_function, constant_of, free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
+from nc.kernels import cpu
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, call_packed, function_of

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from nc.backends import cpu
 from nc.backends.native.plans.products import output_sizes, post_ops_of
 from nc.backends.native.torch_library import ACCUMULATOR, ACTIVATIONS, SUM, stored
 from nc.graph.catalogue import first_input, input_node, schema_arguments
 from nc.graph.fx_utils import constant_of, retarget
+from nc.kernels import cpu
 from nc.kernels.onednn import trials
 from nc.kernels.onednn.descriptions import (
     BIAS,

@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from nc.backends import cpu
 from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option
 from nc.backends.openvino import lower, write
 from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
+from nc.kernels import cpu
 
 NAME = "openvino"
 _INSTALL = "pip install 'nc-quant[openvino]'"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nc.backends import cpu
 from nc.backends.openvino.extremes import keep_unfused
 from nc.backends.openvino.program import program
 from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
@@ -16,6 +15,7 @@ from nc.errors import BackendError
 from nc.graph.fx_utils import call_function
 from nc.graph.output_names import output_names
 from nc.graph.qdq import QDQGraph
+from nc.kernels import cpu
 from nc.process.lock import LOCK
 
 

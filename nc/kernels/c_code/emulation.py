@@ -2,7 +2,7 @@
 
 The C sources are compiled for a CPU with AVX2 alone, against a header of the tests that gives all other
 intrinsics in portable C. The C code then counts on an instruction set that this CPU may lack. What is
-concluded about torch, FBGEMM and oneDNN is still of the CPU itself: see `nc.backends.cpu`.
+concluded about torch, FBGEMM and oneDNN is still of the CPU itself: see `nc.kernels.cpu`.
 """
 
 from __future__ import annotations

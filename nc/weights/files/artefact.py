@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from nc.algorithms.inputs.copies import sharing
-from nc.algorithms.inputs.layers import Layer, layers_of, memory_of, settle_layers
 from nc.algorithms.transforms import Rotation
 from nc.errors import ArtefactError
 from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
 from nc.graph.plan import Applied
+from nc.modules.copies import sharing
+from nc.modules.layers import Layer, layers_of, memory_of, settle_layers
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.nn.origin import QuantizationRun
 from nc.nn.result import LayerResult

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nc.algorithms.inputs.layers import is_low_bit
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError
+from nc.modules.layers import is_low_bit
 from nc.numerics.packed_weight import PARTS
 from nc.process.malloc import give_back_small_pieces
 from nc.storage import folder

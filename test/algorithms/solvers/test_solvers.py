@@ -12,12 +12,12 @@ from torch import nn
 
 import nc
 from nc import ConfigError
-from nc.algorithms.inputs.statistics import InputStatistics, weighted_loss
 from nc.algorithms.solvers import GPTQ, HQQ, RTN, SOLVERS, AutoRound, BlockProblem, Problem, solve_best
 from nc.algorithms.solvers.autoround import _Rounding
 from nc.algorithms.solvers.gptq import column_order
 from nc.errors import CalibrationError, InputError, UnsupportedError
 from nc.formats.weight_format import DoubleQuant, WeightFormat
+from nc.modules.statistics import InputStatistics, weighted_loss
 from nc.numerics.error_feedback import factor
 from nc.numerics.group_ranges import RULES
 

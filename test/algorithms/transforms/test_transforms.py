@@ -14,9 +14,7 @@ from suites.reports import said
 from torch import nn
 
 import nc
-from nc.algorithms.inputs.block_calls import Sample, record
-from nc.algorithms.inputs.collect import Collector
-from nc.algorithms.inputs.layers import layers_of
+from nc.algorithms.collect import Collector
 from nc.algorithms.solvers import RTN, InputNeeds
 from nc.algorithms.transforms import TRANSFORMS, Scope, Target, folding, scale_sets
 from nc.algorithms.transforms.float64 import Float64, WideCopy
@@ -24,6 +22,8 @@ from nc.algorithms.transforms.folding import NotEquivalentError, fold, rewrite
 from nc.algorithms.transforms.rotation import orthogonal
 from nc.algorithms.transforms.structure import difference, find_links
 from nc.formats.weight_format import WeightFormat
+from nc.modules.block_calls import Sample, record
+from nc.modules.layers import layers_of
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
 from nc.weights.held_out import BlockJudge, Loss

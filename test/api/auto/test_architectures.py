@@ -15,8 +15,8 @@ from torch import nn
 import nc
 from nc.api.auto import prepared as module_under_test
 from nc.api.preparation import finish
-from nc.backends.profiling.load import Load
-from nc.backends.profiling.verdict import Verdict
+from nc.backends.verdict import Verdict
+from nc.profiling.load import Load
 
 FLOOR = 20.0
 ROWS = 4

@@ -10,8 +10,8 @@ from nc.api.auto import prepared as module_under_test
 from nc.api.auto.mending import ways
 from nc.api.preparation import finish
 from nc.backends import get_backend
-from nc.backends.profiling.load import Load
 from nc.planning.rules import decide
+from nc.profiling.load import Load
 
 
 class Mixed(nn.Module):

@@ -16,8 +16,8 @@ import nc
 from nc.api.auto import held_out
 from nc.api.auto import prepared as module_under_test
 from nc.api.preparation import captured, finish
-from nc.backends.profiling.load import Load
-from nc.backends.profiling.verdict import OpCost, Verdict
+from nc.backends.verdict import OpCost, Verdict
+from nc.profiling.load import Load
 
 
 class Meets(nn.Module):

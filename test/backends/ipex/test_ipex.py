@@ -30,13 +30,14 @@ from nc import (
     convert,
     prepare,
 )
-from nc.backends import auto_order, cpu, verify
+from nc.backends import auto_order, verify
 from nc.backends.ipex import isolate, lower
 from nc.backends.ipex.passes import passes
 from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.workarounds import WORKAROUNDS
 from nc.backends.passes import run_passes
 from nc.graph.signature import at_least_two
+from nc.kernels import cpu
 
 pytestmark = pytest.mark.ipex
 

@@ -8,9 +8,9 @@ import torch
 from nets import NETS
 
 import nc
-from nc.backends import cpu
 from nc.backends.ipex.patterns import patterns
 from nc.backends.ipex.tested_patterns import TESTED
+from nc.kernels import cpu
 from nc.numerics.metrics import sqnr_db
 
 pytestmark = pytest.mark.ipex

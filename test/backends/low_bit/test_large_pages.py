@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nc.backends.low_bit.large_pages import PAGE, LargePages
+from nc.process.large_pages import PAGE, LargePages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -16,10 +16,15 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import nc
-from nc.backends import cpu
-from nc.backends.low_bit import compiled_blocks
-from nc.backends.low_bit.blocks import BLOCKS
-from nc.backends.low_bit.compiled_blocks import (
+from nc.formats import PRESETS, DoubleQuant, WeightFormat
+from nc.formats.dtypes import DTYPES
+from nc.kernels import cpu
+from nc.kernels.c_code import limit
+from nc.kernels.c_code.abi import LOW_BIT_BLOCKS_WEIGHT
+from nc.kernels.c_code.isas import NUMBERS
+from nc.kernels.low_bit import compiled_blocks
+from nc.kernels.low_bit.blocks import BLOCKS
+from nc.kernels.low_bit.compiled_blocks import (
     C_BLOCKS,
     C_BLOCKS_BF16,
     C_BLOCKS_INT8,
@@ -28,11 +33,6 @@ from nc.backends.low_bit.compiled_blocks import (
     KERNELS,
     coding,
 )
-from nc.formats import PRESETS, DoubleQuant, WeightFormat
-from nc.formats.dtypes import DTYPES
-from nc.kernels.c_code import limit
-from nc.kernels.c_code.abi import LOW_BIT_BLOCKS_WEIGHT
-from nc.kernels.c_code.isas import NUMBERS
 from nc.nn import QuantLinear
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
@@ -373,7 +373,7 @@ def test_the_best_instruction_set_is_chosen(monkeypatch):
             cpu, "code_lacks", lambda needed, without=without: tuple(n for n in needed if n in without)
         )
         monkeypatch.setattr(
-            "nc.backends.low_bit.compiled.usable",
+            "nc.kernels.low_bit.compiled.usable",
             lambda without=without: () if "amx_tile" in without else ("amx",),
         )
         assert compiled_blocks.usable()[:1] == ((best,) if best else ())

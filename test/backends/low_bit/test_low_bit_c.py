@@ -17,10 +17,13 @@ from suites.reports import said
 from torch import nn
 
 import nc
-from nc.backends import cpu, get_backend
-from nc.backends.low_bit import compiled
-from nc.backends.low_bit.bag import BAG
-from nc.backends.low_bit.compiled import (
+from nc.backends import get_backend
+from nc.backends.low_bit.engine import LowBitEngine, set_backend
+from nc.kernels import cpu
+from nc.kernels.c_code import build, limit
+from nc.kernels.low_bit import compiled
+from nc.kernels.low_bit.bag import BAG
+from nc.kernels.low_bit.compiled import (
     C_BF16,
     C_BF16_FEW_ROWS,
     C_BF16_IN_FP32,
@@ -30,8 +33,6 @@ from nc.backends.low_bit.compiled import (
     KERNELS,
     NUMBERS,
 )
-from nc.backends.low_bit.engine import LowBitEngine, set_backend
-from nc.kernels.c_code import build, limit
 from nc.nn import QuantLinear
 
 pytestmark = [
@@ -421,7 +422,7 @@ def test_it_comes_first_on_native():
 FORKED = """
 import os, sys, torch
 from suites.low_bit import exact, form, layer_with, ran, weight
-from nc.backends.low_bit.compiled import C_FP32
+from nc.kernels.low_bit.compiled import C_FP32
 torch.set_num_threads(int(sys.argv[1]))
 layer = layer_with([C_FP32], weight(form(), 512, 512))
 x = torch.randn(2, 512)

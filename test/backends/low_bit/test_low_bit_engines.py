@@ -21,20 +21,21 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
 import nc
-from nc.backends import cpu, get_backend
+from nc.backends import get_backend
 from nc.backends.base import Backend
-from nc.backends.low_bit import kernel as kernel_module
-from nc.backends.low_bit.aten import INT4PACK, INT8PACK
-from nc.backends.low_bit.bag import BAG, grid
-from nc.backends.low_bit.blocks import BLOCK, BLOCKS, BLOCKS_BF16
 from nc.backends.low_bit.engine import LowBitEngine, engine, set_backend
-from nc.backends.profiling import bandwidth
 from nc.formats import dtype
+from nc.kernels import cpu
+from nc.kernels.low_bit import kernel as kernel_module
+from nc.kernels.low_bit.aten import INT4PACK, INT8PACK
+from nc.kernels.low_bit.bag import BAG, grid
+from nc.kernels.low_bit.blocks import BLOCK, BLOCKS, BLOCKS_BF16
 from nc.nn import QuantLinear
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
 from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.packed_weight import pack
+from nc.profiling import bandwidth
 from nc.weights.speed import layer_speeds
 
 vector_aten = pytest.mark.skipif(
@@ -77,7 +78,7 @@ def test_bag_is_exact_in_fp32(name, group, kind, rows):
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize(("name", "group", "kind"), [*INTEGERS, *ON_A_GRID, *OTHERS])
 def test_blocks_are_exact_in_fp32(name, group, kind, rows, monkeypatch):
-    monkeypatch.setattr("nc.backends.low_bit.blocks.BLOCK", 128 * 20)  # the last block is smaller
+    monkeypatch.setattr("nc.kernels.low_bit.blocks.BLOCK", 128 * 20)  # the last block is smaller
     packed = weight(form(name, group, kind))
     x, w = torch.randn(rows, 128), exact(packed)
     result = layer_with([BLOCKS], packed)(x)
@@ -409,7 +410,7 @@ def test_threads_that_call_first_at_once_pack_once():
 
 @native
 def test_blocks_need_memory_for_one_block_only(monkeypatch):
-    monkeypatch.setattr("nc.backends.low_bit.blocks.BLOCK", 16 * 256)
+    monkeypatch.setattr("nc.kernels.low_bit.blocks.BLOCK", 16 * 256)
     packed = weight(form(), outputs=512, inputs=256)
     layer = layer_with([BLOCKS], packed)
     x = torch.randn(4, 256)
@@ -798,7 +799,7 @@ def test_the_report_names_kernels_and_why_not_others():
 
 @native
 def test_the_report_times_layers_on_given_inputs(monkeypatch):
-    monkeypatch.setattr("nc.api.weight_report.read_bandwidth", lambda _: 10.0)
+    monkeypatch.setattr("nc.reports.weight_report.read_bandwidth", lambda _: 10.0)
     q = nc.quantize(mlp(), CONFIG, backend="native")
     report = nc.report(q, profile_inputs=torch.randn(3, 64))
     assert [(layer.speed.rows, layer.speed.calls) for layer in report.layers] == [(3, 1)] * 2

@@ -16,9 +16,7 @@ from torch import nn
 import nc
 from nc.backends import get_backend
 from nc.backends.base import Backend
-from nc.backends.low_bit import compiled
 from nc.backends.low_bit import graph as low_bit
-from nc.backends.low_bit import kernel as kernel_module
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native import package
 from nc.backends.native import planned as planning
@@ -27,6 +25,8 @@ from nc.backends.native.plans import code_products
 from nc.backends.native.plans.execution_plan import AtenCall
 from nc.export import export
 from nc.graph.fx_utils import copy_module
+from nc.kernels.low_bit import compiled
+from nc.kernels.low_bit import kernel as kernel_module
 from nc.nn import KernelChoice, QuantLinear
 from nc.ops import quant_linear
 

@@ -19,11 +19,12 @@ from nc import (
     load,
     prepare,
 )
-from nc.backends import cpu, get_backend
+from nc.backends import get_backend
 from nc.backends.native import OPS
 from nc.backends.native.operators import float_attention
 from nc.backends.native.plans import rows as row_format
 from nc.capture.capture import capture
+from nc.kernels import cpu
 from nc.planning.rules import fit, resolve
 
 LOW = StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")

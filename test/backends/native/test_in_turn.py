@@ -22,12 +22,12 @@ from nc.backends.native.plans import c_functions, in_turn
 from nc.backends.native.plans import rows as row_format
 from nc.backends.native.plans.execution_plan import FunctionCall
 from nc.backends.native.plans.in_turn import Turns
-from nc.backends.profiling import scaling
-from nc.backends.profiling.profile import EngineCall, Profile
-from nc.backends.profiling.scaling import COUNTS, DividedStep, Prediction
 from nc.kernels.c_code import abi, build, flags, openmp
 from nc.kernels.c_code.calls import call_packed, in_memory
 from nc.kernels.c_code.isas import NUMBERS
+from nc.profiling import scaling
+from nc.profiling.profile import EngineCall, Profile
+from nc.profiling.scaling import COUNTS, DividedStep, Prediction
 
 _WHY = available_backends()["native"] or c_functions.why_unavailable()
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import nc
 from nc.backends import available_backends
-from nc.backends.low_bit import compiled
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native import low_bit_rows
 from nc.backends.native.plans import rows as row_format
 from nc.kernels.c_code import abi
+from nc.kernels.low_bit import compiled
 from nc.nn import QuantLinear
 from nc.numerics.int16_pairs import limit_pairs
 from nc.numerics.packed_weight import pack

@@ -38,12 +38,13 @@ from nc import (
     load,
     prepare,
 )
-from nc.backends import cpu, get_backend
+from nc.backends import get_backend
 from nc.backends.native import OPS, execute, fuse, passes, regions
 from nc.backends.native.plans import code_products
-from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
 from nc.graph.saturation import narrow
+from nc.kernels import cpu
+from nc.profiling import onednn_verbose
 
 pytestmark = pytest.mark.skipif(
     bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.native import fuse, operators
 from nc.backends.native import planned as planning
 from nc.backends.native.grouped import join
@@ -41,6 +41,7 @@ from nc.backends.passes import run_passes
 from nc.errors import BackendError, BackendUnavailableError, InputError, NCError
 from nc.graph.fx_utils import copy_module
 from nc.graph.schemas import writes_into
+from nc.kernels import cpu
 from nc.kernels.c_code import build
 from nc.kernels.onednn import elf, providers
 from nc.kernels.onednn.api import Unimplemented

@@ -28,11 +28,12 @@ from nc import (
     export_openvino,
     prepare,
 )
-from nc.backends import AUTO, cpu, get_backend
+from nc.backends import AUTO, get_backend
 from nc.backends.openvino import program
 from nc.backends.passes import Pass
 from nc.capture.capture import capture
 from nc.graph.saturation import narrow
+from nc.kernels import cpu
 from nc.ops import quant_linear
 from nc.planning.rules import fit, resolve
 

@@ -16,14 +16,13 @@ from models import library
 from torch import nn
 
 import nc
-from nc.backends import cpu
-from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import c_functions, rows
 from nc.errors import BackendUnavailableError, NCWarning
-from nc.kernels import flash
+from nc.kernels import cpu, flash
 from nc.kernels.c_code import build, flags, isas
+from nc.kernels.low_bit import compiled, compiled_blocks
 from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.process import cache
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nc.backends import cpu
-from nc.backends.low_bit import compiled
-from nc.backends.low_bit.kernel import features
 from nc.errors import ConfigError
+from nc.kernels import cpu
 from nc.kernels.c_code import build, emulation, flags, isas, limit
+from nc.kernels.low_bit import compiled
+from nc.kernels.low_bit.kernel import features
 from nc.process import env
 
 HEADERS = Path(__file__).parents[2] / "emulated"

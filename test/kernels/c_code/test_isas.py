@@ -13,14 +13,14 @@ import pytest
 import torch
 from suites.low_bit import form, weight
 
-from nc.backends import cpu
-from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.plans import rows as row_format
 from nc.cli import doctor
 from nc.errors import BackendError, ConfigError
+from nc.kernels import cpu
 from nc.kernels.c_code import build, isas, limit, tested
+from nc.kernels.low_bit import compiled, compiled_blocks
 from nc.process import env
 
 ALL = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_tile")

@@ -9,8 +9,9 @@ from models import library, quantized
 from suites.reports import said
 from torch import nn
 
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.native.plans import products
+from nc.kernels import cpu
 from nc.kernels.onednn import trials
 from nc.kernels.onednn.api import Unimplemented
 from nc.kernels.onednn.descriptions import (

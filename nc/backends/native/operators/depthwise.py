@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.code_products import (
     Product,
@@ -25,6 +24,7 @@ from nc.backends.native.plans.code_products import (
 )
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import need
+from nc.kernels import cpu
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, function_of

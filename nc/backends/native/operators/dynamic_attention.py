@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.attention import call_attention, define_attention, sides_of
@@ -26,6 +25,7 @@ from nc.graph.catalogue import kind_of_node, op_name
 from nc.graph.fx_utils import give_values_of, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.views import Binary, DynamicQDQ
+from nc.kernels import cpu
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS

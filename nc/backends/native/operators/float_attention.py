@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.attention import Sides, call_attention, sides_of
@@ -25,7 +24,7 @@ from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.texts import texts_of
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
 from nc.graph.catalogue import schema_arguments
-from nc.kernels import flash
+from nc.kernels import cpu, flash
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import Function
 from nc.kernels.c_code.isas import ISAS

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.native.operators.matmul import matmul, product
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
@@ -29,7 +28,7 @@ from nc.backends.native.plans.ways import PlannedOperator, Refused, need, why_re
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
-from nc.kernels import caches, tuning
+from nc.kernels import caches, cpu, tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, function_of

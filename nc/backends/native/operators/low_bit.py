@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.low_bit.choose import computed_as
 from nc.backends.low_bit.graph import operator
-from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.c_functions import FLOATS, MOST_DIMS
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import PlannedOperator, Refused, need
+from nc.kernels.low_bit import compiled, compiled_blocks
+from nc.kernels.low_bit.kernel import LowBitKernel
 from nc.kernels.onednn.descriptions import contiguous_strides
 
 _NOTHING = torch.empty(0, dtype=torch.float32)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.native.fuse import put
 from nc.backends.native.operators.elementwise import combine
 from nc.backends.native.plans import c_functions
@@ -30,6 +29,7 @@ from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
 from nc.graph.fx_utils import call_function, call_operator, take_over
 from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary, Dequantize, Quantize, set_argument
+from nc.kernels import cpu
 from nc.kernels.onednn.descriptions import (
     DST,
     POST_OP,

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.native.plans import c_functions, rows
 from nc.backends.native.plans.operands import PlanTensor, WeightToPack
 from nc.backends.native.plans.products import After, after_of
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import need
-from nc.kernels import tuning
+from nc.kernels import cpu, tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.isas import NUMBERS
 from nc.kernels.onednn.descriptions import Geometry, PostOp

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from nc.backends.profiling.profile import EngineCall
 from nc.kernels.c_code.calls import Function
 from nc.kernels.onednn.descriptions import Desc
 from nc.kernels.onednn.primitives import Layout, Primitive
+from nc.profiling.profile import EngineCall
 
 
 @dataclasses.dataclass(slots=True, eq=False)

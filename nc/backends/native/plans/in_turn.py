@@ -1,6 +1,6 @@
 """How a plan divides its work among any number of threads: its functions in C run part by part on one.
 
-See `nc.backends.profiling.scaling` for what is measured and what is assumed.
+See `nc.profiling.scaling` for what is measured and what is assumed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 from nc.backends.native.plans.execution_plan import AtenCall, Entry, ExecutionPlan, FunctionCall
 from nc.backends.native.plans.plan_instance import PlanInstance
-from nc.backends.profiling.profile import EngineCall
-from nc.backends.profiling.scaling import DividedStep, Prediction
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import in_memory
+from nc.profiling.profile import EngineCall
+from nc.profiling.scaling import DividedStep, Prediction
 
 #: Runs of which the fastest counts for each step: fewest, most, and seconds from which on there is no other.
 _FEWEST, _MOST, _SECONDS = 4, 15, 0.5

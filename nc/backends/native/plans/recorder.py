@@ -51,9 +51,6 @@ from nc.backends.native.plans.operands import (
 )
 from nc.backends.native.plans.ways import PlannedOperator, Refused
 from nc.backends.native.qdq_rewrites import CONVERTERS
-from nc.backends.profiling.nodes import describe
-from nc.backends.profiling.onednn_verbose import ExecutedPrimitive
-from nc.backends.profiling.profile import EngineCall
 from nc.errors import BackendError
 from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.fx_utils import GIVES
@@ -67,6 +64,9 @@ from nc.kernels.onednn.api import Unimplemented
 from nc.kernels.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
 from nc.kernels.onednn.execute import Scratch, packed, run_once
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
+from nc.profiling.nodes import describe
+from nc.profiling.onednn_verbose import ExecutedPrimitive
+from nc.profiling.profile import EngineCall
 
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
-from nc.backends.low_bit.large_pages import LargePages
 from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
 from nc.backends.native.plans.products import after_of, bias_of, codes_of, post_ops_of
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.ways import Refused, need
+from nc.kernels import cpu
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.calls import Function, function_of
@@ -26,6 +25,7 @@ from nc.kernels.c_code.isas import ISAS, NUMBERS
 from nc.kernels.c_code.limit import used
 from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.numerics import int16_pairs
+from nc.process.large_pages import LargePages
 from nc.process.unavailable import Unavailable
 
 #: Rows and outputs of a tile, and what outputs are filled up to.

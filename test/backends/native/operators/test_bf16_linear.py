@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import StaticQuantConfig
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.native.operators import bf16_attention, float_attention
 from nc.backends.native.plans import rows as row_format
-from nc.kernels import caches
+from nc.kernels import caches, cpu
 from nc.kernels.c_code import emulation
 
 _WHY = available_backends()["native"] or row_format.why_unavailable(row_format.BF16)

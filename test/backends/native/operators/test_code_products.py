@@ -16,10 +16,11 @@ from suites.rows_code import isas_to_test
 from torch import nn
 from torch.nn import functional as F
 
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.native.operators import depthwise
 from nc.backends.native.plans import c_functions, code_products
 from nc.backends.native.plans import rows as row_format
+from nc.kernels import cpu
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Sum
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor

@@ -10,9 +10,10 @@ from suites.cpus import as_cpu
 from torch import nn
 from torch.nn import functional as F
 
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.native.operators import depthwise
 from nc.backends.native.plans import c_functions
+from nc.kernels import cpu
 from nc.kernels.onednn.descriptions import Geometry, Sum
 from nc.process.unavailable import Unavailable
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import StaticQuantConfig, available_backends, compare, load
-from nc.backends import cpu
 from nc.backends.native import passes
 from nc.backends.native.operators import int8_attention, matmul
+from nc.kernels import cpu
 
 WHY = available_backends()["native"]
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import StaticQuantConfig, available_backends, compare, load
-from nc.backends import cpu
+from nc.kernels import cpu
 
 WHY = available_backends()["native"]
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")]

@@ -1,0 +1,375 @@
+"""The replacement of a language model's `forward`.
+
+It computes single tokens by plans, and calls the model for all else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+
+from nc.backends import plan_token
+from nc.errors import BackendError, CaptureError, NCError, UnsupportedError, VerificationError
+from nc.generation.memory import Memory, memory_of, why_unknown
+from nc.generation.names import CACHE_NAMES, cache_field, cache_of
+from nc.generation.snapshot import Snapshot
+from nc.generation.step import captured
+from nc.nn import QuantLinear
+from nc.numerics.metrics import worst_sqnr_db
+from nc.process.traced import in_trace
+from nc.process.unavailable import Unavailable
+from nc.process.warn import warn
+
+#: Arguments of a decoding step that plans know. Others may be given if they ask for nothing.
+_KNOWN = {
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "use_cache",
+    "return_dict",
+    "cache_position",
+    "logits_to_keep",
+    *CACHE_NAMES,
+}
+#: What logits must have in common with the model's own, in dB. Where activations are rounded to int8 or bf16,
+#: a value at a tie moves all that follows; a wrong mask, position or weight gives far less than that, too.
+_EXACT_DB, _ROUNDED_DB = 60.0, 20.0
+
+
+_INTEGERS = (torch.int64, torch.int32)
+#: Whether places of the cache are hidden, whether there are several texts, and whether the model itself
+#: counts the positions of texts with hidden places: some models leave those out.
+_Kind = tuple[bool, bool, bool]
+#: Tokens that are compared: what a plan would keep wrongly from one token to the next is not seen in one.
+_COMPARED = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """What computes a token.
+
+    Attributes:
+        model: runs the graph.
+        inputs: names of its inputs, see `nc.generation.step.INPUTS`.
+    """
+
+    model: Callable[..., Sequence[torch.Tensor]]
+    inputs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compared:
+    """A step that was compared with the model.
+
+    Attributes:
+        step: what computes it.
+        db: the worst agreement.
+        tokens: how many were compared.
+    """
+
+    step: _Step
+    db: float = math.inf
+    tokens: int = 0
+
+
+class Decoder:
+    """Called as `forward` is.
+
+    Args:
+        model: a language model of transformers.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        functools.update_wrapper(self, model.forward)  # transformers reads its signature
+        self._model, self._forward = weakref.ref(model), model.forward
+        self.__code__ = getattr(model.forward, "__code__", None)  # and torch.export where that is from
+        self._of = Snapshot(model)
+        #: For each kind of step what computes it, or why it is left to the model.
+        self._found: dict[_Kind, _Compared | Unavailable] = {}
+        self._steps: dict[bool, _Step] = {}
+        self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model gives."""
+        if args or not self._is_step(kwargs):
+            return self._forward(*args, **kwargs)
+        cache, kind = cache_of(kwargs), _kind(kwargs)
+        count, memory = cache.get_seq_length(), self._memories.get(cache)
+        if (
+            memory is None or count >= memory.places or not memory.is_of(cache.layers)
+        ):  # another text, or more of it
+            self._follow()
+            memory = None
+        found = self._found.get(kind)
+        if found is None or (isinstance(found, _Compared) and found.tokens < _COMPARED):
+            return self._compare(kind, kwargs, strict=False)
+        if isinstance(found, Unavailable) or (memory is None and why_unknown(cache)):
+            return self._forward(**kwargs)
+        memory = memory or memory_of(cache)
+        try:
+            logits = _run(found.step, kwargs, memory, count)
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+        ) as error:  # of a kernel, or of an operator with sizes that the graph is not for
+            output = self._forward(
+                **kwargs
+            )  # an index that is out of range is torch's error, as without plans
+            self._leave(kind, f"a plan failed: {str(error).splitlines()[0]}")
+            return output
+        memory.show(cache.layers, count + 1)
+        self._memories[cache] = memory
+        return _output(logits, cache)
+
+    @property
+    def layers(self) -> Sequence[QuantLinear]:
+        """The low-bit linears of the model."""
+        return self._of.layers
+
+    @property
+    def hooked(self) -> bool:
+        """Whether modules in the model have hooks, which plans do not call."""
+        return self._of.hooked
+
+    def prove(self, kwargs: Mapping[str, Any]) -> None:
+        """Capture a decoding step, and compare some tokens with the model's.
+
+        Args:
+            kwargs: arguments of a first step; the cache grows.
+
+        Raises:
+            CaptureError, BackendError, BackendUnavailableError, UnsupportedError: there can be no plan.
+            VerificationError: it computes something else.
+        """
+        for _ in range(_COMPARED):
+            self._compare(_kind(kwargs), kwargs, strict=True)
+
+    def status(self) -> str:
+        """Return what computes tokens, in words."""
+        lines = []
+        for (masked, several, counted), found in sorted(self._found.items()):
+            more = (", some places hidden" if masked else "") + (", positions not given" if counted else "")
+            what = ("batches" if several else "one text") + more
+            how = (
+                f"the model itself ({found})"
+                if isinstance(found, Unavailable)
+                else f"by a plan, {found.db:.0f} dB to the model"
+            )
+            lines.append(f"{what}: {how}")
+        return "; ".join(lines)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy that computes by itself."""
+        return _own_forward(memo.get(id(self._model()), self._model()))
+
+    def __reduce__(self) -> Any:
+        """So does one that comes from a file."""
+        return _own_forward, (self._model(),)
+
+    def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call computes one token that follows others, and asks for nothing else."""
+        ids, cache, model = kwargs.get("input_ids"), cache_of(kwargs), self._model()
+        if cache is None or not _is_one_token(ids):
+            return False
+        if model is None or model.training or _is_watched(ids):
+            return False
+        layers = getattr(cache, "layers", None)
+        if (
+            ids.dtype not in _INTEGERS
+            or _asks_for_more(kwargs, model.config)
+            or self._of.hooked
+            or not layers
+        ):
+            return False
+        if getattr(getattr(layers[0], "keys", None), "shape", ())[:1] != ids.shape[:1]:
+            return False
+        return _follows(kwargs, cache.get_seq_length(), len(ids))
+
+    def _follow(self) -> None:
+        """Forget what was proved of a model that has other weights or modules now."""
+        model = self._model()
+        assert model is not None
+        if not self._of.is_of(model):
+            with self._lock:
+                self._of = Snapshot(model)
+                self._steps, self._found = {}, {}
+
+    def _compare(self, kind: _Kind, kwargs: Mapping[str, Any], strict: bool) -> Any:
+        """Compute a step of a kind that is not proved yet by the model and by a plan."""
+        with self._lock:
+            cache = cache_of(kwargs)
+            why = why_unknown(cache)
+            memory = None if why else memory_of(cache)  # before the model runs: layers with a window forget
+            count = 0 if why else cache.get_seq_length()
+            output = self._forward(**kwargs)
+            try:
+                if memory is None:
+                    msg = f"{type(self._model()).__name__} can't decode by a plan: {why}."
+                    raise UnsupportedError(msg)
+                self._found[kind] = self._agreement(kind, kwargs, output, memory, count)
+            except NCError as error:
+                if strict:
+                    raise
+                self._leave(kind, str(error).splitlines()[0])
+            return output
+
+    def _leave(self, kind: _Kind, why: str) -> None:
+        """Leave such steps to the model."""
+        self._found[kind] = Unavailable(why)
+        warn(f"Tokens are computed by the model itself: {why}")
+
+    def _agreement(
+        self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int
+    ) -> _Compared:
+        """Return a token by a plan, and how it agrees with the model's own output."""
+        name = type(self._model()).__name__
+        more = sorted(
+            key for key, value in output.items() if value is not None and key not in ("logits", *CACHE_NAMES)
+        )
+        if more:
+            msg = f"{name} gives {', '.join(more)} too, which plans don't."
+            raise UnsupportedError(msg)
+        if kind[0] not in self._steps:
+            self._steps[kind[0]] = self._step(memory, kind[0])
+        before = self._found.get(kind)
+        before = before if isinstance(before, _Compared) else _Compared(self._steps[kind[0]])
+        try:
+            logits = _run(before.step, kwargs, memory, count)
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+        ) as error:  # of an operator, with sizes that the graph is not for
+            msg = f"A token of {name} can't be computed by a plan: {error}"
+            raise BackendError(msg) from error
+        layers = cache_of(kwargs).layers
+        expected = [
+            output.logits,
+            *(layer.keys[:, :, -1] for layer in layers),
+            *(layer.values[:, :, -1] for layer in layers),
+        ]
+        new = [side[:, :, count] for sides in (memory.keys, memory.values) for side in sides]
+        found = worst_sqnr_db(expected, [logits, *new])
+        rounded = output.logits.dtype != torch.float32 or any(
+            layer.act_dtype != "fp32" for layer in self.layers
+        )
+        required = _ROUNDED_DB if rounded else _EXACT_DB
+        if not found >= required:
+            msg = (
+                f"A token by a plan differs from {name}'s own: {found:.1f} dB, expected at least "
+                f"{required:.0f}."
+            )
+            raise VerificationError(msg)
+        return _Compared(before.step, min(before.db, found), before.tokens + 1)
+
+    def _step(self, memory: Memory, masked: bool) -> _Step:
+        """Return what computes a token.
+
+        Some models can be captured only with a mask, which hides nothing then.
+        """
+        model = self._model()
+        assert model is not None
+        try:
+            module = captured(model, memory.keys, memory.values, masked)
+        except CaptureError as error:
+            if masked:
+                raise
+            try:
+                module = captured(model, memory.keys, memory.values, True)
+            except CaptureError:
+                raise error from None
+        inputs = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
+        return _Step(plan_token(module, self.layers), inputs)
+
+
+def _kind(kwargs: Mapping[str, Any]) -> _Kind:
+    mask = kwargs.get("attention_mask")
+    masked = mask is not None and not bool(mask.all())
+    return masked, len(kwargs["input_ids"]) > 1, masked and kwargs.get("position_ids") is None
+
+
+def _is_one_token(ids: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether ids are those of one token of each text, on the CPU."""
+    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.device.type == "cpu"
+
+
+def _is_watched(ids: torch.Tensor) -> bool:
+    """Return whether torch records or changes what is computed, which it does not see in a plan."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or in_trace(ids)
+
+
+def _follows(kwargs: Mapping[str, Any], count: Any, batch: int) -> bool:
+    """Whether a token directly follows the `count` tokens in the cache, as far as its position is given."""
+    if not isinstance(count, int) or count <= 0:
+        return False
+    mask, positions, place = map(kwargs.get, ("attention_mask", "position_ids", "cache_position"))
+    return (
+        (mask is None or _is_plain(mask, (batch, count + 1)))
+        and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
+        and (place is None or place.tolist() == [count])
+    )
+
+
+def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:
+    """Return whether a mask hides places of the cache, but not the token itself.
+
+    In some models a text that sees nothing gets the mean of all places, and a plan has more of them.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.shape != shape:
+        return False
+    return not mask.is_floating_point() and bool(mask[:, -1].all())
+
+
+def _asks_for_more(kwargs: Mapping[str, Any], config: Any) -> bool:
+    """Whether arguments, or the model's configuration, ask for another output than logits and the cache."""
+    if any(value is not None and value is not False for name, value in kwargs.items() if name not in _KNOWN):
+        return True
+    if any(
+        (getattr(config, name, True) if kwargs.get(name) is None else kwargs[name]) is False
+        for name in ("use_cache", "return_dict")
+    ):
+        return True
+    if type(kwargs.get("logits_to_keep", 0)) is not int:
+        return True
+    return any(
+        getattr(config, name, False) and kwargs.get(name) is None
+        for name in ("output_hidden_states", "output_attentions")
+    )
+
+
+def _run(step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int) -> torch.Tensor:
+    """Return the logits [batch, 1, vocabulary] of one token; its keys and values are written to `memory`."""
+    ids, positions, mask = kwargs["input_ids"], kwargs.get("position_ids"), kwargs.get("attention_mask")
+    place = torch.tensor([count], dtype=torch.int64, device="cpu")
+    given = {"ids": ids.long(), "place": place, "keys": memory.keys, "values": memory.values}
+    given["positions"] = (place if positions is None else positions.long()).expand(len(ids), 1)
+    if "mask" in step.inputs:
+        seen = (
+            torch.ones(len(ids), count + 1, dtype=torch.int64, device="cpu")
+            if mask is None
+            else mask.bool().long()
+        )
+        given["mask"] = torch.nn.functional.pad(seen, (0, memory.places - count - 1))
+    with torch.no_grad():
+        (logits,) = step.model(*(given[name] for name in step.inputs))
+    return logits
+
+
+def _own_forward(model: Any) -> Any:
+    return types.MethodType(type(model).forward, model)
+
+
+def _output(logits: torch.Tensor, cache: Any) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(logits=logits, **{cache_field(CausalLMOutputWithPast): cache})

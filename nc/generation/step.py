@@ -1,0 +1,160 @@
+"""One token of a language model as a graph.
+
+The key-value cache is an input that the graph changes in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.capture import rewrites
+from nc.capture.export_guards import exportable
+from nc.capture.flatten import flatten_program
+from nc.errors import CaptureError
+from nc.generation.names import cache_argument
+from nc.process.lock import LOCK
+
+#: Sizes of the example: none of them is a size of models, so the graph can't mistake one for the other.
+_BATCH, _LENGTH = 3, 233
+
+
+#: Inputs of a step, in order. A graph has those that the model reads.
+INPUTS = ("ids", "positions", "place", "mask", "keys", "values")
+
+
+def captured(
+    model: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, masked: bool
+) -> fx.GraphModule:
+    """Return the graph of a decoding step, for any batch and any length of the cache.
+
+    Its inputs: token ids [batch, 1] and their positions [batch, 1]; the place [1] in the cache; with `masked`
+    a mask [batch, length] of the places that hold tokens, in int64; keys and values [layers, batch, heads,
+    length, width]. It writes the token's keys and values to that place, and gives the logits [batch, 1,
+    vocabulary]. The names of its placeholders are those of `INPUTS`.
+
+    Args:
+        model: a language model of transformers.
+        keys: of a cache of this model; only sizes and dtype are read.
+        values: likewise.
+        masked: whether there is a mask.
+
+    Raises:
+        CaptureError: torch.export can't express the step.
+    """
+    cache = [t.new_zeros((t.shape[0], _BATCH, t.shape[2], _LENGTH, t.shape[4])) for t in (keys, values)]
+    ids, place = torch.zeros(_BATCH, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    mask = torch.ones(_BATCH, _LENGTH, dtype=torch.int64) if masked else None
+    batch, length = torch.export.Dim.AUTO, torch.export.Dim.AUTO
+    of_cache = {1: batch, 3: length}
+    shapes = {
+        "ids": {0: batch},
+        "positions": {0: batch},
+        "place": None,
+        "mask": {0: batch, 1: length} if masked else None,
+    }
+    try:
+        with LOCK, torch.no_grad(), exportable(False):
+            step = _Step(model).eval()
+            arguments = (ids, ids + 1, place, mask, *cache)
+            program = torch.export.export(
+                step, arguments, dynamic_shapes=shapes | {"keys": of_cache, "values": of_cache}, strict=False
+            )
+        module, placeholders = flatten_program(program)
+    except CaptureError:
+        raise
+    except Exception as error:  # torch.export raises dozens of types
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        msg = f"The decoding step of {type(model).__name__} can't be captured: {line}"
+        raise CaptureError(msg) from error
+    for rewrite in (rewrites.drop_checks, rewrites.views, rewrites.drop_identities):
+        rewrite(module)
+    module.graph.eliminate_dead_code()
+    for node, name in zip(placeholders, INPUTS, strict=True):
+        if isinstance(node, fx.Node):
+            node.target = name
+    module.recompile()
+    return module
+
+
+class _Step(torch.nn.Module):
+    """What is captured."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._cache = cache_argument(model)
+        self._takes_place = "cache_position" in inspect.signature(model.forward).parameters
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        place: torch.Tensor,
+        mask: torch.Tensor | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        cache = _cache(keys, values, place)
+        more = {"cache_position": place} if self._takes_place else {}
+        given = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "attention_mask": mask,
+            self._cache: cache,
+            "use_cache": True,
+        }
+        result: torch.Tensor = self.model(**given, **more).logits
+        return result
+
+
+def _cache(keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> Any:
+    """Return a cache of transformers whose layers write to given memory."""
+    from transformers import cache_utils
+
+    base: Any = cache_utils.CacheLayerMixin  # its methods have other arguments in each version
+
+    class Layer(base):  # type: ignore[misc]
+        """All places exist from the start; the mask hides those that hold nothing yet."""
+
+        is_compileable, is_sliding = True, False
+
+        def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+            super().__init__()
+            self.keys, self.values, self.dtype, self.device, self.is_initialized = (
+                keys,
+                values,
+                keys.dtype,
+                keys.device,
+                True,
+            )
+
+        def lazy_initialization(self, *_: Any) -> None:
+            """There is memory already."""
+
+        def update(
+            self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            self.keys.index_copy_(2, place, keys)
+            self.values.index_copy_(2, place, values)
+            result: tuple[torch.Tensor, torch.Tensor] = self.keys, self.values
+            return result
+
+        def get_seq_length(self, *_: Any) -> torch.Tensor:
+            return place[0]
+
+        def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+            return self.get_max_length(), 0
+
+        def get_max_length(self) -> int:
+            length: int = self.keys.shape[2]
+            return length
+
+        get_max_cache_shape = get_max_length  # its name in transformers 4
+
+    cache = cache_utils.DynamicCache()
+    cache.layers = [Layer(k, v) for k, v in zip(keys.unbind(0), values.unbind(0), strict=True)]
+    return cache
