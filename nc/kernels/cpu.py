@@ -9,14 +9,11 @@ accuracy, never correctness.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nc.formats import Capabilities, OpSupport
-from nc.graph.catalogue import CONVOLUTIONS
 from nc.kernels.c_code import emulation, limit
 from nc.kernels.c_code.isas import ISAS
 from nc.process import env
@@ -37,7 +34,7 @@ WIDE_ACCUMULATION = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 _AVX512 = ("avx2", "avx512f")
 #: Every CPU with AMX has it too.
-_BF16 = "avx512_bf16"
+BF16 = "avx512_bf16"
 #: What oneDNN uses at most under a limit. Unknown names leave it everything, and so do the newer ones, which
 #: all include VNNI.
 _ONEDNN_LIMITS = {
@@ -186,45 +183,3 @@ def missing(needed: Iterable[str]) -> tuple[str, ...]:
     `nc.graph.saturation` sees to it.
     """
     return tuple(name for name in needed if name not in (*machine_features(), *WIDE_ACCUMULATION))
-
-
-def capabilities(
-    backend: str,
-    ops: tuple[OpSupport, ...],
-    *,
-    halved: frozenset[str] = frozenset(),
-    exact: frozenset[tuple[str, str]] = frozenset(),
-    bf16: bool = False,
-) -> Capabilities:
-    """Return what a backend on oneDNN, with dynamic kernels of FBGEMM, can run here.
-
-    Args:
-        backend: its name.
-        ops: its table.
-        bf16: it computes in bf16 where this CPU does.
-        halved: kinds for whose int8 activations oneDNN halves the weights itself, so that they can't
-            saturate.
-        exact: (kind, granularity) of dynamic ranges for which the backend has its own kernels, whose sums are
-            exact.
-    """
-    narrow: set[tuple[str, str]] = set()
-    windows = [row for row in ops if row.kind in CONVOLUTIONS]  # oneDNN computes these, also dynamic ones
-    if not accumulates_wide():
-        narrow |= {(row.kind, dtype) for row in ops for dtype in row.activations if row.kind != "add"}
-        narrow -= {(kind, "int8") for kind in halved}
-        narrow |= {(row.kind, granularity) for row in windows for granularity in row.dynamic}
-    if not fbgemm_accumulates_wide():
-        others = (row for row in ops if row.kind not in CONVOLUTIONS)
-        narrow |= {(row.kind, granularity) for row in others for granularity in row.dynamic} - exact
-    fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
-    found = Capabilities(
-        backend=backend,
-        ops=ops,
-        narrow_sums=frozenset(narrow),
-        isa=relied_on(),
-        fused_add=fused_add,
-    )
-    if not bf16:
-        return found
-    why = "" if _BF16 in machine_features() else f"this CPU has no AVX512-BF16{why_narrow()}"
-    return dataclasses.replace(found, why_no_bf16=why, bf16_isa=(_BF16,))

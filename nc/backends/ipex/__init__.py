@@ -18,6 +18,7 @@ from packaging.version import Version
 from nc.backends.base import Backend, EngineModel, Exporter, Option, check_available, write_script
 from nc.backends.ipex.capture_passes import CAPTURE_PASSES, right_layer_norms
 from nc.backends.ipex.low_bit import IPEX_WOQ
+from nc.backends.onednn_capabilities import onednn_capabilities
 from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
 from nc.kernels import cpu
@@ -111,7 +112,7 @@ class IpexBackend(Backend):
 
     def capabilities(self) -> Capabilities:
         """Return what the fuser takes, and torch's dynamic kernels."""
-        return cpu.capabilities(NAME, OPS, halved=_HALVED)
+        return onednn_capabilities(NAME, OPS, halved=_HALVED)
 
     def start(self) -> None:
         """Import IPEX, which registers its fusion pass and a layer norm for fp32.

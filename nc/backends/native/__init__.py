@@ -11,6 +11,7 @@ from torch import fx
 
 from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option, check_available
 from nc.backends.native import decode, lower, package
+from nc.backends.onednn_capabilities import onednn_capabilities
 from nc.formats import Capabilities, OpSupport
 from nc.graph.catalogue import RECURRENT
 from nc.graph.qdq import QDQGraph
@@ -94,7 +95,7 @@ class NativeBackend(Backend):
         Recurrent layers with ranges per row, and attention, run in nc's C code, which sums exactly on every
         CPU.
         """
-        return cpu.capabilities(
+        return onednn_capabilities(
             NAME, OPS, exact=frozenset((kind, "per_token") for kind in (*RECURRENT, "matmul")), bf16=True
         )
 

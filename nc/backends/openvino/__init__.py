@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option
+from nc.backends.onednn_capabilities import onednn_capabilities
 from nc.backends.openvino import lower, write
 from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
@@ -65,7 +66,7 @@ class OpenVINOBackend(Backend):
         It has no static kernel for ranges that are found in each call.
         """
         ops = OPS if cpu.accumulates_wide() else tuple(row for row in OPS if row.kind not in _WIDE_KINDS)
-        return cpu.capabilities(NAME, ops, bf16=True)
+        return onednn_capabilities(NAME, ops, bf16=True)
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """See `lower.lower`; raises BackendUnavailableError when it can't run here."""
