@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from nc.backends.native.plans.rows import BF16, CODES, RowFormat, code, pack
+from nc.backends.native.plans.row_linears import BF16, CODES, RowFormat, code, pack
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_packed
 from nc.kernels.c_code.isas import NUMBERS

@@ -19,7 +19,7 @@ import torch
 import nc
 from nc.backends.native.operators import int8_attention as operator
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.rows import CODES, TILE, code, pack
+from nc.backends.native.plans.row_linears import CODES, TILE, code, pack
 from nc.kernels import tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once, call_packed

@@ -41,7 +41,7 @@ from suites.recurrent import float64_layers
 from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
 from nc.backends.native.plans import attention, c_functions
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.kernels import cpu, flash
 from nc.kernels.c_code import abi, build, limit, openmp
 from nc.kernels.c_code.calls import Function, call_once

@@ -91,7 +91,7 @@ MUTATIONS = (
     Mutation(
         "harm-of-one-expert",
         "the harm of an expert is not averaged away",
-        "weights/held_out.py",
+        "weights/block_validation.py",
         "and lost > old * (1 + rows**-0.5)",
         "and False",
         ("paths",),
@@ -707,7 +707,7 @@ MUTATIONS = (
     Mutation(
         "chain-keeps",
         "results of a linear that something else reads are all kept",
-        "backends/native/plans/rows.py",
+        "backends/native/plans/row_linears.py",
         '"keeps": a["keeps_sum"]',
         '"keeps": False',
         ("row_chain",),
@@ -723,7 +723,7 @@ MUTATIONS = (
     Mutation(
         "chain-shown",
         "a comparison of kernels sees the results of each linear in a chain",
-        "backends/native/plans/rows.py",
+        "backends/native/plans/row_linears.py",
         'shown={"keeps": True}',
         "shown=None",
         ("kernel_checks", "row_chain"),
@@ -731,7 +731,7 @@ MUTATIONS = (
     Mutation(
         "chain-factors",
         "a profile names what a chain multiplies, so that it counts as int8",
-        "backends/native/plans/rows.py",
+        "backends/native/plans/row_linears.py",
         "factors=2, first=first",
         "factors=0, first=first",
         ("row_chain",),
@@ -747,7 +747,7 @@ MUTATIONS = (
     Mutation(
         "rows-pairs-fit",
         "no weight whose pairs of products overflow 16 bits is multiplied with AVX2",
-        "backends/native/plans/rows.py",
+        "backends/native/plans/row_linears.py",
         'found.isa == "avx2"',
         'found.isa == "none"',
         ("row_linear",),
@@ -1011,7 +1011,7 @@ MUTATIONS = (
     Mutation(
         "torchs-sums",
         "without a plan, torch's convolutions are tried before they are used",
-        "backends/native/tried.py",
+        "backends/native/noise_trials.py",
         "is_usual = not wanted.source.sizes[0] or",
         "is_usual = True or",
         ("tried",),
@@ -1435,7 +1435,7 @@ MUTATIONS = (
     Mutation(
         "weight-rounding-harm",
         "codes that make the model's outputs worse are taken back",
-        "algorithms/judged.py",
+        "algorithms/output_errors.py",
         "if not is_worse(least, found):",
         "if found:",
         ("weight_rounding",),
@@ -1467,7 +1467,7 @@ MUTATIONS = (
     Mutation(
         "auto-held-out",
         "nothing is computed from data that is judged by",
-        "api/auto/held_out.py",
+        "api/auto/validation.py",
         "return Split(_part(batch, 0, first), held, whole)",
         "return Split(batch, held, whole)",
         ("prepared_auto",),
@@ -1515,7 +1515,7 @@ MUTATIONS = (
     Mutation(
         "auto-held-out-whole",
         "something is held out of two batches whose rows depend on one another",
-        "api/auto/held_out.py",
+        "api/auto/validation.py",
         "            return self._calls > 1\n",
         "            return False\n",
         ("prepared_auto",),
@@ -1747,7 +1747,7 @@ MUTATIONS = (
     Mutation(
         "mending-kinds",
         "only static linears get ranges per row",
-        "api/auto/mending.py",
+        "api/auto/remedies.py",
         'if d.operator in worst and d.spec.mode == "static"]',
         "if d.operator in worst]",
         ("mending",),
@@ -1843,7 +1843,7 @@ MUTATIONS = (
     Mutation(
         "bias-correction-readers",
         "a correction stays only where what reads it gets no worse",
-        "algorithms/judged.py",
+        "algorithms/output_errors.py",
         "return any(a > TOLERANCE * b for b, a in pairs)",
         "return False",
         ("bias_correction",),

@@ -8,7 +8,7 @@ from suites.rows_code import code_of, isas_to_test
 from torch.nn import functional as F
 
 from nc import DynamicQuantConfig
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once
 from nc.kernels.c_code.isas import NUMBERS

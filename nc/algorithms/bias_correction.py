@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from nc.algorithms.base import Batch, Bound, Context, Needs, Stage, State, Tap
-from nc.algorithms.judged import TOLERANCE, errors_of, errors_of_outputs, is_worse, rows_of
+from nc.algorithms.output_errors import TOLERANCE, errors_of, errors_of_outputs, is_worse, rows_of
 from nc.algorithms.replay import channel_axis
 from nc.algorithms.side_by_side import Stream
 from nc.graph.catalogue import WEIGHTED, is_float_tensor, kind_of_node

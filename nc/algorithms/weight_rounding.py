@@ -18,7 +18,7 @@ from torch import fx
 
 from nc.algorithms.base import Batch, Bound, Context, Needs, Stage, State, Tap, WeightCodes
 from nc.algorithms.bias_correction import MAC_BUDGET
-from nc.algorithms.judged import Errors, errors_of_outputs, harmless
+from nc.algorithms.output_errors import Errors, errors_of_outputs, harmless
 from nc.algorithms.side_by_side import Stream
 from nc.graph.catalogue import input_node, kind_of_node
 from nc.graph.plan import Applied, Plan

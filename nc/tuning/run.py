@@ -12,7 +12,7 @@ from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
 from nc.process.progress import shown
 from nc.text.plain import plain
-from nc.tuning.elsewhere import Elsewhere
+from nc.tuning.executor_metrics import Elsewhere
 from nc.tuning.front import FrontPoint, certain_first
 from nc.tuning.identity import plain_or_described
 from nc.tuning.low_bit_costs import LayerCosts

@@ -27,7 +27,7 @@ from nc.process.warn import warn
 from nc.text.plain import shown
 from nc.tuning.calibrate import calibrate, request_of
 from nc.tuning.described import UntoldError, described
-from nc.tuning.elsewhere import Elsewhere
+from nc.tuning.executor_metrics import Elsewhere
 from nc.tuning.front import REFERENCE, Front
 from nc.tuning.identity import (
     Call,

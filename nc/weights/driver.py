@@ -43,8 +43,16 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.planning.layer_plan import WeightPlan
 from nc.process.malloc import give_back_small_pieces
 from nc.process.progress import Progress
+from nc.weights.block_validation import (
+    LOOKED_AT,
+    BlockValidation,
+    Tokens,
+    divided,
+    held_out,
+    parameters_of,
+    put,
+)
 from nc.weights.experts import is_expert
-from nc.weights.held_out import LOOKED_AT, BlockJudge, Tokens, divided, held_out, parameters_of, put
 from nc.weights.shared_work import Share
 from nc.weights.swap import replace
 
@@ -215,11 +223,11 @@ class Driver:
             return Applied(applied.algorithm, applied.operators, text)
         after = parameters_of(module)
         linears = {name: self.asked[name] for name in inside if self.asked[name].kind == "linear"}
-        judge = BlockJudge(module, scope.prefix, linears, tokens)
+        validation = BlockValidation(module, scope.prefix, linears, tokens)
         put(module, before)
-        plain = judge.loss(self._clips)
+        plain = validation.loss(self._clips)
         put(module, after)
-        changed = judge.loss(self._clips | scope.clips)
+        changed = validation.loss(self._clips | scope.clips)
         on = f"{plain.tokens} tokens" + (" that were held out" if tokens.are_others else ", none held out")
         on += plain.few
         why = changed.why_worse(plain)

@@ -9,7 +9,7 @@ from transformers import StableLmConfig, StableLmModel
 
 import nc
 from nc import DynamicQuantConfig, InputError, SmoothQuantConfig, StaticQuantConfig
-from nc.algorithms.judged import errors_of
+from nc.algorithms.output_errors import errors_of
 from nc.formats.reasons import Cause
 from nc.numerics.metrics import sqnr_db
 

@@ -21,7 +21,7 @@ from nc import (
     WeightOnlyConfig,
     available_backends,
 )
-from nc.backends.native import judge, lower, operators, planned
+from nc.backends.native import lower, operators, planned, references
 from nc.backends.native.operators import dynamic_attention
 from nc.backends.native.plans import plan_instance
 from nc.backends.native.plans.execution_plan import FunctionCall
@@ -308,7 +308,7 @@ def test_where_nothing_is_right_the_call_fails(monkeypatch):
     x = torch.randn(64, 32)
     q = quantized(deep(), x, StaticQuantConfig(), backend="native")
     monkeypatch.setattr(
-        "nc.backends.native.judge.Judge.why_unlike_for", lambda *_: "computes something else: 3.0 dB"
+        "nc.backends.native.references.Reference.why_unlike_for", lambda *_: "computes something else: 3.0 dB"
     )
     for _ in range(2):
         with pytest.raises(
@@ -484,9 +484,9 @@ def test_kernels_are_compared_once_for_a_class_of_sizes(monkeypatch):
     q = quantized(deep(), torch.randn(64, 32), StaticQuantConfig(), backend="native")
     of_onednn = any("matmul" in op.kernel for op in q.report().ops)
     looks, wholes = [], []
-    look, whole = judge.Judge.few_places, judge.Judge.kernels
-    monkeypatch.setattr(judge.Judge, "few_places", lambda *a: looks.append(a[-1]) or look(*a))
-    monkeypatch.setattr(judge.Judge, "kernels", lambda *a: wholes.append(0) or whole(*a))
+    look, whole = references.Reference.few_places, references.Reference.kernels
+    monkeypatch.setattr(references.Reference, "few_places", lambda *a: looks.append(a[-1]) or look(*a))
+    monkeypatch.setattr(references.Reference, "kernels", lambda *a: wholes.append(0) or whole(*a))
     for rows in (203, 203 + 2 * 192, 203 + 3 * 192):
         q(torch.randn(rows, 32))
     assert q.report().details["sizes compared"] == "3 beside the example's, none wrong"

@@ -7,7 +7,7 @@ from suites.rows_code import code_of
 from torch.nn import functional as F
 
 from nc.backends.native.operators import depthwise
-from nc.backends.native.plans import code_products, rows
+from nc.backends.native.plans import code_products, row_linears
 from nc.backends.native.plans.operands import PackedWeights, PlanTensor, WeightToPack
 from nc.backends.native.plans.ways import Refused
 from nc.kernels import cpu
@@ -57,9 +57,9 @@ def multiply(name, a, product, *, as_plain=True):
         product: what to compute.
         as_plain: with the step to codes as a part of scale, bias and bounds where that can be.
     """
-    code = code_of(rows.CODES, name)
+    code = code_of(row_linears.CODES, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "code", lambda form: code)
+        patch.setattr(row_linears, "code", lambda form: code)
         patch.setattr(code_products, "why_unavailable", lambda: "")
         if not as_plain:
             patch.setattr(code_products.Finish, "plain", lambda finish: finish)

@@ -9,7 +9,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from nc.backends.native.plans import rows
+from nc.backends.native.plans import row_linears
 from nc.kernels.c_code import build, emulation, openmp
 from nc.kernels.c_code.calls import function_of
 
@@ -21,11 +21,11 @@ STAND_INS = {
 }
 
 
-def isas_to_test(form=rows.CODES):
+def isas_to_test(form=row_linears.CODES):
     """Instruction sets of this CPU with code for rows of a format, and what stands for others."""
-    found = rows.isas(form)
+    found = row_linears.isas(form)
     compiled = build.loaded("rows").isas if found else ()
-    has_vnni = "avx512_vnni" in rows.isas(rows.CODES) and not emulation.emulated()
+    has_vnni = "avx512_vnni" in row_linears.isas(row_linears.CODES) and not emulation.emulated()
     possible = has_vnni and build._compiler() and " " not in str(_TILES)
     names = [
         name for name, (isa, _) in STAND_INS.items() if isa in form.isas and isa in compiled and possible
@@ -40,14 +40,14 @@ def code_of(form, name):
     library = _compiled(options) if options else build.load_on_threads("rows")
     names = ("row_product", "code_product", "norm_rows", "row_chain")
     functions = (function_of(library, which, f"{which} {isa}") for which in names)
-    return rows._Code(function_of(library, form.function), *functions, isa)
+    return row_linears._Code(function_of(library, form.function), *functions, isa)
 
 
 @functools.cache
 def _compiled(options):
     """The library with options of the compiler; it may use all instruction sets."""
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "rows.so"
+        target = Path(folder) / "row_linears.so"
         build.compile_source(Path(build.__file__).parent / "rows.c", target, f"{build._compiler()} {options}")
         library = ctypes.CDLL(str(target))
     openmp.connect(library)

@@ -24,9 +24,9 @@ from nc.api.auto.choice import (
     most_lost,
     next_in_float,
 )
-from nc.api.auto.held_out import HeldOut
-from nc.api.auto.mending import Way, ways
 from nc.api.auto.record import Record, Steps, text_of
+from nc.api.auto.remedies import Way, ways
+from nc.api.auto.validation import HeldOut
 from nc.api.preparation.base import CapturedPreparation, Conversion
 from nc.api.preparation.captured import PreparedModel
 from nc.api.preparation.finish import finished

@@ -16,9 +16,9 @@ from nc.backends.ipex.compile_gate import Gate
 from nc.backends.ipex.executed_graph import build_report, executed_graph
 from nc.backends.ipex.isolate import failures_named, first_run_in_child, is_tested
 from nc.backends.ipex.low_bit import IPEX_WOQ
-from nc.backends.ipex.one_place import one_place
 from nc.backends.ipex.passes import passes
 from nc.backends.ipex.quiet import quiet
+from nc.backends.ipex.single_output import one_place
 from nc.backends.ipex.timing import profile_script
 from nc.backends.low_bit.graph import kernel_choices, replace_low_bit
 from nc.backends.new_sizes import NewSizes

@@ -240,7 +240,7 @@ def _is_wrong_window(conv: Conv, node: fx.Node) -> bool:
 
     This was found with two thousand random convolutions, of which all others were right.
 
-    A free size can be one place in a later call; `nc.backends.ipex.one_place` looks for that.
+    A free size can be one place in a later call; `nc.backends.ipex.single_output` looks for that.
     """
     outputs, channels, *_, width = conv.weight.meta["val"].shape
     if width == 1:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nc.backends.low_bit.graph import constant_weight
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.backends.native.plans.ways import need, why_refused
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import (

@@ -14,9 +14,8 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import DYNAMIC_KERNEL, packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
-from nc.backends.native.execute import PYTHON, Lowered, Running, called, executable, executable_for_rows
+from nc.backends.native.executors import PYTHON, Lowered, Running, called, executable, executable_for_rows
 from nc.backends.native.fuse import is_kernel
-from nc.backends.native.judge import Judge
 from nc.backends.native.operators.finished_convolution import finished_convolution
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.over_rows import DETAIL, check, example_of, over_rows, samples_of
@@ -25,6 +24,7 @@ from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans.any_sizes import SampleInputs
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.qdq_rewrites import dequantize, quantize
+from nc.backends.native.references import Reference
 from nc.backends.passes import PassesResult, run_passes
 from nc.backends.rewrites.ragged.rewrite import Ragged, ragged
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
@@ -119,12 +119,14 @@ def _lower(
         return _lowered(graph.module, graph.example, products)
 
     lowered = functools.cache(again)
-    judge = None if verify == "off" else Judge(graph, new_sizes=verify_sizes, always=verify_kernels == ALWAYS)
+    reference = (
+        None if verify == "off" else Reference(graph, new_sizes=verify_sizes, always=verify_kernels == ALWAYS)
+    )
 
     def module_of(products: bool) -> fx.GraphModule:
         return lowered(products)[0]
 
-    running, outputs, run_by = _running(module_of, graph.example, compile, judge, samples)
+    running, outputs, run_by = _running(module_of, graph.example, compile, reference, samples)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         if torch._C._is_tracing():  # whose graph would not see the kernels
@@ -143,7 +145,7 @@ def _lower(
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
     sqnr = verify_outputs(
-        graph, outputs, verify, "The native backend", first, None if judge is None else judge.expected
+        graph, outputs, verify, "The native backend", first, None if reference is None else reference.expected
     )
     judge_kernels(running.checked, verify, "The native backend")
     kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
@@ -218,7 +220,7 @@ def _running(
     lowered: Lowered,
     example: Sequence[torch.Tensor],
     compile: bool,
-    judge: Judge | None = None,
+    reference: Reference | None = None,
     samples: SampleInputs | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
     """Return what runs a lowered graph and its outputs for the example.
@@ -226,9 +228,9 @@ def _running(
     What the report says of who runs it is returned too.
     """
     if samples is not None:
-        return *executable_for_rows(lowered, example, judge, samples), ""
+        return *executable_for_rows(lowered, example, reference, samples), ""
     if not compile:
-        return executable(lowered, example, judge)
+        return executable(lowered, example, reference)
     running = PYTHON.build(lowered, example)
     call = compiled(copy_module(packed(lowered(PYTHON.products), example))[0])
     of_python = running.details

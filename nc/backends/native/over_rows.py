@@ -13,8 +13,8 @@ from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport, PaddedTexts
 from nc.backends.native.plans.any_sizes import SampleInputs
+from nc.backends.rewrites.ragged.padding import Rows, rows_of
 from nc.backends.rewrites.ragged.rewrite import Ragged
-from nc.backends.rewrites.ragged.rows import Rows, rows_of
 from nc.backends.verify import reference_outputs, verify_outputs
 from nc.errors import BackendError, InputError
 from nc.graph.qdq import QDQGraph

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from nc.backends.native.fuse import constant, operators_of
+from nc.backends.native.noise_trials import guard, is_guarded, is_wrong, wrong_sizes
 from nc.backends.native.plans.products import PREPACKS
-from nc.backends.native.tried import guard, is_guarded, is_wrong, wrong_sizes
 from nc.backends.torchscript import annotated
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import constant_value, copy_module, drop_unused, retarget, run_with

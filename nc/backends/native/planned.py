@@ -19,7 +19,7 @@ from nc.backends.native.operators.finished_convolution import finished_convoluti
 from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.any_sizes import AnySizes, SampleInputs
-from nc.backends.native.plans.checks import Made, PlanChecks, PlanJudge
+from nc.backends.native.plans.checks import Made, PlanChecks, PlanReference
 from nc.backends.native.plans.execution_plan import (
     AtenCall,
     Entry,
@@ -28,11 +28,11 @@ from nc.backends.native.plans.execution_plan import (
     PrimitiveCall,
     shown,
 )
-from nc.backends.native.plans.in_turn import predicted
 from nc.backends.native.plans.operands import PackedWeights
 from nc.backends.native.plans.plan_instance import PlanInstance, See
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.sequential import predicted
 from nc.backends.native.plans.ways import PlannedOperator
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import schema_arguments
@@ -96,8 +96,8 @@ class PlannedModel:
         known: what is known of operators, by target; a node of none stays a call of torch's operator. None:
             those of int8 graphs.
         follow: changes of the module's constants are seen, also by what is computed from them alone.
-        judge: compares each plan with the quantized graph when it is made, the first one and, where it says
-            so, those for new sizes. A plan that computes something else is not used. None: nothing is
+        reference: compares each plan with the quantized graph when it is made: the first one and, where it
+            says so, those for new sizes. A plan that computes something else is not used. None: nothing is
             compared.
         samples: of inputs, for a graph over rows of texts, which one plan runs for any number of both; its
             outputs are overwritten by the next call of a thread. None: each set of sizes has a plan.
@@ -111,7 +111,7 @@ class PlannedModel:
         otherwise: Callable[[], Otherwise],
         known: Mapping[Any, PlannedOperator] | None = None,
         follow: bool = False,
-        judge: PlanJudge | None = None,
+        reference: PlanReference | None = None,
         samples: SampleInputs | None = None,
     ) -> None:
         table = operators.table() if known is None else known
@@ -119,7 +119,7 @@ class PlannedModel:
         self._recorder = functools.partial(Recorder, operators=table, follow=follow, any_rows=any_rows)
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
-        self.checks = PlanChecks(judge, lambda *inputs: self._otherwise().call(*inputs))
+        self.checks = PlanChecks(reference, lambda *inputs: self._otherwise().call(*inputs))
         self._weights = PackedWeights()
         self._plans: dict[_Key, ExecutionPlan | Unavailable] = {}
         self._used: dict[_Key, int] = {}
@@ -446,13 +446,13 @@ def why_not(module: fx.GraphModule) -> str:
 def planned(
     module: fx.GraphModule,
     otherwise: Callable[[], Otherwise],
-    judge: PlanJudge | None = None,
+    reference: PlanReference | None = None,
     samples: SampleInputs | None = None,
 ) -> PlannedModel:
     """Return what runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()
     run_by = runner(source.maker.library)[0]
-    return PlannedModel(module, source, run_by, otherwise, judge=judge, samples=samples)
+    return PlannedModel(module, source, run_by, otherwise, reference=reference, samples=samples)
 
 
 def _regular(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from nc.errors import BackendUnavailableError
 from nc.kernels.c_code.build import load
 from nc.kernels.c_code.calls import EXECUTE, Function, in_memory
 from nc.kernels.onednn.api import Handle, Library
-from nc.kernels.onednn.execute import arguments
+from nc.kernels.onednn.call_lists import arguments
 
 #: Addresses of the tensors that are known at each call only → 0, or which call failed.
 Run = Callable[[Sequence[int]], int]

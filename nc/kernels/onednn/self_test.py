@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from nc.kernels.onednn.call_lists import Scratch, packed, run_once
 from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
@@ -18,7 +19,6 @@ from nc.kernels.onednn.descriptions import (
     Desc,
     Geometry,
 )
-from nc.kernels.onednn.execute import Scratch, packed, run_once
 from nc.kernels.onednn.primitives import Maker, Primitive
 
 _onednn = torch.ops.onednn

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from nc.errors import BackendError
+from nc.kernels.onednn.call_lists import Scratch, packed, run_once
 from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
@@ -34,7 +35,6 @@ from nc.kernels.onednn.descriptions import (
     Prelu,
     Sum,
 )
-from nc.kernels.onednn.execute import Scratch, packed, run_once
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
 
 #: Products that a trial adds up itself for each of two images; it looks at as many places of the result as

@@ -17,7 +17,7 @@ from nc.algorithms.transforms.folding import fold, gain_offset, rewrite
 from nc.algorithms.transforms.structure import difference, find_links, links_of
 from nc.formats.weight_format import WeightFormat
 from nc.planning.layer_plan import LayerDecision
-from nc.weights.held_out import BlockJudge, Tokens, divided, held_out
+from nc.weights.block_validation import BlockValidation, Tokens, divided, held_out
 
 WIDTH = 32
 TRANSFORMS = [nc.AWQ(grid=4), nc.Smooth(), nc.TEQ(steps=4), nc.Rotation()]
@@ -248,7 +248,7 @@ def judge(block, samples):
     }
     calls = [((x,), {}) for x in samples]
     keeps = [None] * len(calls)
-    return BlockJudge(block, "block", decisions, Tokens(calls, keeps, len(calls), calls, keeps))
+    return BlockValidation(block, "block", decisions, Tokens(calls, keeps, len(calls), calls, keeps))
 
 
 def test_the_harm_of_an_expert_is_not_averaged_away():
@@ -279,7 +279,7 @@ def test_tokens_that_go_elsewhere_are_counted(monkeypatch):
     block = Block(by_a_layer).eval()
     x = data(1, rows=40)
     judged = judge(block, [x])
-    rounded = BlockJudge._rounded
+    rounded = BlockValidation._rounded
 
     def with_other_scores(self, clips):
         found = rounded(self, {})
@@ -287,7 +287,7 @@ def test_tokens_that_go_elsewhere_are_counted(monkeypatch):
             found.e[0].register_forward_hook(lambda *call: -call[-1])
         return found
 
-    monkeypatch.setattr(BlockJudge, "_rounded", with_other_scores)
+    monkeypatch.setattr(BlockValidation, "_rounded", with_other_scores)
     plain, changed = judged.loss({}), judged.loss({"block.e.0": torch.ones(1)})
     assert changed.output == plain.output
     with torch.no_grad():

@@ -26,7 +26,7 @@ from nc.modules.block_calls import Sample, record
 from nc.modules.layers import layers_of
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
-from nc.weights.held_out import BlockJudge, Loss
+from nc.weights.block_validation import BlockValidation, Loss
 
 SIZES = {
     "vocab_size": 99,
@@ -466,7 +466,7 @@ def test_rotation_keeps_the_model(name):
 def test_a_rotation_that_makes_a_model_worse(solver, monkeypatch):
     """With round to nearest it is undone; what other solvers lose is not known, so the report has the figures."""
     losses = itertools.cycle([Loss(0.1, 0.1, {}, 100), Loss(0.2, 0.2, {}, 100)])
-    monkeypatch.setattr(BlockJudge, "loss", lambda *_: next(losses))
+    monkeypatch.setattr(BlockValidation, "loss", lambda *_: next(losses))
     model = tiny("llama", tie_word_embeddings=True)
     smooth = nc.WeightOnlyConfig(
         "int4", group_size=16, solver=solver, transforms=[nc.Rotation(), nc.AWQ(grid=1, clip=False)]

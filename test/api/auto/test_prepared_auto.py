@@ -13,8 +13,8 @@ from models import MLP, Attention, ResidualCNN, worst_db
 from torch import nn
 
 import nc
-from nc.api.auto import held_out
 from nc.api.auto import prepared as module_under_test
+from nc.api.auto import validation
 from nc.api.preparation import captured, finish
 from nc.backends.verdict import OpCost, Verdict
 from nc.profiling.load import Load
@@ -149,7 +149,7 @@ class TestWhatIsHeldOut:
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_batches_that_are_too_large_to_keep_are_no_reason_to_hold_nothing(self, monkeypatch, whole):
-        monkeypatch.setattr(held_out, "_BYTES", 100)
+        monkeypatch.setattr(validation, "_BYTES", 100)
         x = batches(3, 8, 16)
         found = prepared(Meets() if whole else MLP(), x[0])
         for batch in x:

@@ -20,7 +20,7 @@ from nc.backends.low_bit import graph as low_bit
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native import package
 from nc.backends.native import planned as planning
-from nc.backends.native.execute import TorchScriptExecutor
+from nc.backends.native.executors import TorchScriptExecutor
 from nc.backends.native.plans import code_products
 from nc.backends.native.plans.execution_plan import AtenCall
 from nc.export import export

@@ -22,7 +22,7 @@ from nc import (
 from nc.backends import get_backend
 from nc.backends.native import OPS
 from nc.backends.native.operators import float_attention
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.capture.capture import capture
 from nc.kernels import cpu
 from nc.planning.rules import fit, resolve

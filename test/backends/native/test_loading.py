@@ -59,7 +59,7 @@ def runs(monkeypatch):
     """The graphs that were run as a reference."""
     found = []
     run = verify.reference_outputs
-    for module in (verify, __import__("nc.backends.native.judge", fromlist=["judge"])):
+    for module in (verify, __import__("nc.backends.native.references", fromlist=["judge"])):
         monkeypatch.setattr(module, "reference_outputs", lambda graph: found.append(graph) or run(graph))
     return found
 

@@ -13,7 +13,7 @@ import nc
 from nc.backends import available_backends
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native import low_bit_rows
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.kernels.c_code import abi
 from nc.kernels.low_bit import compiled
 from nc.nn import QuantLinear

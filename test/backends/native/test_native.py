@@ -39,7 +39,7 @@ from nc import (
     prepare,
 )
 from nc.backends import get_backend
-from nc.backends.native import OPS, execute, fuse, passes, regions
+from nc.backends.native import OPS, executors, fuse, passes, regions
 from nc.backends.native.plans import code_products
 from nc.graph.catalogue import op_name
 from nc.graph.saturation import narrow
@@ -279,7 +279,7 @@ def test_without_torchscript_python_runs_the_graph(tmp_path):
 
 def test_what_torchscript_has_no_words_for_is_run_by_python(monkeypatch, without_plans):
     x = torch.randn(2, 8)
-    monkeypatch.setattr(execute, "_SPELLING", {})
+    monkeypatch.setattr(executors, "_SPELLING", {})
     q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
     assert q.report().details["run by"].startswith("Python: NC_ONEDNN is 'none'; Operator <function quantize")
     assert q.report().sqnr_db > 60
@@ -502,9 +502,9 @@ class Halves:
     def why_not(self, module):
         return self.why
 
-    def build(self, lowered, example, judge=None):
+    def build(self, lowered, example, reference=None):
         self.built += 1
-        running = execute.PYTHON.build(lowered, example)
+        running = executors.PYTHON.build(lowered, example)
         call = running.call
         return dataclasses.replace(
             running, call=lambda *inputs: [y if self.fault is None else self.fault(y) for y in call(*inputs)]
@@ -515,7 +515,7 @@ def test_executors_are_tried_in_order_and_python_is_the_last(monkeypatch):
     x = torch.randn(2, 8)
 
     def run_by(*executors):
-        monkeypatch.setattr(execute, "EXECUTORS", executors)
+        monkeypatch.setattr(executors, "EXECUTORS", executors)
         q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
         assert worst_db([q.reference(x)], [q(x)]) > 60
         return q.report().details.get("run by")

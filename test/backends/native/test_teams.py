@@ -17,7 +17,7 @@ from suites.rows_code import isas_to_test
 from nc.backends import available_backends
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.kernels.c_code.calls import call_once
 from nc.kernels.low_bit import compiled
 

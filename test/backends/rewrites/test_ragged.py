@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
+from nc.backends.rewrites.ragged.padding import rows_of
 from nc.backends.rewrites.ragged.rewrite import Ragged, ragged
-from nc.backends.rewrites.ragged.rows import rows_of
 from nc.errors import InputError
 from nc.process.unavailable import Unavailable
 

@@ -18,7 +18,7 @@ from torch import nn
 import nc
 from nc.backends.native import recurrent
 from nc.backends.native.operators import depthwise, dynamic_attention, float_attention, int8_attention
-from nc.backends.native.plans import c_functions, rows
+from nc.backends.native.plans import c_functions, row_linears
 from nc.errors import BackendUnavailableError, NCWarning
 from nc.kernels import cpu, flash
 from nc.kernels.c_code import build, flags, isas
@@ -39,8 +39,8 @@ REMEMBERED = (
     (float_attention, "_function"),
     (flash, "code"),
     (dynamic_attention, "_function"),
-    (rows, "_library"),
-    (rows, "_tiles"),
+    (row_linears, "_library"),
+    (row_linears, "_tiles"),
     (recurrent, "_code"),
 )
 

@@ -15,7 +15,7 @@ from suites.low_bit import form, weight
 
 from nc.backends.native import recurrent
 from nc.backends.native.operators import int8_attention
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.cli import doctor
 from nc.errors import BackendError, ConfigError
 from nc.kernels import cpu

@@ -15,7 +15,7 @@ from torch import fx
 
 from nc.backends.native.fuse import constant
 from nc.backends.native.merge import merged_groups, parts_of, put_in_place
-from nc.backends.native.plans import rows
+from nc.backends.native.plans import row_linears
 from nc.backends.native.plans.ways import PlannedOperator
 from nc.backends.native.regions import Activation, behind, only_user
 from nc.backends.native.torch_library import define, only_in_plans, prepack
@@ -87,7 +87,7 @@ def replace_bf16_linears(module: fx.GraphModule) -> None:
     Those that read the same rows, and nothing else goes with, become one, of which each gets its part. Not
     where operators work in place: there a value depends on when it is read.
     """
-    if rows.why_unavailable(rows.BF16) or works_in_place(module):
+    if row_linears.why_unavailable(row_linears.BF16) or works_in_place(module):
         return
     readers: dict[fx.Node, list[_Rounded]] = {}
     for node in module.graph.nodes:
@@ -173,6 +173,6 @@ def _replace(module: fx.GraphModule, members: Sequence[_Rounded], rounded: fx.No
 
 
 OPERATORS = (
-    PlannedOperator((bf16_rows(),), {"C": functools.partial(rows.round_rows, rows.BF16)}),
-    PlannedOperator((bf16_linear(),), {"C": functools.partial(rows.multiply, rows.BF16)}),
+    PlannedOperator((bf16_rows(),), {"C": functools.partial(row_linears.round_rows, row_linears.BF16)}),
+    PlannedOperator((bf16_linear(),), {"C": functools.partial(row_linears.multiply, row_linears.BF16)}),
 )

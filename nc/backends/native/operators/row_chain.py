@@ -18,7 +18,7 @@ from nc.backends.dynamic import DYNAMIC_KERNEL
 from nc.backends.native.fuse import constant
 from nc.backends.native.operators.bf16_linear import bf16_linear, bf16_rows
 from nc.backends.native.operators.row_linear import rounded_rows, row_linear
-from nc.backends.native.plans import rows
+from nc.backends.native.plans import row_linears
 from nc.backends.native.plans.ways import PlannedOperator
 from nc.backends.native.torch_library import define, only_in_plans
 from nc.graph.catalogue import input_node, op_name, schema_arguments
@@ -214,6 +214,6 @@ def _put(
 
 
 OPERATORS = (
-    PlannedOperator((norm_rows(),), {"C": rows.norm}),
-    PlannedOperator((row_chain(),), {"C": rows.chain}),
+    PlannedOperator((norm_rows(),), {"C": row_linears.norm}),
+    PlannedOperator((row_chain(),), {"C": row_linears.chain}),
 )

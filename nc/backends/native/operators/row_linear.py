@@ -15,7 +15,7 @@ from torch import fx
 from nc.backends.dynamic import DYNAMIC_KERNEL
 from nc.backends.native.fuse import constant, weight_of
 from nc.backends.native.merge import merged_groups, parts_of, put_in_place
-from nc.backends.native.plans import rows
+from nc.backends.native.plans import row_linears
 from nc.backends.native.plans.ways import PlannedOperator, need, why_refused
 from nc.backends.native.regions import Activation, behind
 from nc.backends.native.torch_library import define, only_in_plans, prepack
@@ -107,7 +107,11 @@ def _is_dynamic(node: fx.Node) -> bool:
 
 def _check(node: fx.Node) -> None:
     """Raise `Refused` for a dynamic linear that the functions in C do not compute."""
-    linear, module, missing = Linear.of(node), node.graph.owning_module, rows.why_unavailable(rows.CODES)
+    linear, module, missing = (
+        Linear.of(node),
+        node.graph.owning_module,
+        row_linears.why_unavailable(row_linears.CODES),
+    )
     assert module is not None, "passes run on modules"
     ranges = DynamicQDQ.of(linear.input)
     need(not missing, missing)
@@ -122,7 +126,7 @@ def _check(node: fx.Node) -> None:
     codes, most = constant_of(module, weight.codes), abi.CONSTANTS.most_inputs
     inputs = codes.shape[-1]
     need(0 < inputs <= most, f"it has {inputs} inputs, and its C code takes 1 to {most}")
-    too_large = rows.why_not_weight(codes)
+    too_large = row_linears.why_not_weight(codes)
     need(not too_large, too_large)
     bias = linear.bias
     need(bias is None or constant_value(module, bias) is not None, "its bias is computed from the inputs")
@@ -201,6 +205,6 @@ def _bias_of(module: fx.GraphModule, node: fx.Node, outputs: int) -> torch.Tenso
 
 
 OPERATORS = (
-    PlannedOperator((rounded_rows(),), {"C": functools.partial(rows.round_rows, rows.CODES)}),
-    PlannedOperator((row_linear(),), {"C": functools.partial(rows.multiply, rows.CODES)}),
+    PlannedOperator((rounded_rows(),), {"C": functools.partial(row_linears.round_rows, row_linears.CODES)}),
+    PlannedOperator((row_linear(),), {"C": functools.partial(row_linears.multiply, row_linears.CODES)}),
 )

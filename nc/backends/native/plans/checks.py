@@ -56,8 +56,8 @@ class PlacesCheck(Protocol):
         """Return what it found."""
 
 
-class PlanJudge(Protocol):
-    """What compares plans with the graph that was lowered; see `nc.backends.native.judge`."""
+class PlanReference(Protocol):
+    """What compares plans with the graph that was lowered; see `nc.backends.native.references`."""
 
     names: frozenset[str]
     new_sizes: bool
@@ -92,7 +92,7 @@ class PlanChecks:
     """The comparisons of one model's plans.
 
     Args:
-        judge: compares them; None: nothing is compared.
+        reference: compares them; None: nothing is compared.
         otherwise: flat tensors → flat outputs, for sizes whose plan is wrong.
 
     Attributes:
@@ -104,8 +104,8 @@ class PlanChecks:
         why_whole: the last error of a comparison of few places; "" where there was none.
     """
 
-    def __init__(self, judge: PlanJudge | None, otherwise: Callable[..., Sequence[Any]]) -> None:
-        self._judge, self._otherwise = judge, otherwise
+    def __init__(self, reference: PlanReference | None, otherwise: Callable[..., Sequence[Any]]) -> None:
+        self._judge, self._otherwise = reference, otherwise
         self._known: dict[Hashable, str] = {}
         self._proven = Proven()
         self.first: KernelCheck | None = None
@@ -125,15 +125,15 @@ class PlanChecks:
             VerificationError: neither the plan nor what takes its place computes what the quantized graph
                 computes for new sizes.
         """
-        judge, is_first = self._judge, self.first is None
-        if judge is None or (not is_first and not judge.new_sizes):
+        reference, is_first = self._judge, self.first is None
+        if reference is None or (not is_first and not reference.new_sizes):
             return "", None
         if key in self._known:
             return self._known[key], None
         if self.why_stopped:
             return "", None
         try:
-            check, outputs = self._compared(judge, inputs, made, all_places=is_first and judge.always)
+            check, outputs = self._compared(reference, inputs, made, all_places=is_first and reference.always)
         except ArtefactCorruptError as error:  # the packed weights are whole, so the model goes on
             if is_first:
                 raise
@@ -146,15 +146,15 @@ class PlanChecks:
         self.others += 1
         self.wrong += bool(check.faults)
         if check.faults:
-            self._warn_of(check.faults[0], inputs, judge)
+            self._warn_of(check.faults[0], inputs, reference)
         return self._remember(key, check), outputs
 
     def _compared(
-        self, judge: PlanJudge, inputs: Sequence[torch.Tensor], made: Made, *, all_places: bool
+        self, reference: PlanReference, inputs: Sequence[torch.Tensor], made: Made, *, all_places: bool
     ) -> tuple[KernelCheck, Sequence[Any] | None]:
         """Return what a comparison found, and the outputs of the plan where it is right."""
         kernels = [kernel_of(entry, made.threads) for entry in made.plan.entries]
-        found = None if all_places else self._at_few_places(judge, inputs, made, kernels)
+        found = None if all_places else self._at_few_places(reference, inputs, made, kernels)
         if found is not None and not found[0].faults:
             self._proven.add(kernels)
             return found
@@ -163,15 +163,15 @@ class PlanChecks:
         def see(names: tuple[str, ...], value: torch.Tensor) -> None:
             values.update(dict.fromkeys(names, value.clone()))
 
-        outputs = made.look([tensor.clone() for tensor in inputs], judge.names, see)
-        check = judge.kernels(inputs, outputs, values)
+        outputs = made.look([tensor.clone() for tensor in inputs], reference.names, see)
+        check = reference.kernels(inputs, outputs, values)
         if not check.faults:
             self._proven.add(kernels)
             self.wholes += self.first is not None
         return check, None
 
     def _at_few_places(
-        self, judge: PlanJudge, inputs: Sequence[torch.Tensor], made: Made, kernels: Sequence[Kernel]
+        self, reference: PlanReference, inputs: Sequence[torch.Tensor], made: Made, kernels: Sequence[Kernel]
     ) -> tuple[KernelCheck, Sequence[Any]] | None:
         """Return what few places of what new kernels make, and of the outputs, are: of all in the first plan.
 
@@ -182,10 +182,10 @@ class PlanChecks:
         outputs = [None if ref is None else desc_of(ref) for ref in refs]
         wanted = None
         if self.first is not None:
-            comparable = [each for each in made.watched if not judge.names.isdisjoint(each.names)]
+            comparable = [each for each in made.watched if not reference.names.isdisjoint(each.names)]
             wanted = shown_by(made.plan.entries, self._proven.new(kernels), comparable)
         try:
-            comparison = judge.few_places(inputs, values, outputs, wanted)
+            comparison = reference.few_places(inputs, values, outputs, wanted)
         except ArtefactCorruptError:
             raise
         except Exception as error:  # an operator that it reads otherwise: the call must not depend on that
@@ -228,7 +228,7 @@ class PlanChecks:
             del self._known[next(iter(self._known))]
         return why
 
-    def _warn_of(self, fault: Fault, inputs: Sequence[torch.Tensor], judge: PlanJudge) -> None:
+    def _warn_of(self, fault: Fault, inputs: Sequence[torch.Tensor], reference: PlanReference) -> None:
         """Say that the plan for new sizes is not used, once what takes its place is known to be right."""
         sizes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
         what = (
@@ -236,7 +236,7 @@ class PlanChecks:
             f"time at {fault}"
         )
         with torch.no_grad():
-            why = judge.why_unlike_for(inputs, self._otherwise(*(tensor.clone() for tensor in inputs)))
+            why = reference.why_unlike_for(inputs, self._otherwise(*(tensor.clone() for tensor in inputs)))
         if why:
             msg = f"{what}. What would take their place {why}."
             raise VerificationError(msg)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.plans import c_functions, rows
+from nc.backends.native.plans import c_functions, row_linears
 from nc.backends.native.plans.operands import PlanTensor, WeightToPack
 from nc.backends.native.plans.products import After, after_of
 from nc.backends.native.plans.recorder import Recorder
@@ -173,7 +173,9 @@ def tensors_of(
 ) -> list[PlanTensor | torch.Tensor]:
     """Tensors that all products of codes take; numbers of outputs are as many as the weight's `sums`."""
     outputs, size = product.weight.tensor.shape[0], sums.numel()
-    scale, bias = (rows.for_outputs(v, outputs, size) for v in (product.scales.reshape(-1), product.bias))
+    scale, bias = (
+        row_linears.for_outputs(v, outputs, size) for v in (product.scales.reshape(-1), product.bias)
+    )
     factors = (
         (scale * a["x_scale"]).double() * finish.factor,
         bias.double() * finish.factor + finish.offset,
@@ -194,7 +196,7 @@ def kernels_beyond_avx2() -> str:
 
 def why_unavailable() -> str:
     """Why products of codes are not computed in C here; "" when they are."""
-    found = rows.code(rows.CODES)
+    found = row_linears.code(row_linears.CODES)
     if isinstance(found, Unavailable):
         return found.reason
     if found.isa not in tuning.CODE_PRODUCTS.value:
@@ -211,7 +213,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         a: its arguments, of which scales and zero points are read.
         product: what to compute.
     """
-    why, found = why_unavailable(), rows.code(rows.CODES)
+    why, found = why_unavailable(), row_linears.code(row_linears.CODES)
     need(not why, why)
     assert not isinstance(found, Unavailable), "refused above"
     need(is_pointwise(product), _NOT_POINTWISE)
@@ -226,4 +228,4 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
 
 def _packed(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [outputs, inputs, 1, ...] as `code_product` reads it."""
-    return rows.pack(rows.CODES, codes.reshape(codes.shape[:2]))
+    return row_linears.pack(row_linears.CODES, codes.reshape(codes.shape[:2]))

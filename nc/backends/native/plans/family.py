@@ -32,8 +32,8 @@ from nc.backends.native.plans.execution_plan import (
 from nc.errors import BackendError
 from nc.kernels.c_code.calls import Function, function_error
 from nc.kernels.onednn.api import Handle
+from nc.kernels.onednn.call_lists import arguments
 from nc.kernels.onednn.descriptions import ANY_SIZE, DST, SCRATCHPAD, SRC, Desc
-from nc.kernels.onednn.execute import arguments
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
 from nc.kernels.onednn.runner import CallTable, CompiledRunner, failed_call
 

@@ -61,8 +61,8 @@ from nc.kernels.c_code.abi import Value
 from nc.kernels.c_code.calls import Function, call_packed
 from nc.kernels.onednn import trials
 from nc.kernels.onednn.api import Unimplemented
+from nc.kernels.onednn.call_lists import Scratch, packed, run_once
 from nc.kernels.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
-from nc.kernels.onednn.execute import Scratch, packed, run_once
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
 from nc.profiling.nodes import describe
 from nc.profiling.onednn_verbose import ExecutedPrimitive

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from nc import StaticQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import bf16_attention, float_attention
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.kernels import caches, cpu
 from nc.kernels.c_code import emulation
 

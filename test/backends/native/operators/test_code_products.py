@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from nc.backends import available_backends
 from nc.backends.native.operators import depthwise
 from nc.backends.native.plans import c_functions, code_products
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.kernels import cpu
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Sum
 from nc.numerics.metrics import worst_sqnr_db

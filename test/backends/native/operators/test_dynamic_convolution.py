@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig
 from nc.backends import available_backends
-from nc.backends.native import execute
+from nc.backends.native import executors
 from nc.backends.native.operators import dynamic_convolution
 from nc.backends.native.plans import c_functions
 from nc.graph.catalogue import CONVOLUTIONS, kind_of_node
@@ -351,7 +351,7 @@ def test_transposed_convolutions_have_none_and_say_so():
 
 
 def test_without_plans_it_runs_in_fp32_and_says_so(monkeypatch):
-    monkeypatch.setattr(execute, "why_not", lambda _: "there are none")
+    monkeypatch.setattr(executors, "why_not", lambda _: "there are none")
     x = torch.randn(2, 3, 8, 8)
     for symmetric in (False, True):
         q = only(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), x, act_sym=symmetric)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from nc import DynamicQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import float_attention
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.backends.native.plans.attention import fields_of, fields_of_mask, parts_of_rows
 from nc.backends.native.plans.operands import PlanTensor
 from nc.kernels import caches

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from nc import StaticQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import row_chain
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.errors import BackendError
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once

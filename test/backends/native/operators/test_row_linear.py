@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from nc import DynamicQuantConfig
 from nc.backends import available_backends
 from nc.backends.native.operators import row_linear
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import row_linears as row_format
 from nc.errors import BackendError
 from nc.graph.catalogue import kind_of_node
 from nc.graph.fx_utils import copy_module

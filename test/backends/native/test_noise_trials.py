@@ -12,7 +12,7 @@ from torch import nn
 
 import nc
 from nc.backends import available_backends
-from nc.backends.native import execute, tried
+from nc.backends.native import executors, noise_trials
 from nc.errors import BackendUnavailableError
 from nc.numerics import affine
 from nc.numerics.metrics import worst_sqnr_db
@@ -30,9 +30,9 @@ WRONG = "kernel for it whose sums are wrong"
 def without_plans(monkeypatch):
     """No oneDNN library to call, and no verdicts of other tests."""
     monkeypatch.setenv("NC_ONEDNN", "none")
-    tried._verdicts.cache_clear()
+    noise_trials._verdicts.cache_clear()
     yield
-    tried._verdicts.cache_clear()
+    noise_trials._verdicts.cache_clear()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def spoil(monkeypatch):
     """
 
     def spoiled(dims, is_wrong):
-        kernel, seen = tried._UNARY[dims], []
+        kernel, seen = noise_trials._UNARY[dims], []
 
         def run(x, *rest):
             seen.append(tuple(x.shape))
@@ -52,7 +52,7 @@ def spoil(monkeypatch):
                 found[..., -1] = 0
             return found
 
-        monkeypatch.setattr(tried, "_UNARY", {**tried._UNARY, dims: run})
+        monkeypatch.setattr(noise_trials, "_UNARY", {**noise_trials._UNARY, dims: run})
         return seen
 
     return spoiled
@@ -117,9 +117,9 @@ def test_sizes_that_come_later_are_tried_too(spoil):
 
 def test_each_distinct_convolution_is_tried_once_and_usual_ones_never(monkeypatch):
     asked = []
-    right = tried.trials.adds_up
+    right = noise_trials.trials.adds_up
     monkeypatch.setattr(
-        tried.trials,
+        noise_trials.trials,
         "adds_up",
         lambda wanted, run: (asked.append(wanted.source.sizes), right(wanted, run))[1],
     )
@@ -158,7 +158,7 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("verdict", [True, False], ids=["right", "wrong"])
 @pytest.mark.parametrize(("groups", "codes"), list(itertools.product((1, 4, 64), (True, False))))
 def test_sums_are_right_by_either_way(monkeypatch, groups, codes, verdict):
-    monkeypatch.setattr(tried, "_is_right", lambda *_: verdict)
+    monkeypatch.setattr(noise_trials, "_is_right", lambda *_: verdict)
     x = torch.randn(2, 64, 9, 9)
     q = quantized(Sum(groups, codes).eval(), x, None, "native")
     ran = {op.operator: op.ran for op in q.report().ops}
@@ -198,16 +198,16 @@ def call(codes_of, weight, activation, dtype, accumulator=None, scales=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_both_ways_compute_the_same_and_trials_let_right_kernels_pass(monkeypatch, activation, dtype):
-    tried.library()
-    monkeypatch.setattr(tried.trials, "fills_tiles_in_part", lambda wanted: True)
+    noise_trials.library()
+    monkeypatch.setattr(noise_trials.trials, "fills_tiles_in_part", lambda wanted: True)
     x = torch.randint(0, 256, (2, 64, 8, 8), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     arguments = call(x, weight_of(32, 64, 3, 3), activation, dtype)
     by_torch = torch.ops.nc_tried.qconv(*arguments)
-    (verdict,) = tried._verdicts(
-        tried._Asked.of(dict(zip(tried._NAMES, arguments[:-1], strict=True)), (32, 64, 3, 3))
+    (verdict,) = noise_trials._verdicts(
+        noise_trials._Asked.of(dict(zip(noise_trials._NAMES, arguments[:-1], strict=True)), (32, 64, 3, 3))
     ).values()
     assert verdict
-    monkeypatch.setattr(tried, "_is_right", lambda *_: False)
+    monkeypatch.setattr(noise_trials, "_is_right", lambda *_: False)
     ours = torch.ops.nc_tried.qconv(*arguments)
     assert (ours.dtype, ours.shape, ours.stride()) == (by_torch.dtype, by_torch.shape, by_torch.stride())
     most = {torch.float32: 1e-4, torch.bfloat16: 0.04, torch.uint8: 1.0}[dtype]
@@ -218,8 +218,8 @@ def test_both_ways_compute_the_same_and_trials_let_right_kernels_pass(monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu"])
 def test_a_sum_is_that_of_float64_by_both_ways(monkeypatch, activation, dtype):
-    tried.library()
-    monkeypatch.setattr(tried.trials, "fills_tiles_in_part", lambda wanted: True)
+    noise_trials.library()
+    monkeypatch.setattr(noise_trials.trials, "fills_tiles_in_part", lambda wanted: True)
     x, weight = (
         torch.randint(0, 256, (2, 64, 8, 8), dtype=torch.uint8),
         weight_of(32, 64, 3, 3),
@@ -227,7 +227,7 @@ def test_a_sum_is_that_of_float64_by_both_ways(monkeypatch, activation, dtype):
     other = torch.randint(0, 256, (2, 32, 8, 8), dtype=torch.uint8)
     other = other if dtype is torch.uint8 else other.float() / 64
     arguments = call(x, weight, activation, dtype, other)
-    a = dict(zip(tried._NAMES_OF_SUM, arguments, strict=False))
+    a = dict(zip(noise_trials._NAMES_OF_SUM, arguments, strict=False))
     values = nn.functional.conv2d(
         (x.double() - 117) * 0.02,
         weight.double() * a["w_scale"].double().view(-1, 1, 1, 1),
@@ -243,42 +243,42 @@ def test_a_sum_is_that_of_float64_by_both_ways(monkeypatch, activation, dtype):
     )
     for verdict in (None, False):
         if verdict is not None:
-            monkeypatch.setattr(tried, "_is_right", lambda *_: False)
+            monkeypatch.setattr(noise_trials, "_is_right", lambda *_: False)
         before = other.clone()
         found = torch.ops.nc_tried.qconv_sum(*arguments)
         assert torch.equal(before, other)
         assert float((found.double() - expected.double()).abs().max()) <= (
             1.0 if dtype is torch.uint8 else 1e-4
         )
-    asked = tried._Asked.of(a, weight.shape)
-    assert list(tried._verdicts(asked).values()) == [True]
+    asked = noise_trials._Asked.of(a, weight.shape)
+    assert list(noise_trials._verdicts(asked).values()) == [True]
 
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_trial_notices_a_kernel_that_computes_something_else(monkeypatch, adds):
     """One element near the end of the result is not written."""
-    monkeypatch.setattr(tried.trials, "fills_tiles_in_part", lambda wanted: True)
-    run = tried._try
+    monkeypatch.setattr(noise_trials.trials, "fills_tiles_in_part", lambda wanted: True)
+    run = noise_trials._try
 
     def spoiled(asked, tensors):
-        before = tensors[tried.DST].clone()
+        before = tensors[noise_trials.DST].clone()
         run(asked, tensors)
-        tensors[tried.DST][-1, :, -2, -1] = before[-1, :, -2, -1]
+        tensors[noise_trials.DST][-1, :, -2, -1] = before[-1, :, -2, -1]
 
-    geometry = tried.Geometry((1, 1), (1, 1), (1, 1), (1, 1), window=(3, 3), channels=64)
-    asked = tried._Asked(
+    geometry = noise_trials.Geometry((1, 1), (1, 1), (1, 1), (1, 1), window=(3, 3), channels=64)
+    asked = noise_trials._Asked(
         (32, 64, 3, 3), geometry, 1, True, True, (True, True), torch.uint8, adds, ("relu", (), "")
     )
-    assert tried._is_right(asked, (2, 64, 8, 8))
-    monkeypatch.setattr(tried, "_try", spoiled)
-    assert not tried._is_right(asked, (2, 64, 8, 9))
+    assert noise_trials._is_right(asked, (2, 64, 8, 8))
+    monkeypatch.setattr(noise_trials, "_try", spoiled)
+    assert not noise_trials._is_right(asked, (2, 64, 8, 9))
 
 
 def test_the_callers_modes_are_of_no_account():
     q = quantized(nn.Sequential(nn.Conv1d(8, 6, 5), nn.ReLU()).eval(), torch.randn(2, 8, 20), None, "native")
     x = torch.randn(3, 8, 20)
     expected = q.reference(x)
-    tried._verdicts.cache_clear()
+    noise_trials._verdicts.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode(), torch.device("meta"):
@@ -306,7 +306,7 @@ def test_a_torch_that_compiles_has_right_sums_too(spoil):
 )
 def test_inputs_that_do_not_fit_are_refused(sizes):
     """torch gives values for a window that is larger than its input by one."""
-    tried.library()
+    noise_trials.library()
     weight = torch.ones(4, 64, 3, 3, dtype=torch.int8)
     arguments = list(call(torch.zeros(1, 64, 8, 8, dtype=torch.uint8), weight, "none", torch.float32))
     arguments[7:9] = [2, 2], [0, 0]
@@ -317,7 +317,7 @@ def test_inputs_that_do_not_fit_are_refused(sizes):
 @pytest.mark.parametrize("script", [True, False], ids=["TorchScript", "Python"])
 def test_linears_of_nothing_keep_their_dimensions(monkeypatch, script):
     if not script:
-        monkeypatch.setattr(execute, "EXECUTORS", ())
+        monkeypatch.setattr(executors, "EXECUTORS", ())
     model = Function(lambda self, x: self.b(torch.relu(self.a(x)) + x), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     q = quantized(model.eval(), torch.randn(2, 3, 8), None, "native")
     assert q.report().details["run by"].startswith("TorchScript" if script else "Python")

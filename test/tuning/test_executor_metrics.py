@@ -15,9 +15,9 @@ from torch import nn
 
 import nc
 from nc.errors import ConfigError
-from nc.tuning import elsewhere
+from nc.tuning import executor_metrics
 from nc.tuning import run as running
-from nc.tuning.elsewhere import Elsewhere
+from nc.tuning.executor_metrics import Elsewhere
 from nc.tuning.run import CTRL_C, OUT_OF_TIME, Run
 from nc.tuning.trials import Trials
 
@@ -66,13 +66,13 @@ def test_processes_give_the_metrics_that_are_computed_here(model, tmp_path):
 
 def test_what_is_sent_is_an_artefact_and_times_are_measured_before(model, monkeypatch):
     events = []
-    original = elsewhere.judged
+    original = executor_metrics.judged
 
     def judged(given, *more):
         events.append(type(given))
         return original(given, *more)
 
-    monkeypatch.setattr(elsewhere, "judged", judged)
+    monkeypatch.setattr(executor_metrics, "judged", judged)
     phases = []
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         front = tuned(model, executor=pool, progress=lambda p: phases.append((p.phase, len(events))))
@@ -92,7 +92,7 @@ def test_what_fails_elsewhere_is_left_out_with_its_error(model):
 
 
 def test_another_cpu_is_no_answer(model, monkeypatch):
-    monkeypatch.setattr(elsewhere, "judged", lambda *_: (1.0, ["sse"]))
+    monkeypatch.setattr(executor_metrics, "judged", lambda *_: (1.0, ["sse"]))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         front = tuned(model, executor=pool)
     assert [point.name for point in front.measured] == ["fp32"]

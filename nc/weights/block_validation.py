@@ -181,7 +181,7 @@ class Loss:
         return ""
 
 
-class BlockJudge:
+class BlockValidation:
     """Rounds the layers of a block to nearest.
 
     Args:

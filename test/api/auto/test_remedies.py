@@ -7,7 +7,7 @@ from torch import nn
 
 import nc
 from nc.api.auto import prepared as module_under_test
-from nc.api.auto.mending import ways
+from nc.api.auto.remedies import ways
 from nc.api.preparation import finish
 from nc.backends import get_backend
 from nc.planning.rules import decide

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from nc.backends.native.judge import Judge
 from nc.backends.native.packing import HELPERS, SPELLING, packed, refused, refused_sizes
 from nc.backends.native.planned import planned, why_not
 from nc.backends.native.plans.any_sizes import SampleInputs
 from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
+from nc.backends.native.references import Reference
 from nc.backends.torchscript import script
 from nc.errors import BackendError
 from nc.graph.fx_utils import GIVES, run_with
@@ -109,13 +109,15 @@ class Executor(Protocol):
     def why_not(self, module: fx.GraphModule) -> str:
         """Why it can't run this graph here, as far as that is known without building; "" when it may."""
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
+    def build(
+        self, lowered: Lowered, example: Sequence[torch.Tensor], reference: Reference | None = None
+    ) -> Running:
         """Return what runs the graph.
 
         Args:
             lowered: gives the graph, which stays as it is.
             example: flat inputs.
-            judge: for executors that compare what they make themselves; the others are compared by
+            reference: for executors that compare what they make themselves; the others are compared by
                 `executable`.
 
         Raises:
@@ -136,21 +138,26 @@ class PlanExecutor:
         """No oneDNN library to call, or operators that work in place."""
         return why_not(module)
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
+    def build(
+        self, lowered: Lowered, example: Sequence[torch.Tensor], reference: Reference | None = None
+    ) -> Running:
         """See `Executor.build`."""
-        return self.build_for_rows(lowered, example, judge, None)
+        return self.build_for_rows(lowered, example, reference, None)
 
     def build_for_rows(
         self,
         lowered: Lowered,
         example: Sequence[torch.Tensor],
-        judge: Judge | None,
+        reference: Reference | None,
         samples: SampleInputs | None,
     ) -> Running:
         """Return the same for a graph over rows of texts, with one plan for any number of them."""
         rest = [each for each in EXECUTORS if each is not self]
         model = planned(
-            lowered(self.products), lambda: executable(lowered, example, executors=rest)[0], judge, samples
+            lowered(self.products),
+            lambda: executable(lowered, example, executors=rest)[0],
+            reference,
+            samples,
         )
         model.check(example)
 
@@ -188,7 +195,9 @@ class TorchScriptExecutor:
         """PyTorch deprecates it."""
         return "" if hasattr(torch.jit, "script") else f"torch {torch.__version__} has no TorchScript"
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
+    def build(
+        self, lowered: Lowered, example: Sequence[torch.Tensor], reference: Reference | None = None
+    ) -> Running:
         """See `Executor.build`."""
         module = packed(lowered(self.products), example)
         with (
@@ -222,7 +231,9 @@ class PythonExecutor:
         """Return "": it runs every graph."""
         return ""
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
+    def build(
+        self, lowered: Lowered, example: Sequence[torch.Tensor], reference: Reference | None = None
+    ) -> Running:
         """Return the graph itself."""
         module = packed(lowered(self.products), example)
         return _of_nodes(module, module)
@@ -236,7 +247,7 @@ EXECUTORS: tuple[Executor, ...] = (PlanExecutor(), TorchScriptExecutor())
 def executable(
     lowered: Lowered,
     example: Sequence[torch.Tensor],
-    judge: Judge | None = None,
+    reference: Reference | None = None,
     executors: Sequence[Executor] | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
     """Return what runs the graph: the first executor whose outputs for the example are right.
@@ -244,7 +255,7 @@ def executable(
     Args:
         lowered: gives the graph.
         example: flat inputs.
-        judge: what they are compared with; None: they are right.
+        reference: what they are compared with; None: they are right.
         executors: those to try; None: all.
 
     Returns:
@@ -256,8 +267,8 @@ def executable(
         why = executor.why_not(lowered(executor.products))
         if not why:
             try:
-                running, outputs = _judged(executor.build(lowered, example, judge), example, judge)
-                found = _why_wrong(running, outputs, judge)
+                running, outputs = _compared(executor.build(lowered, example, reference), example, reference)
+                found = _why_wrong(running, outputs, reference)
             except BackendError as error:
                 why = str(error).splitlines()[0]
             except RuntimeError as error:
@@ -271,12 +282,12 @@ def executable(
                     )
                 why = f"{executor.name} {found}"
         passed_over.append(why)
-    running, outputs = _judged(PYTHON.build(lowered, example), example, judge)
+    running, outputs = _compared(PYTHON.build(lowered, example), example, reference)
     return running, outputs, f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
 
 
 def executable_for_rows(
-    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None, samples: SampleInputs
+    lowered: Lowered, example: Sequence[torch.Tensor], reference: Reference | None, samples: SampleInputs
 ) -> tuple[Running, Sequence[Any]]:
     """Return what runs a graph over rows of texts for any number of them, and its outputs for the example.
 
@@ -287,27 +298,29 @@ def executable_for_rows(
     why = executor.why_not(lowered(executor.products))
     if why:
         raise BackendError(why)
-    running, outputs = _judged(executor.build_for_rows(lowered, example, judge, samples), example, judge)
-    why = _why_wrong(running, outputs, judge)
+    running, outputs = _compared(
+        executor.build_for_rows(lowered, example, reference, samples), example, reference
+    )
+    why = _why_wrong(running, outputs, reference)
     if why:
         raise BackendError(why)
     return running, outputs
 
 
-def _judged(
-    running: Running, example: Sequence[torch.Tensor], judge: Judge | None
+def _compared(
+    running: Running, example: Sequence[torch.Tensor], reference: Reference | None
 ) -> tuple[Running, Sequence[Any]]:
     """Return what runs a graph, with a comparison of its kernels for the example; and its outputs for it."""
     outputs = called(running, example)
-    if judge is None or running.values is None:
+    if reference is None or running.values is None:
         return running, outputs
-    check = judge.kernels(example, *running.values(example, judge.names))
+    check = reference.kernels(example, *running.values(example, reference.names))
     return dataclasses.replace(running, checked=check), outputs
 
 
-def _why_wrong(running: Running, outputs: Sequence[Any], judge: Judge | None) -> str:
+def _why_wrong(running: Running, outputs: Sequence[Any], reference: Reference | None) -> str:
     """Why what runs a graph is not taken; "" where it computes what the QDQ graph computes."""
-    why = "" if judge is None else judge.why_unlike(outputs)
+    why = "" if reference is None else reference.why_unlike(outputs)
     faults = () if running.checked is None else running.checked.faults
     return why or (f"computes something else at {faults[0]}" if faults else "")
 

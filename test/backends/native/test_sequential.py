@@ -18,10 +18,10 @@ import nc
 from nc.backends import available_backends
 from nc.backends.native import operators
 from nc.backends.native.planned import PlannedModel
-from nc.backends.native.plans import c_functions, in_turn
-from nc.backends.native.plans import rows as row_format
+from nc.backends.native.plans import c_functions, sequential
+from nc.backends.native.plans import row_linears as row_format
 from nc.backends.native.plans.execution_plan import FunctionCall
-from nc.backends.native.plans.in_turn import Turns
+from nc.backends.native.plans.sequential import Turns
 from nc.kernels.c_code import abi, build, flags, openmp
 from nc.kernels.c_code.calls import call_packed, in_memory
 from nc.kernels.c_code.isas import NUMBERS
@@ -84,7 +84,7 @@ def probe(tmp_path_factory):
                 in_memory(abi.IN_TURN.packed(function=address, **fields)),
             )
         assert function(given_, None, 2, tensors) == 0
-        return [mark.tolist() for mark in marks], in_turn._Note(noted, how).read() if turned else None
+        return [mark.tolist() for mark in marks], sequential._Note(noted, how).read() if turned else None
 
     return run
 
@@ -147,7 +147,7 @@ def turned(name, fields, tensors):
 
 
 def function_turned(function, fields, tensors):
-    note = in_turn._Note((ctypes.c_int64 * (abi.TURNS.size // 8))(), in_memory(function.packed(fields)))
+    note = sequential._Note((ctypes.c_int64 * (abi.TURNS.size // 8))(), in_memory(function.packed(fields)))
     call = abi.IN_TURN.packed(
         function=function.address, how=ctypes.addressof(note.how), turns=ctypes.addressof(note.memory)
     )
@@ -245,7 +245,7 @@ def test_a_plan_for_any_number_of_threads_computes_the_same_in_turn(model, threa
     with torch.no_grad():
         expected = q.engine.run(inputs)
         call, plan = plan_of(q, inputs, threads)
-        turned_plan, notes = in_turn.in_turn(plan)
+        turned_plan, notes = sequential.in_turn(plan)
         got = call._separate(turned_plan).watch(inputs, [], lambda *_: None)
     assert all(map(torch.equal, expected, got))
     for entry, note in zip(plan.entries, notes, strict=True):
@@ -282,7 +282,7 @@ def test_plans_are_not_made_for_the_threads_of_the_process():
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).endswith(("openmp.threads", "get_num_threads"))
     ]
-    assert {name for name, _ in asks} == {"any_sizes.py", "in_turn.py", "recorder.py"}, asks
+    assert {name for name, _ in asks} == {"any_sizes.py", "sequential.py", "recorder.py"}, asks
 
 
 # ---- what is predicted, without a machine

@@ -24,7 +24,7 @@ from nc.proof.intermediates import Point, points_at
 from nc.proof.kernels import KernelCheck, check_kernels, compared_names, is_comparable
 
 
-class Judge:
+class Reference:
     """Compares what computes a lowered graph with the graph that was lowered.
 
     Args:
