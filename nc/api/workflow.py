@@ -11,10 +11,11 @@ import torch
 
 from nc.api.model_checks import check_progress, check_run_fn, checked_model
 from nc.api.preparation.base import Conversion, Preparation
-from nc.api.preparation.make import Request, automatic, plan_of, preparation
+from nc.api.preparation.graphs import Request
+from nc.api.preparation.ways import prepared_by, way_of
 from nc.api.quantized import QuantizedModel, as_call
 from nc.backends.verify import check_option
-from nc.config import AnyConfig, StaticQuantConfig
+from nc.config import AnyConfig
 from nc.config.auto import AutoConfig, auto_or_config
 from nc.errors import ConfigError, NotCalibratedError, StateError
 from nc.graph.plan import INPUTS, PLACEMENTS, Plan
@@ -94,7 +95,6 @@ def prepare(
     config = copy.deepcopy(auto_or_config(quant_config))  # later changes by the user have no effect here
     model = checked_model(model)
     asked = Request(
-        config=StaticQuantConfig() if isinstance(config, AutoConfig) else config,
         inplace=inplace,
         example_inputs=example_inputs,
         backend=backend,
@@ -102,7 +102,7 @@ def prepare(
         strict=strict,
         placement=placement,
     )
-    return automatic(model, config, asked) if isinstance(config, AutoConfig) else preparation(model, asked)
+    return prepared_by(model, config, asked)
 
 
 def convert(
@@ -300,16 +300,8 @@ def describe(
     check_default_device("describe")
     config = auto_or_config(quant_config)
     model = checked_model(model)
-    asked = Request(
-        config=StaticQuantConfig() if isinstance(config, AutoConfig) else config,
-        inplace=False,
-        example_inputs=example_inputs,
-        backend=backend,
-        dynamic_shapes=None,
-        strict=strict,
-        placement=placement,
-    )
-    return automatic(model, config, asked).plan if isinstance(config, AutoConfig) else plan_of(model, asked)
+    asked = Request(example_inputs=example_inputs, backend=backend, strict=strict, placement=placement)
+    return way_of(model, config).plan(model, config, asked)
 
 
 def report(

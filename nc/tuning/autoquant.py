@@ -11,7 +11,8 @@ import torch
 
 from nc.api.auto.prepared import PreparedAuto
 from nc.api.model_checks import check_progress, check_run_fn, checked_model
-from nc.api.preparation.make import automatic
+from nc.api.preparation.graphs import Request
+from nc.api.preparation.ways import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.workflow import convert
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig
@@ -21,7 +22,7 @@ from nc.formats.checks import checked_path, is_number
 from nc.graph.plan import Applied
 from nc.process.torch_settings import check_default_device
 from nc.process.warn import warn
-from nc.tuning.calibrate import calibrate, request_of
+from nc.tuning.calibrate import calibrate
 from nc.tuning.choices import Choices, Taken
 from nc.tuning.described import UntoldError
 from nc.tuning.front import Front, FrontPoint
@@ -189,7 +190,7 @@ def _calibrated(
     backend: str,
 ) -> tuple[PreparedAuto, KeptCalls]:
     """Return a preparation that has seen the data, and the calls that it had."""
-    asked = request_of(StaticQuantConfig(), backend, example_inputs)
+    asked = Request(backend=backend, example_inputs=example_inputs, strict=False)
     prepared = automatic(model, AutoConfig(), asked, candidates)
     calls = KeptCalls()
     calibrate(prepared, run, calls.note)

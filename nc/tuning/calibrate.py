@@ -1,4 +1,4 @@
-"""Preparations of a search, and their calibration, of which a note is taken."""
+"""The calibration of a search, of which a note is taken."""
 
 from __future__ import annotations
 
@@ -6,22 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from nc.api.preparation.make import Request
-from nc.config import AnyConfig
-
-
-def request_of(config: AnyConfig, backend: str, example_inputs: Any = None) -> Request:
-    """Return what is asked of a preparation."""
-    return Request(
-        config=config,
-        inplace=False,
-        example_inputs=example_inputs,
-        backend=backend,
-        dynamic_shapes=None,
-        strict=False,
-        placement="inputs",
-    )
 
 
 def calibrate(prepared: torch.nn.Module, run_fn: Callable[[Any], Any], note: Callable[..., None]) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc.algorithms.solvers import GPTQ
-from nc.api.preparation.make import preparation
+from nc.api.preparation.graphs import Request
+from nc.api.preparation.ways import prepared_by
 from nc.api.preparation.weights import PreparedWeights, without_cache
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig, WeightOnlyConfig
@@ -18,7 +19,6 @@ from nc.errors import ArtefactError, ConfigError, InputError, NCError
 from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.process.modes import evaluating
-from nc.tuning.calibrate import request_of
 from nc.tuning.distance import closeness, none_lost
 from nc.tuning.front import REFERENCE, Front, front_of_points
 from nc.tuning.identity import Call, KeptCalls, Metric, copied
@@ -305,7 +305,7 @@ class LowBitSearch:
         return q_model if wanted else None
 
     def _converted(self, config: AnyConfig) -> torch.nn.Module:
-        prepared = preparation(self._model, request_of(config, self._backend))
+        prepared = prepared_by(self._model, config, Request(backend=self._backend, strict=False))
         assert isinstance(prepared, PreparedWeights)
         if prepared.plan.needs_data:
             for call in self._calibration:

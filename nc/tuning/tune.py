@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from nc.api.model_checks import METRIC, check_progress, check_run_fn, checked_model
-from nc.api.preparation.make import automatic, preparation
+from nc.api.preparation.graphs import Request
+from nc.api.preparation.ways import automatic, prepared_by
 from nc.api.quantized import as_call
-from nc.config import AnyConfig, StaticQuantConfig, has_weight_only
+from nc.config import AnyConfig, has_weight_only
 from nc.config.auto import AutoConfig
 from nc.config.neural_compressor import config_from
 from nc.errors import ConfigError, InputError, StateError
@@ -25,7 +26,7 @@ from nc.process.modes import evaluating
 from nc.process.torch_settings import check_default_device
 from nc.process.warn import warn
 from nc.text.plain import shown
-from nc.tuning.calibrate import calibrate, request_of
+from nc.tuning.calibrate import calibrate
 from nc.tuning.described import UntoldError, described
 from nc.tuning.executor_metrics import Elsewhere
 from nc.tuning.front import REFERENCE, Front
@@ -146,12 +147,13 @@ def tune(
         msg = f"fused={fused!r}: expected True or False, and True only with target_bits=."
         raise ConfigError(msg)
     named = _named(candidates, weights=target_bits is not None)
+    asked = Request(backend=backend, example_inputs=example_inputs, strict=False)
     try:
         with telling(progress) as told:
             if target_bits is not None:
                 bits = _bits(target_bits)
                 options = named or default_candidates(model)
-                first = preparation(model, request_of(next(iter(options.values())), backend))
+                first = prepared_by(model, next(iter(options.values())), asked)
                 plans = plans_of(model, options)
                 calls = KeptCalls()
                 _calibrate(first, run_fn, calls.note)
@@ -165,9 +167,7 @@ def tune(
                 run = _run(kept, low_bit_key, options, start + seconds, told, elsewhere)
                 search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run, fused=fused)
                 return search.front(bits, points)
-            prepared = automatic(
-                model, AutoConfig(), request_of(StaticQuantConfig(), backend, example_inputs), named
-            )
+            prepared = automatic(model, AutoConfig(), asked, named)
             seen = SeenCalls()
             _calibrate(prepared, run_fn, seen.note)
             timed = _mix(mix, seen, example_inputs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from nc.modules.block_calls import Sample
 from nc.modules.copies import own_tensors, sharing
 from nc.modules.layers import is_low_bit, settle_layers
 from nc.nn.origin import QuantizationRun
-from nc.planning.layer_plan import WeightPlan
+from nc.planning.layer_plan import WeightPlan, others_text
 from nc.process.modes import PlainPath, evaluating
 from nc.process.progress import Progress
 from nc.process.warn import warn
@@ -281,3 +282,16 @@ def without_cache(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for one in configs:
             one.use_cache = True  # type: ignore[union-attr]
+
+
+def warn_of_float_weights(plan: WeightPlan) -> None:
+    """Warn where most of a model, or all of it, stays float: users would take it for quantized."""
+    count, others = (
+        sum(math.prod(shape) for shape in shapes)
+        for shapes in ([d.shape for d in plan.quantized], [s for _, s in plan.others])
+    )
+    if not count:
+        reasons = "; ".join(dict.fromkeys(d.reason for d in plan.decisions))
+        warn(f"No layer gets a low-bit weight: {reasons}.")
+    elif others > count:
+        warn(f"Most weights of this model stay as they are. {others_text(plan.others)}.")
