@@ -19,6 +19,7 @@ from nc.backends.base import EngineModel
 from nc.backends.profile_process import profile_in_child
 from nc.backends.verdict import Verdict
 from nc.errors import InputError, NCError, StateError, UnsupportedError
+from nc.formats.checks import kind_of
 from nc.graph.fixed_module import FixedModule
 from nc.graph.fx_utils import call_graph
 from nc.graph.qdq import QDQGraph
@@ -212,7 +213,7 @@ class QuantizedModel(FixedModule):
             return build(
                 self.graph, self.engine.report(), self.chosen, verdict=self.verdict, detailed=details
             )
-        inputs = self.graph.signature.bind(*as_call(profile_inputs))
+        inputs = self.graph.signature.bind(*as_call(profile_inputs, "profile_inputs"))
         if self.engine.profile is None:
             msg = (
                 f"Backend {self.backend!r} cannot profile this model: its engine model has no `profile` "
@@ -261,8 +262,12 @@ def checked(model: object, step: str) -> QuantizedModel:
     raise StateError(msg)
 
 
-def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of inputs given as one value.
+def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of inputs that are given as one value.
+
+    Args:
+        inputs: the value.
+        name: the argument that it was given for.
 
     Raises:
         InputError: it is not a tensor, tuple, list or dict.
@@ -273,7 +278,5 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(inputs), {}
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
-    msg = (
-        f"Expected profile_inputs to be a tensor, a tuple, a list or a dict, but got {type(inputs).__name__}."
-    )
+    msg = f"Expected {name} to be a tensor, a tuple, a list or a dict, but got {kind_of(inputs)}."
     raise InputError(msg)

@@ -327,5 +327,5 @@ def report(
             "quantized layer."
         )
         raise StateError(msg)
-    call = None if profile_inputs is None else as_call(profile_inputs)
+    call = None if profile_inputs is None else as_call(profile_inputs, "profile_inputs")
     return weight_report(model, call, detailed=details)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.api.quantized import QuantizedModel, ReferenceModule, checked
+from nc.api.quantized import QuantizedModel, ReferenceModule, as_call, checked
 from nc.backends import engine_options, get_backend
-from nc.errors import ConfigError, InputError, StateError
+from nc.errors import ConfigError, StateError
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import Quantize
 from nc.numerics.metrics import sqnr_db
@@ -269,14 +269,7 @@ def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
 
 def _bind(graph: QDQGraph, inputs: Any) -> Sequence[torch.Tensor]:
     """Return the flat inputs."""
-    if inputs is None:
-        return graph.example
-    if isinstance(inputs, Mapping):
-        return graph.signature.bind((), dict(inputs))
-    if isinstance(inputs, (torch.Tensor, tuple, list)):
-        return graph.signature.bind((inputs,) if isinstance(inputs, torch.Tensor) else inputs, {})
-    msg = f"Expected inputs to be a tensor, a tuple, a list or a dict, but got {type(inputs).__name__}."
-    raise InputError(msg)
+    return graph.example if inputs is None else graph.signature.bind(*as_call(inputs, "inputs"))
 
 
 def _judged(

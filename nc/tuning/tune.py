@@ -224,7 +224,7 @@ def _check_mix(mix: object) -> None:
 
 def _mix(mix: Sequence[Any] | None, seen: SeenCalls, example_inputs: Any) -> list[Call]:
     """Return the calls that are timed."""
-    calls = [as_call(each) for each in mix] if mix is not None else seen.frequent()
+    calls = [as_call(each, "each entry of mix") for each in mix] if mix is not None else seen.frequent()
     return calls or [as_call(example_inputs)]
 
 

@@ -432,7 +432,7 @@ def test_what_can_not_be_compared_says_why(tmp_path):
     with pytest.raises(ConfigError, match="load the model with backend='native'"):
         nc.compare(q, "native", x)
     with pytest.raises(
-        InputError, match="Expected inputs to be a tensor, a tuple, a list or a dict, but got int"
+        InputError, match="Expected inputs to be a tensor, a tuple, a list or a dict, but got an int"
     ):
         nc.compare(q, inputs=3)
     with pytest.raises(InputError, match="expected size 16 in dimension 1"):

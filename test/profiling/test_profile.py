@@ -300,7 +300,7 @@ def simulated():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ("x", "to be a tensor, a tuple, a list or a dict, but got str"),
+        ("x", "to be a tensor, a tuple, a list or a dict, but got a str"),
         (torch.zeros(4, 3), "expected size 16"),
     ],
 )
