@@ -20,7 +20,7 @@ from torch import fx
 
 from nc.calibration.observe import Watch
 from nc.calibration.statistics import Collected
-from nc.formats import QParams, TensorSpec
+from nc.formats import QParams, TensorFormat
 from nc.graph.catalogue import WEIGHTED, groups_of, kind_of_node, weight_axis
 from nc.graph.fx_utils import constant_of
 from nc.graph.placement import Edge
@@ -116,7 +116,7 @@ class Context:
     plan: Plan
     found: Collected | None = None
     edges: Sequence[Edge] = ()
-    qparams: dict[tuple[str, TensorSpec], QParams] = dataclasses.field(default_factory=dict)
+    qparams: dict[tuple[str, TensorFormat], QParams] = dataclasses.field(default_factory=dict)
     quantized: fx.GraphModule | None = None
     batches: Sequence[Batch] = ()
     observed: Mapping[tuple[str, str], State] = dataclasses.field(default_factory=dict)
@@ -169,7 +169,7 @@ class WeightCodes:
     scale: torch.Tensor
     axis: int | None
     groups: int
-    spec: TensorSpec
+    spec: TensorFormat
 
     @property
     def codes(self) -> torch.Tensor:

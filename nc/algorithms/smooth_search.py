@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from nc.algorithms.replay import inputs_of
-from nc.formats import PER_CHANNEL, OpSpec, SmoothSpec, TensorSpec
+from nc.formats import PER_CHANNEL, OpSpec, SmoothSpec, TensorFormat
 from nc.graph.catalogue import input_node
 from nc.graph.views import Weighted
 from nc.numerics.affine import dequantize
@@ -157,7 +157,7 @@ def _product(
     scales: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
-    spec: TensorSpec,
+    spec: TensorFormat,
 ) -> torch.Tensor:
     return fake_quantize(x.double() / scales, low, high, spec) @ w.T
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from nc.calibration.costly import COSTLY
 from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
-from nc.formats import PER_TENSOR, OpSpec, QParams, TensorSpec
+from nc.formats import PER_TENSOR, OpSpec, QParams, TensorFormat
 from nc.formats.reasons import Cause
 from nc.graph.catalogue import CONVOLUTIONS
 from nc.graph.placement import Edge, edge_key
@@ -45,7 +45,7 @@ _SHARED_IMAGES = (
 def examine(
     plan: Plan,
     edges: Sequence[Edge],
-    qparams: Mapping[tuple[str, TensorSpec], QParams],
+    qparams: Mapping[tuple[str, TensorFormat], QParams],
     found: Collected,
     others: Sequence[Finding],
 ) -> tuple[Finding, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nc.calibration.statistics import Collected
-from nc.formats import QParams, TensorSpec
+from nc.formats import QParams, TensorFormat
 from nc.graph.evidence import ChannelView, DepthPoint, Evidence, RangeView
 from nc.graph.fx_utils import constant_of, run_with
 from nc.graph.placement import Edge, edge_key, works_in_place
@@ -49,7 +49,7 @@ def evidence_of(
     quantized: fx.GraphModule,
     plan: Plan,
     edges: Sequence[Edge],
-    qparams: Mapping[tuple[str, TensorSpec], QParams],
+    qparams: Mapping[tuple[str, TensorFormat], QParams],
     found: Collected,
     example: Sequence[torch.Tensor],
     config: Mapping[str, Any] | None,
@@ -154,7 +154,7 @@ def _bounded(db: float) -> float:
 
 def _ranges(
     edges: Sequence[Edge],
-    qparams: Mapping[tuple[str, TensorSpec], QParams],
+    qparams: Mapping[tuple[str, TensorFormat], QParams],
     found: Collected,
     states: Mapping[str, State],
 ) -> tuple[RangeView, ...]:
@@ -193,7 +193,7 @@ def _covered(qp: QParams) -> tuple[float, float]:
     return _rounded((qp.spec.quant_min - zero) * scale), _rounded((qp.spec.quant_max - zero) * scale)
 
 
-def _found(name: str, state: State, spec: TensorSpec) -> tuple[float, float]:
+def _found(name: str, state: State, spec: TensorFormat) -> tuple[float, float]:
     given = spec if spec.percentile is not None else dataclasses.replace(spec, percentile=_PERCENTILE)
     low, high = ALGORITHMS[name].find_range(state, given)
     return _rounded(float(low)), _rounded(float(high))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
-from nc.formats import QParams, TensorSpec
+from nc.formats import QParams, TensorFormat
 from nc.graph.placement import Edge, edge_key
 from nc.numerics.affine import choose_qparams
 from nc.observers import ALGORITHMS
 
-Key = tuple[str, TensorSpec]
+Key = tuple[str, TensorFormat]
 
 
 def find_qparams(edges: Sequence[Edge], found: Collected) -> dict[Key, QParams]:

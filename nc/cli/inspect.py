@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from nc.formats import WeightFormat
+from nc.formats import TensorFormat
 from nc.graph.plan import Plan
 from nc.storage import folder as folders
 from nc.storage import store
@@ -79,7 +79,7 @@ def _low_bit(content: folders.FolderContent) -> tuple[dict[str, Any], list[tuple
             "layer": name,
             "type": layer["kind"],
             "shape": layer["shape"],
-            "weight": str(WeightFormat.from_dict(layer["form"])),
+            "weight": str(TensorFormat.from_dict(layer["form"])),
             "activations": layer["act_dtype"],
             "solver": "" if layer["result"] is None else layer["result"]["solver"],
         }

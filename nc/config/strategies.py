@@ -27,7 +27,7 @@ from nc.config.fields import (
     transforms,
 )
 from nc.errors import ConfigError, UnknownFieldError
-from nc.formats import DTYPES, SCALE_DTYPES, SCALE_MODES, WeightFormat, dtype
+from nc.formats import DTYPES, SCALE_DTYPES, SCALE_MODES, TensorFormat, dtype, low_bit
 from nc.formats.checks import require
 from nc.numerics.low_bit import ACT_DTYPES
 
@@ -298,7 +298,7 @@ class WeightOnlyConfig(QuantConfig):
         }
 
 
-def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> WeightFormat:
+def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> TensorFormat:
     """Return the format that the fields of a `WeightOnlyConfig` ask for.
 
     Args:
@@ -308,7 +308,7 @@ def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> W
     Raises:
         ConfigError: values contradict each other.
     """
-    return WeightFormat(
+    return low_bit(
         dtype=dtype(dtype_name or values["w_dtype"]),
         group_size=values["group_size"],
         symmetric=values["w_sym"],

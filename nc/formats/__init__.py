@@ -12,6 +12,7 @@ from nc.formats.granularities import (
     PER_TOKEN,
     Granularity,
     granularity,
+    input_groups,
     per_block,
     per_channel,
     per_group,
@@ -25,9 +26,8 @@ from nc.formats.specs import (
     OpSupport,
     QParams,
     SmoothSpec,
-    TensorSpec,
 )
-from nc.formats.weight_format import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, WeightFormat
+from nc.formats.tensor_format import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, TensorFormat, low_bit
 
 __all__ = [
     "BF16",
@@ -53,10 +53,11 @@ __all__ = [
     "OpSupport",
     "QParams",
     "SmoothSpec",
-    "TensorSpec",
-    "WeightFormat",
+    "TensorFormat",
     "dtype",
     "granularity",
+    "input_groups",
+    "low_bit",
     "per_block",
     "per_channel",
     "per_group",

@@ -8,16 +8,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nc.errors import ConfigError
-from nc.formats.dtypes import DType, dtype
-from nc.formats.granularities import PER_TENSOR, PER_TOKEN, Granularity, per_block, per_channel, per_group
+from nc.formats.dtypes import dtype
+from nc.formats.granularities import Granularity
+from nc.formats.tensor_format import ROUND_METHODS, SCALE_ROUNDINGS, TensorFormat
 
 #: The tensors of an operator, as configurations name them.
 ROLES = ("weight", "input", "output", "bias")
 GRANULARITIES = ("per_tensor", "per_channel", "per_token", "per_group", "per_block")
-#: What is done with a value between two values of a format; ties go to the even code, or away from 0.
-ROUND_METHODS = ("half_even", "half_away", "floor", "stochastic")
-#: What a scale is rounded to before codes are chosen.
-SCALE_TYPES = ("fp32", "fp16", "bf16", "e4m3", "e8m0", "power_of_two")
 #: Names that other tools have for scale types.
 _SCALE_ALIASES = {
     "float": "fp32",
@@ -30,7 +27,7 @@ _SCALE_ALIASES = {
 #: "minmax".
 _OF_CONSTANTS = ("minmax", "mse")
 #: Fields with a name out of a list.
-_CHOICES = (("granularity", GRANULARITIES), ("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES))
+_CHOICES = (("granularity", GRANULARITIES), ("round_method", ROUND_METHODS), ("scale_type", SCALE_ROUNDINGS))
 
 #: Whether something is wrong with a spec, and the text that says so.
 _Rule = tuple[bool, str]
@@ -115,8 +112,8 @@ class FakeTensorSpec:
         """Return this spec, with the values of a less specific one where it has none."""
         return replace(below, **self.to_dict())
 
-    def resolved(self, role: str, kind: str) -> FakeTensorSpec:
-        """Return the spec with all defaults filled in, for one tensor of an operator.
+    def resolved(self, role: str, kind: str) -> TensorFormat:
+        """Return the format of one tensor of an operator, with all defaults filled in.
 
         Args:
             role: one of `ROLES`.
@@ -126,55 +123,27 @@ class FakeTensorSpec:
             ConfigError: values that contradict each other, or that this tensor can't have.
         """
         spec = FakeTensorSpec(**{**_DEFAULTS, **self.to_dict()})
-        if spec.axis is None and spec.granularity in ("per_channel", "per_group"):
-            spec = replace(spec, axis=_default_axis(role, kind, spec.granularity == "per_group"))
         found = _contradiction(spec, role)
         if found:
             msg = f"{role}: {found}"
             raise ConfigError(msg)
-        return spec
-
-    @property
-    def format(self) -> DType:
-        """The number format of a resolved spec."""
-        assert self.dtype is not None
-        return dtype(self.dtype)
-
-    @property
-    def blocks(self) -> Granularity:
-        """The granularity of a resolved spec."""
-        match self.granularity:
-            case "per_channel":
-                return per_channel(self.axis)
-            case "per_token":
-                return PER_TOKEN
-            case "per_group":
-                assert self.group_size is not None
-                return per_group(-1 if self.axis is None else self.axis, self.group_size)
-            case "per_block":
-                assert self.block_size is not None
-                return per_block(self.block_size)
-            case _:
-                return PER_TENSOR
-
-    def __str__(self) -> str:
-        """Short form for tables, e.g. "int4 sym per_group 32"; what is as by default is left out."""
-        parts = [str(self.dtype)]
-        if self.dtype is not None and self.format.kind == "integer" and self.symmetric is not None:
-            parts.append("sym" if self.symmetric else "affine")
-        if self.granularity not in (None, "per_tensor"):
-            sizes = {"per_group": [self.group_size], "per_block": self.block_size}.get(
-                str(self.granularity)
-            ) or ()
-            parts.append(f"{self.granularity} {'x'.join(map(str, sizes))}".rstrip())
-            parts += [f"axis {self.axis}"] * (
-                self.axis is not None and (self.granularity, self.axis) != ("per_group", -1)
-            )
-        parts += [f"{self.scale_type} scales"] * (self.scale_type not in (None, "fp32"))
-        parts += [str(self.round_method)] * (self.round_method not in (None, "half_even"))
-        parts += [str(self.observer)] * (self.observer not in (None, "minmax"))
-        parts += ["dynamic"] * bool(self.dynamic)
-        return " ".join(parts)
+        values = spec.to_dict()
+        axis = spec.axis
+        if axis is None and spec.granularity in ("per_channel", "per_group"):
+            axis = _default_axis(role, kind, spec.granularity == "per_group")
+        shape = {"per_group": (spec.group_size,), "per_block": spec.block_size}.get(str(spec.granularity), ())
+        is_along_axis = spec.granularity in ("per_channel", "per_group")
+        return TensorFormat(
+            dtype=dtype(values["dtype"]),
+            granularity=Granularity(values["granularity"], axis if is_along_axis else None, shape),  # type: ignore[arg-type] # checked above
+            scale_dtype=values["scale_type"],
+            algo=values["observer"],
+            percentile=spec.percentile,
+            **{
+                name: values[name]
+                for name in ("symmetric", "tensor_scale", "dynamic", "round_method", "seed")
+            },
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that are not None, plain."""
@@ -184,31 +153,31 @@ class FakeTensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeSpec:
-    """What is simulated of one operator: a resolved spec for each role, None for what stays fp32."""
+    """What is simulated of one operator: a format for each role, None for what stays fp32."""
 
-    weight: FakeTensorSpec | None = None
-    input: FakeTensorSpec | None = None
-    output: FakeTensorSpec | None = None
-    bias: FakeTensorSpec | None = None
+    weight: TensorFormat | None = None
+    input: TensorFormat | None = None
+    output: TensorFormat | None = None
+    bias: TensorFormat | None = None
 
     @property
-    def roles(self) -> dict[str, FakeTensorSpec]:
-        """The specs by role."""
+    def roles(self) -> dict[str, TensorFormat]:
+        """The formats by role."""
         found = {role: getattr(self, role) for role in ROLES}
-        return {role: spec for role, spec in found.items() if spec is not None}
+        return {role: form for role, form in found.items() if form is not None}
 
     def __str__(self) -> str:
         """All roles with their formats."""
-        return ", ".join(f"{role} {spec}" for role, spec in self.roles.items())
+        return ", ".join(f"{role} {form}" for role, form in self.roles.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {role: spec.to_dict() for role, spec in self.roles.items()}
+        return {role: form.to_dict() for role, form in self.roles.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> FakeSpec:
         """Return the inverse of `to_dict`."""
-        return cls(**{role: FakeTensorSpec(**values) for role, values in data.items()})
+        return cls(**{role: TensorFormat.from_dict(values) for role, values in data.items()})
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -249,7 +218,7 @@ def _codes(spec: FakeTensorSpec) -> Iterator[_Rule]:
     if spec.granularity == "per_block":
         yield spec.block_size is None, "granularity='per_block' needs block_size."
     if not spec.symmetric:
-        is_float = spec.format.kind == "float"
+        is_float = dtype(str(spec.dtype)).kind == "float"
         yield is_float, f"{spec.dtype} is a floating-point format and has no zero point; use symmetric=True."
         is_mx = spec.scale_type == "e8m0"
         yield is_mx, "scale_type='e8m0' is the scale of MX formats, which have no zero point."
@@ -288,7 +257,7 @@ def _observer(spec: FakeTensorSpec) -> Iterator[_Rule]:
     yield lacks_percentile, "observer='percentile' needs percentile, for example 99.99."
     yield spec.observer == "auto", "observer='auto' searches int8 operators; name the algorithm."
     yield (
-        spec.observer == "kl" and spec.format.kind == "float",
+        spec.observer == "kl" and dtype(str(spec.dtype)).kind == "float",
         "observer='kl' counts evenly spaced levels, which a floating-point format has not.",
     )
 

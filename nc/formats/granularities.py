@@ -81,6 +81,11 @@ def per_block(shape: Sequence[int]) -> Granularity:
     return Granularity("per_block", None, tuple(shape))
 
 
+def input_groups(size: int) -> Granularity:
+    """Return one scale per `size` neighbouring input channels of a weight; -1: per output channel."""
+    return PER_CHANNEL if size == -1 else per_group(-1, size)
+
+
 PER_TENSOR = Granularity("per_tensor")
 PER_CHANNEL = per_channel()
 #: One scale per row of the last dimension.

@@ -8,104 +8,16 @@ from typing import Any, Literal
 import torch
 
 from nc.errors import ConfigError
-from nc.formats.dtypes import DType, dtype
+from nc.formats.dtypes import dtype
 from nc.formats.fake_spec import FakeSpec
-from nc.formats.granularities import PER_TENSOR, Granularity, granularity
+from nc.formats.granularities import granularity
+from nc.formats.tensor_format import TensorFormat
 
 #: How ranges that are found in each call are shared.
 DYNAMIC_GRANULARITIES = ("per_tensor", "per_token")
 #: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight
 #: only, as a simulation of any formats, or not at all.
 Mode = Literal["static", "dynamic", "weight_only", "fake_quant", "float"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """How one tensor is quantized.
-
-    Attributes:
-        dtype: of the codes; a name is looked up.
-        symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
-        granularity: which elements share a scale; a text is looked up. Activations: per tensor, or per token
-            where `dynamic`.
-        algo: how its range is found, see `nc.observers`.
-        percentile: how much of the data the range covers, in percent, where `algo` is or tries "percentile".
-        narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
-        reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.narrow_sums`.
-        paired: codes of neighbouring input channels of a weight are small enough for their products to be
-            added in 16 bits; see `nc.numerics.int16_pairs`.
-        dynamic: its range is found anew in each call.
-    """
-
-    dtype: DType
-    symmetric: bool
-    granularity: Granularity = PER_TENSOR
-    algo: str = "minmax"
-    percentile: float | None = None
-    narrow: bool = False
-    reduce_range: bool = False
-    paired: bool = False
-    dynamic: bool = False
-
-    def __post_init__(self) -> None:
-        """Look up the dtype and the granularity if they were given by name.
-
-        Raises:
-            ConfigError: the name does not exist; or a floating-point dtype is to have a zero point or to use
-                a part of its codes.
-        """
-        if isinstance(self.dtype, str):
-            object.__setattr__(self, "dtype", dtype(self.dtype))
-        if isinstance(self.granularity, str):
-            object.__setattr__(self, "granularity", granularity(self.granularity))
-        if self.dtype.kind == "float" and (
-            not self.symmetric or self.narrow or self.reduce_range or self.paired
-        ):
-            msg = (
-                f"{self.dtype} is a floating-point format: it is symmetric and uses all codes, so {self} is "
-                "not possible."
-            )
-            raise ConfigError(msg)
-
-    @property
-    def quant_min(self) -> int:
-        """Lowest code in use."""
-        return self._range()[0] + self.narrow
-
-    @property
-    def quant_max(self) -> int:
-        """Highest code in use."""
-        return self._range()[1]
-
-    def _range(self) -> tuple[int, int]:
-        low, high = self.dtype.quant_min, self.dtype.quant_max
-        quarter = (high - low + 1) // 4
-        return (low + quarter, high - quarter) if self.reduce_range else (low, high)
-
-    def __str__(self) -> str:
-        """Short form for tables, e.g. "uint8 affine"."""
-        parts = [str(self.dtype), "sym" if self.symmetric else "affine"]
-        if self.granularity != PER_TENSOR:
-            parts.append(str(self.granularity))
-        if self.reduce_range:
-            parts.append("7-bit")
-        if self.paired:
-            parts.append("paired")
-        if self.dynamic:
-            parts.append("dynamic")
-        if self.algo != "minmax":
-            parts.append(f"{self.algo} {self.percentile:g}" if self.algo == "percentile" else self.algo)
-        return " ".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; dtype and granularity as their text."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**values, "dtype": str(self.dtype), "granularity": str(self.granularity)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> TensorSpec:
-        """Return the inverse of `to_dict`."""
-        return cls(**{**data, "dtype": dtype(data["dtype"]), "granularity": granularity(data["granularity"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,9 +57,9 @@ class OpSpec:
         fake: what is simulated, of an operator whose other roles are None.
     """
 
-    activation: TensorSpec | None = None
-    weight: TensorSpec | None = None
-    right: TensorSpec | None = None
+    activation: TensorFormat | None = None
+    weight: TensorFormat | None = None
+    right: TensorFormat | None = None
     smooth: SmoothSpec | None = None
     bf16: bool = False
     fake: FakeSpec | None = None
@@ -201,7 +113,7 @@ class OpSpec:
             return f"{self.weight.dtype} {self.weight.granularity}, weight only"
         return "int8" if self.quantized else "bf16" if self.bf16 else "fp32"
 
-    def input(self, index: int) -> TensorSpec:
+    def input(self, index: int) -> TensorFormat:
         """How the activation at one argument position is quantized, of an operator whose activations are."""
         spec = self.right if index == 1 and self.right is not None else self.activation
         assert spec is not None, "no activation of this operator is quantized"
@@ -227,7 +139,7 @@ class OpSpec:
     def from_dict(cls, data: dict[str, Any]) -> OpSpec:
         """Return the inverse of `to_dict`."""
         tensors = {
-            role: TensorSpec.from_dict(v)
+            role: TensorFormat.from_dict(v)
             for role, v in data.items()
             if role in ("activation", "weight", "right") and v is not None
         }
@@ -240,7 +152,7 @@ class OpSpec:
             fake=fake,
         )
 
-    def _tensors(self) -> dict[str, TensorSpec | None]:
+    def _tensors(self) -> dict[str, TensorFormat | None]:
         return {"activation": self.activation, "weight": self.weight, "right": self.right}
 
 
@@ -260,7 +172,7 @@ class QParams:
 
     scale: torch.Tensor
     zero_point: torch.Tensor
-    spec: TensorSpec
+    spec: TensorFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from nc.errors import ConfigError
-from nc.formats import FakeTensorSpec
+from nc.formats import TensorFormat
 from nc.graph.catalogue import is_float_tensor
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, drop_unused
 from nc.graph.placement import works_in_place
@@ -37,14 +37,14 @@ class Site:
         role: "input" or "output".
         node: the tensor.
         reader: the node before which the tensor has the value that counts.
-        spec: how it is simulated.
+        form: what it is simulated in.
     """
 
     operator: str
     role: str
     node: fx.Node
     reader: fx.Node
-    spec: FakeTensorSpec
+    form: TensorFormat
 
 
 def roles_of(node: fx.Node, kind: str) -> dict[str, fx.Node]:
@@ -89,8 +89,8 @@ def insert_fake_quant(module: fx.GraphModule, plan: Plan, ranges: Ranges) -> Non
     """
     in_place = works_in_place(module)
     decisions = {d.operator: d for d in plan.quantized if d.spec.fake is not None}
-    constants: dict[tuple[str, FakeTensorSpec], tuple[fx.Node, ...]] = {}
-    inputs: dict[tuple[fx.Node, FakeTensorSpec | str], fx.Node] = {}
+    constants: dict[tuple[str, TensorFormat], tuple[fx.Node, ...]] = {}
+    inputs: dict[tuple[fx.Node, TensorFormat | str], fx.Node] = {}
     for node in [n for n in module.graph.nodes if n.meta.get("operator") in decisions]:
         decision = decisions[node.meta["operator"]]
         assert decision.spec.fake is not None
@@ -122,7 +122,7 @@ def insert_fake_quant(module: fx.GraphModule, plan: Plan, ranges: Ranges) -> Non
 
 
 def constant_codes(
-    value: torch.Tensor, spec: FakeTensorSpec
+    value: torch.Tensor, spec: TensorFormat
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scale and zero point of a constant.
 
@@ -137,26 +137,21 @@ def constant_codes(
     Raises:
         ConfigError: the blocks do not cover the constant.
     """
-    form, block = spec.format, spec.blocks.block_size(value.shape)
+    form, block = spec.dtype, spec.granularity.block_size(value.shape)
     value = value.detach().float()
     low, high = affine.block_range(value, block)
-    options = {
-        "symmetric": bool(spec.symmetric),
-        "scale_type": str(spec.scale_type),
-        "tensor_scale": bool(spec.tensor_scale),
-    }
-    method, seed = str(spec.round_method), int(spec.seed or 0)
-    if spec.observer == "mse":
+    method, seed = spec.round_method, spec.seed
+    if spec.algo == "mse":
         rows, grid = affine.block_rows(value, block)
         row = (1, rows.shape[1])
 
         def rounded(limit: torch.Tensor) -> torch.Tensor:
-            scale, zero_point = fake_quant.choose(-limit, limit, form, **options)  # type: ignore[arg-type]
+            scale, zero_point = fake_quant.choose(-limit, limit, spec)
             codes = fake_quant.codes_of(rows, scale, zero_point, form, method, seed, row)
             return fake_quant.values_of(codes, scale, zero_point, form, row)
 
         low, high = (end.reshape(grid) for end in weight_mse.best_range(rows, rounded))
-    scale, zero_point = fake_quant.choose(low, high, form, **options)  # type: ignore[arg-type]
+    scale, zero_point = fake_quant.choose(low, high, spec)
     codes = fake_quant.codes_of(value, scale, zero_point, form, method, seed, block)
     if block == tuple(value.shape):
         return codes, scale.reshape(()), None if zero_point is None else zero_point.reshape(())
@@ -164,7 +159,7 @@ def constant_codes(
 
 
 def _constants(
-    module: fx.GraphModule, source: fx.Node, spec: FakeTensorSpec, operator: str
+    module: fx.GraphModule, source: fx.Node, spec: TensorFormat, operator: str
 ) -> tuple[fx.Node, ...]:
     """Nodes of the codes, the scale, and the zero point if there is one."""
     try:
@@ -182,33 +177,27 @@ def _constants(
 
 
 def _dequantize(
-    graph: fx.Graph, reader: fx.Node, source: fx.Node, constants: Sequence[fx.Node], spec: FakeTensorSpec
+    graph: fx.Graph, reader: fx.Node, source: fx.Node, constants: Sequence[fx.Node], spec: TensorFormat
 ) -> fx.Node:
     codes, scale, *rest = constants
     with graph.inserting_before(reader):
-        if spec.format.kind == "float":
+        if spec.dtype.kind == "float":
             node = call_operator(graph, dequantize_float, codes, scale, str(spec.dtype))
         else:
             node = call_operator(
-                graph, dequantize_tensor, codes, scale, rest[0] if rest else None, spec.format.storage
+                graph, dequantize_tensor, codes, scale, rest[0] if rest else None, spec.dtype.storage
             )
     node.meta["val"] = source.meta["val"]
     return node
 
 
 def _arguments(
-    module: fx.GraphModule, node: fx.Node, spec: FakeTensorSpec, operator: str, role: str, ranges: Ranges
+    module: fx.GraphModule, node: fx.Node, spec: TensorFormat, operator: str, role: str, ranges: Ranges
 ) -> tuple[object, ...]:
     """Return what follows the tensor in the call that simulates it."""
     if spec.dynamic:
-        how = (
-            str(spec.blocks),
-            bool(spec.symmetric),
-            str(spec.round_method),
-            str(spec.scale_type),
-            bool(spec.tensor_scale),
-        )
-        return str(spec.dtype), *how, int(spec.seed or 0)
+        how = str(spec.granularity), spec.symmetric, spec.round_method, spec.scale_dtype, spec.tensor_scale
+        return str(spec.dtype), *how, spec.seed
     scale, zero_point = ranges[operator, role]
     first = next(iter(module.graph.nodes))
     name = f"{node.name}_{role}"
@@ -218,10 +207,10 @@ def _arguments(
         if zero_point is None
         else add_constant(module, first, f"{name}_zero_point", zero_point, f"{operator}.{role}.zero_point")
     )
-    return scale_node, zero_node, str(spec.dtype), str(spec.round_method), int(spec.seed or 0)
+    return scale_node, zero_node, str(spec.dtype), spec.round_method, spec.seed
 
 
-def _simulate(graph: fx.Graph, source: fx.Node, spec: FakeTensorSpec, arguments: Sequence[object]) -> fx.Node:
+def _simulate(graph: fx.Graph, source: fx.Node, spec: TensorFormat, arguments: Sequence[object]) -> fx.Node:
     operator = fake_quantize_dynamic if spec.dynamic else fake_quantize
     node = call_operator(graph, operator, source, *arguments)  # type: ignore[arg-type]
     node.meta["val"] = source.meta.get("val")

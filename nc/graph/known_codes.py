@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics.weights import quantize_weight
 
-_Key = tuple[int, TensorSpec, int | None, int]
+_Key = tuple[int, TensorFormat, int | None, int]
 _Codes = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -17,7 +17,7 @@ class KnownCodes:
     def __init__(self) -> None:
         self._found: dict[_Key, tuple[torch.Tensor, _Codes]] = {}
 
-    def of(self, weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int = 1) -> _Codes:
+    def of(self, weight: torch.Tensor, spec: TensorFormat, axis: int | None, groups: int = 1) -> _Codes:
         """Return copies of what `quantize_weight` returns."""
         key = id(weight), spec, axis, groups
         if key not in self._found:

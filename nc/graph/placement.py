@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
-from nc.formats import Capabilities, OpSpec, TensorSpec
+from nc.formats import Capabilities, OpSpec, TensorFormat
 from nc.formats.reasons import Cause
 from nc.graph.catalogue import BINARY, MOVES, first_input, kind_of_node, op_name
 from nc.graph.dataflow import is_fused_side, origin
@@ -53,11 +53,11 @@ class Edge:
     index: int | None
     source: fx.Node
     origin: fx.Node
-    spec: TensorSpec
+    spec: TensorFormat
     operator: str
 
 
-def edge_key(edge: Edge) -> tuple[str, TensorSpec]:
+def edge_key(edge: Edge) -> tuple[str, TensorFormat]:
     """Return what edges that share qparams have in common: the tensor and how it is quantized."""
     return edge.origin.name, edge.spec
 

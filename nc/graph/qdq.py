@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.formats import PER_COLUMN, PER_TENSOR, PER_TOKEN, OpSpec, QParams, TensorSpec
+from nc.formats import PER_COLUMN, PER_TENSOR, PER_TOKEN, OpSpec, QParams, TensorFormat
 from nc.graph.accuracy import Accuracy
 from nc.graph.catalogue import is_float_tensor, kind_of_node
 from nc.graph.evidence import Evidence
@@ -132,7 +132,7 @@ def in_memory(graph: QDQGraph) -> QDQGraph:
 def insert_qdq(
     module: fx.GraphModule,
     edges: list[Edge],
-    qparams: Mapping[tuple[str, TensorSpec], QParams],
+    qparams: Mapping[tuple[str, TensorFormat], QParams],
     plan: Plan,
     known: KnownCodes | None = None,
 ) -> fx.GraphModule:
@@ -163,7 +163,7 @@ def insert_qdq(
 def _insert_pairs(
     graph: fx.Graph,
     edges: Iterable[Edge],
-    qparams: Mapping[tuple[str, TensorSpec], QParams],
+    qparams: Mapping[tuple[str, TensorFormat], QParams],
     mapping: Mapping[fx.Node, fx.Node],
     in_place: bool,
 ) -> None:
@@ -176,7 +176,7 @@ def _insert_pairs(
         mapping: nodes of the original graph → those of the copy.
         in_place: some operator changes a tensor.
     """
-    codes: dict[tuple[fx.Node, tuple[str, TensorSpec]], fx.Node] = {}
+    codes: dict[tuple[fx.Node, tuple[str, TensorFormat]], fx.Node] = {}
     for edge in edges:
         reader, source = mapping[edge.reader], mapping[edge.source]
         others = [n for n in source.users if n.target is not quantize_per_tensor]
@@ -207,7 +207,7 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
     Those that read one tensor alike share them, unless it may change between.
     """
     specs = {d.operator: d.spec for d in plan.quantized if d.spec.mode == "dynamic"}
-    shared: dict[tuple[fx.Node, TensorSpec, fx.Node | None], fx.Node] = {}
+    shared: dict[tuple[fx.Node, TensorFormat, fx.Node | None], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
         if is_recurrent(node):
             continue  # its operator finds the ranges
@@ -219,7 +219,7 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
             set_argument(node, name, shared[key])
 
 
-def _dynamic_inputs(node: fx.Node, spec: OpSpec) -> list[tuple[str, fx.Node, TensorSpec, fx.Node | None]]:
+def _dynamic_inputs(node: fx.Node, spec: OpSpec) -> list[tuple[str, fx.Node, TensorFormat, fx.Node | None]]:
     """Return what a dynamic operator reads through codes.
 
     The names of its arguments, the tensors, how, and the right side whose ranges weigh a left one.
@@ -232,7 +232,7 @@ def _dynamic_inputs(node: fx.Node, spec: OpSpec) -> list[tuple[str, fx.Node, Ten
 
 
 def _with_ranges_of_each_call(
-    graph: fx.Graph, source: fx.Node, spec: TensorSpec, right: fx.Node | None
+    graph: fx.Graph, source: fx.Node, spec: TensorFormat, right: fx.Node | None
 ) -> fx.Node:
     columns = spec.granularity == PER_COLUMN and source.meta["val"].dim() > 1
     how: tuple[fx.node.Argument, ...] = (
@@ -291,7 +291,7 @@ def _call(graph: fx.Graph, operator: torch._ops.OpOverload, source: fx.Node) -> 
     return node
 
 
-def _storage(spec: TensorSpec) -> torch.dtype:
+def _storage(spec: TensorFormat) -> torch.dtype:
     """Return the dtype that codes have in memory."""
     return spec.dtype.storage
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.formats import PER_TOKEN, TensorSpec
+from nc.formats import PER_TOKEN, TensorFormat
 from nc.graph.catalogue import groups_of, kind_of_node, op_name, weight_axis
 from nc.graph.fx_utils import (
     add_constant,
@@ -59,8 +59,8 @@ class _Weights:
     """
 
     known: KnownCodes
-    done: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = dataclasses.field(
-        default_factory=dict
+    done: dict[tuple[str, TensorFormat, int | None], tuple[fx.Node, fx.Node | None, float]] = (
+        dataclasses.field(default_factory=dict)
     )
 
 
@@ -68,7 +68,7 @@ def _quantized(
     module: fx.GraphModule,
     reader: fx.Node,
     weight: fx.Node,
-    spec: TensorSpec,
+    spec: TensorFormat,
     axis: int | None,
     weights: _Weights,
     groups: int = 1,

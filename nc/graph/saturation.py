@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.formats import Capabilities, TensorSpec
+from nc.formats import Capabilities, TensorFormat
 from nc.graph.catalogue import BINARY, WEIGHTED, first_input, groups_of, kind_of_node, weight_axis
 from nc.graph.fx_utils import (
     add_constant,
@@ -160,7 +160,7 @@ def _largest_size(value: object) -> int:
 
 
 def _requantize_weight(
-    module: fx.GraphModule, node: fx.Node, old: fx.Node, spec: TensorSpec, done: _Done
+    module: fx.GraphModule, node: fx.Node, old: fx.Node, spec: TensorFormat, done: _Done
 ) -> None:
     """Requantize an operator's weight so that it fits; operators that read the same codes alike share it."""
     axis, groups = _layout(node)
@@ -175,7 +175,7 @@ def _requantize_weight(
 
 
 def _new_weight(
-    module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: int | None, groups: int
+    module: fx.GraphModule, old: fx.Node, spec: TensorFormat, axis: int | None, groups: int
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the call that dequantizes a weight's new codes, which become constants of the graph."""
     value, source = constant_value(module, old), Dequantize.of(old).codes
@@ -189,7 +189,7 @@ def _new_weight(
     return dequantize_per_channel, (constant, scale_node, None, axis, codes.dtype)
 
 
-def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
+def _requantize_input(node: fx.Node, spec: TensorFormat, done: _Done) -> None:
     """Give a matmul codes of its second input in 7 bits, for the same range of values.
 
     Others that read the old codes keep them.

@@ -31,7 +31,7 @@ from nc.errors import (
     UnsupportedError,
 )
 from nc.formats import dtype
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat, low_bit
 from nc.numerics import bits
 from nc.numerics.packed_weight import PackedWeight
 
@@ -59,23 +59,21 @@ class _Type:
     code: int
     elements: int
     size: int
-    form: WeightFormat | None = None
+    form: TensorFormat | None = None
 
 
 TYPES = {
     "F32": _Type(0, 1, 4),
     "F16": _Type(1, 1, 2),
     "BF16": _Type(30, 1, 2),
-    "Q4_0": _Type(2, GROUP, 18, WeightFormat(dtype=dtype("int4"), group_size=GROUP, scale_dtype="fp16")),
+    "Q4_0": _Type(2, GROUP, 18, low_bit(dtype=dtype("int4"), group_size=GROUP, scale_dtype="fp16")),
     "Q4_1": _Type(
         3,
         GROUP,
         20,
-        WeightFormat(
-            dtype=dtype("uint4"), group_size=GROUP, symmetric=False, float_zero=True, scale_dtype="fp16"
-        ),
+        low_bit(dtype=dtype("uint4"), group_size=GROUP, symmetric=False, float_zero=True, scale_dtype="fp16"),
     ),
-    "Q8_0": _Type(8, GROUP, 34, WeightFormat(dtype=dtype("int8"), group_size=GROUP, scale_dtype="fp16")),
+    "Q8_0": _Type(8, GROUP, 34, low_bit(dtype=dtype("int8"), group_size=GROUP, scale_dtype="fp16")),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {found.code: name for name, found in TYPES.items()}

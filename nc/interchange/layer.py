@@ -13,7 +13,7 @@ import torch
 
 from nc.errors import ArtefactCorruptError, UnsupportedError
 from nc.formats import dtype
-from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
+from nc.formats.tensor_format import SCALE_DTYPES, low_bit
 from nc.numerics import bits
 from nc.numerics.groups import GroupParams
 from nc.numerics.packed_weight import PackedWeight, pack
@@ -189,7 +189,7 @@ def layer_of(codes: GroupCodes, scale_dtype: torch.dtype, where: str, act_dtype:
         msg = f"{where}: a scale is not finite. Get the file again."
         raise ArtefactCorruptError(msg)
     symmetric = codes.zero is None or bool((codes.zero == 2 ** (codes.bits - 1)).all())
-    form = WeightFormat(
+    form = low_bit(
         dtype=dtype(f"{'' if symmetric else 'u'}int{codes.bits}"),
         group_size=-1 if codes.scale.shape[1] == 1 else codes.group,
         symmetric=symmetric,

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from nc import ops
 from nc.errors import StateError, UnsupportedError
-from nc.formats import WeightFormat
+from nc.formats import TensorFormat
 from nc.nn import calls as layer_calls
 from nc.nn.origin import Origin
 from nc.nn.result import LayerResult
@@ -71,7 +71,7 @@ class _Packed(torch.nn.Module):
         origin: the run that quantized it; None if that is not known.
     """
 
-    form: WeightFormat
+    form: TensorFormat
     result: LayerResult | None
     origin: Origin | None = None
     result_dtype: torch.dtype

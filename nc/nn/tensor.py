@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from nc import ops
 from nc.errors import ConfigError, UnsupportedError
-from nc.formats import WeightFormat
+from nc.formats import TensorFormat
 from nc.numerics.packed_weight import PARTS, PackedWeight, check_parts
 from nc.text.json_text import parsed
 
@@ -180,7 +180,7 @@ def rebuild(
     """
     try:
         rows, columns = (operator.index(size) for size in shape)
-        read = WeightFormat.from_dict(form)
+        read = TensorFormat.from_dict(form)
         packed = PackedWeight(
             form=read, shape=(rows, columns), **{n: t for n, t in tensors.items() if n in PARTS}
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
 
 
 def search(
     weight: torch.Tensor,
-    form: WeightFormat,
+    form: TensorFormat,
     hessian: torch.Tensor,
     rule: str = "minmax",
     importance: torch.Tensor | None = None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.numerics.groups import GroupParams, chunks, decode, encode
 
 #: A pivot below this share of the mean of the diagonal is rounding error.
@@ -125,7 +125,7 @@ def factor(
 
 def round_columns(
     target: torch.Tensor,
-    form: WeightFormat,
+    form: TensorFormat,
     feed: Feed,
     params: Callable[[int], GroupParams],
     *,

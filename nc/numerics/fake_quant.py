@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nc.formats import DType, granularity
+from nc.formats import DType, TensorFormat, granularity
 from nc.formats import dtype as named
 from nc.numerics import affine, formats, mx
 from nc.numerics.stored_scales import round_scale
@@ -22,39 +22,33 @@ _E4M3_LARGEST = 448.0
 
 
 def choose(
-    low: torch.Tensor,
-    high: torch.Tensor,
-    dtype: DType,
-    *,
-    symmetric: bool,
-    scale_type: str,
-    tensor_scale: bool = False,
+    low: torch.Tensor, high: torch.Tensor, form: TensorFormat
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point of each block.
 
     Args:
         low: smallest values, any shape; finite.
         high: largest values, same shape.
-        dtype: the format; floating-point formats are symmetric.
-        symmetric: without a zero point, or with the code in the middle.
-        scale_type: one of `nc.formats.fake_spec.SCALE_TYPES`.
-        tensor_scale: scales of type "e4m3" are relative to the largest of them, which is stored as 448 times
-            an fp32 scale.
+        form: of a `tensor_scale`, scales are relative to the largest of them, which is stored as 448 times an
+            fp32 scale.
 
     Returns:
         Scale, fp32, and zero point, int32, of the shape of `low`; the zero point is None where it is 0
         everywhere. An all-zero block has scale 1 before it is rounded. A scale that is too small for its type
         is the least one of the type.
     """
-    amax = torch.maximum(-low.double(), high.double()).clamp(min=0.0)
+    amax, dtype = torch.maximum(-low.double(), high.double()).clamp(min=0.0), form.dtype
     if dtype.kind == "float":
         scale, middle = formats.choose_scale(low, high, dtype), 0
     else:
         limits = {"quant_min": dtype.quant_min, "quant_max": dtype.quant_max}
-        scale, _ = affine.choose_qparams(low, high, **limits, symmetric=symmetric)
+        scale, _ = affine.choose_qparams(low, high, **limits, symmetric=form.symmetric)
         middle = (dtype.quant_min + dtype.quant_max + 1) // 2
-    scale = shared_scale(amax, dtype) if scale_type == "e8m0" else _rounded(scale, scale_type, tensor_scale)
-    if dtype.kind == "integer" and not symmetric:
+    if form.scale_dtype == "e8m0":
+        scale = shared_scale(amax, dtype)
+    else:
+        scale = _rounded(scale, form.scale_dtype, form.tensor_scale)
+    if dtype.kind == "integer" and not form.symmetric:
         zeros = dtype.quant_min - torch.round(low.double().clamp(max=0.0) / scale.double())
         zeros = torch.where(amax < affine.TINY_AMAX, 0.0, zeros)
         return scale, zeros.clamp(dtype.quant_min, dtype.quant_max).int()
@@ -91,7 +85,7 @@ def codes_of(
         scale: one number per block, in the order of the blocks.
         zero_point: likewise; None: 0.
         dtype: the format.
-        round_method: one of `nc.formats.fake_spec.ROUND_METHODS`.
+        round_method: one of `nc.formats.tensor_format.ROUND_METHODS`.
         seed: of stochastic rounding.
         block_size: see `nc.numerics.affine.quantize`.
 
@@ -167,9 +161,9 @@ def fake_quantize_dynamic(
         x: any float tensor.
         dtype: name of the format.
         blocks: text of a granularity.
-        symmetric: as in `choose`.
+        symmetric: see `TensorFormat`.
         round_method: as in `codes_of`.
-        scale_type: as in `choose`.
+        scale_type: its `scale_dtype`.
         tensor_scale: likewise.
         seed: as in `codes_of`.
 
@@ -178,12 +172,13 @@ def fake_quantize_dynamic(
     """
     if not x.numel():
         return torch.empty_like(x, dtype=torch.float32)
-    form, block = named(dtype), granularity(blocks).block_size(x.shape)
-    low, high = affine.block_range(torch.nan_to_num(x.float(), nan=0.0), block)
-    scale, zero_point = choose(
-        low, high, form, symmetric=symmetric, scale_type=scale_type, tensor_scale=tensor_scale
+    form = TensorFormat(
+        dtype=named(dtype), symmetric=symmetric, scale_dtype=scale_type, tensor_scale=tensor_scale
     )
-    return _simulated(x, scale, zero_point, form, round_method, seed, block)
+    block = granularity(blocks).block_size(x.shape)
+    low, high = affine.block_range(torch.nan_to_num(x.float(), nan=0.0), block)
+    scale, zero_point = choose(low, high, form)
+    return _simulated(x, scale, zero_point, form.dtype, round_method, seed, block)
 
 
 def _simulated(

@@ -3,7 +3,7 @@
 All three return scales that are rounded to their storage format (`nc.numerics.stored_scales`).
 
 * minmax: the range of the group. Symmetric integers use `amax / (2^(b-1) - 1)`. Powers of two are chosen as
-  `WeightFormat.scale_mode` says.
+  `TensorFormat.scale_mode` says.
 * mse: of the ranges `(1 - i / 100) * minmax`, i = 0..79, the one with the least sum of |w - w^|^2.4 (the grid
   and the norm of GPTQ's reference code, arXiv 2210.17323). Of powers of two the neighbours are tried.
 * wls: weighted least squares, `nc.numerics.least_squares`.
@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 
 from nc.errors import ConfigError
-from nc.formats import DType, WeightFormat
+from nc.formats import DType, TensorFormat
 from nc.formats import dtype as named
 from nc.numerics import mx
 from nc.numerics.groups import GroupParams, Outer, chunks, decode, encode, join
@@ -40,7 +40,7 @@ _LEAST_STEPS = 8
 
 def choose(
     weight: torch.Tensor,
-    form: WeightFormat,
+    form: TensorFormat,
     rule: str = "wls",
     importance: torch.Tensor | None = None,
     outer: Outer | None = None,
@@ -91,7 +91,7 @@ def choose(
 
 def _chosen(
     weight: torch.Tensor,
-    form: WeightFormat,
+    form: TensorFormat,
     rule: str,
     h: torch.Tensor | None,
     outer: Outer | None,
@@ -110,7 +110,7 @@ def _chosen(
 
 
 def covering(
-    weight: torch.Tensor, form: WeightFormat, part: float, outer: Outer | None = None
+    weight: torch.Tensor, form: TensorFormat, part: float, outer: Outer | None = None
 ) -> GroupParams:
     """Params [n, G] whose range is a part of that of each group; an integer range always holds 0.
 
@@ -143,20 +143,20 @@ def covering(
     return GroupParams(scale, (-low * part / scale).round_().clamp_(0, 2**form.bits - 1), outer=outer)
 
 
-def _element(form: WeightFormat) -> DType:
+def _element(form: TensorFormat) -> DType:
     """Return the format whose largest value is that of a group's largest weight."""
     if form.dtype.kind == "float":
         return form.dtype
     return named(f"{'int' if form.symmetric else 'uint'}{form.bits}")
 
 
-def _largest(form: WeightFormat) -> float:
+def _largest(form: TensorFormat) -> float:
     """Return what the range of a group is divided by."""
     return _element(form).largest
 
 
 def _least_norm(
-    weight: torch.Tensor, form: WeightFormat, start: GroupParams, outer: Outer | None
+    weight: torch.Tensor, form: TensorFormat, start: GroupParams, outer: Outer | None
 ) -> GroupParams:
     best, least = start, torch.full_like(start.scale, float("inf"))
     flat = weight.reshape(weight.shape[0], -1)
@@ -176,7 +176,7 @@ def _least_norm(
 
 
 def _outer(
-    weight: torch.Tensor, form: WeightFormat, rule: str, importance: torch.Tensor | None
+    weight: torch.Tensor, form: TensorFormat, rule: str, importance: torch.Tensor | None
 ) -> Outer | None:
     if form.tensor_scale:
         low, high = torch.aminmax(weight, dim=2)
@@ -189,7 +189,7 @@ def _outer(
     return outer_of(replace(found, scale=torch.where(weight.abs().amax(2) == 0, 0.0, found.scale)), form)
 
 
-def _refuse_overflow(weight: torch.Tensor, form: WeightFormat) -> None:
+def _refuse_overflow(weight: torch.Tensor, form: TensorFormat) -> None:
     span, scale = _span_and_scale(weight, form)
     most = LIMITS[form.scale_dtype][1]
     if scale > most:
@@ -200,7 +200,7 @@ def _refuse_overflow(weight: torch.Tensor, form: WeightFormat) -> None:
         raise ConfigError(msg)
 
 
-def refuse_underflow(weight: torch.Tensor, form: WeightFormat) -> None:
+def refuse_underflow(weight: torch.Tensor, form: TensorFormat) -> None:
     """Raise ConfigError if all weights are too small for the storage format of their scales.
 
     Their scales are then a few steps of it, or none.
@@ -221,7 +221,7 @@ def refuse_underflow(weight: torch.Tensor, form: WeightFormat) -> None:
         raise ConfigError(msg)
 
 
-def _span_and_scale(weight: torch.Tensor, form: WeightFormat) -> tuple[float, float]:
+def _span_and_scale(weight: torch.Tensor, form: TensorFormat) -> tuple[float, float]:
     """Return the range of all weights, and the scale that it needs."""
     low, high = torch.aminmax(weight)
     span = torch.maximum(-low, high) if form.symmetric else high.clamp(min=0.0) - low.clamp(max=0.0)

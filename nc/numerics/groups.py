@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.numerics import formats
 
 #: Weights that are worked on at once: several passes over so many stay in the cache.
@@ -120,7 +120,7 @@ def chunks(rows: int, columns: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
+def encode(weight: torch.Tensor, params: GroupParams, form: TensorFormat) -> torch.Tensor:
     """Return the code nearest to each weight.
 
     Args:
@@ -149,7 +149,7 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
 
 
 def about_middle(
-    codes: torch.Tensor, params: GroupParams, form: WeightFormat
+    codes: torch.Tensor, params: GroupParams, form: TensorFormat
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and offset of each group, so that a weight is `scale * (code - middle) + offset`.
 
@@ -181,7 +181,7 @@ def about_middle(
     return scale.masked_fill(alike, 0), torch.where(alike, alone, offset)
 
 
-def decode(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
+def decode(codes: torch.Tensor, params: GroupParams, form: TensorFormat) -> torch.Tensor:
     """Return the fp32 weights of codes; arguments as for `encode`."""
     weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for rows in chunks(*codes.shape):

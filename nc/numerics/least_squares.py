@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.numerics import formats
 from nc.numerics.groups import GroupParams
 from nc.numerics.stored_scales import stored, stored_minimum
@@ -57,7 +57,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def fit(
-    weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor | None, *, positive: bool
+    weight: torch.Tensor, form: TensorFormat, start: GroupParams, h: torch.Tensor | None, *, positive: bool
 ) -> GroupParams:
     """Return the best params of each group.
 
@@ -90,7 +90,7 @@ def fit(
     return search.best
 
 
-def _stretches(form: WeightFormat) -> tuple[float, ...]:
+def _stretches(form: TensorFormat) -> tuple[float, ...]:
     if form.powers:
         return _POWERS
     tries = _TRIES if form.symmetric else _AFFINE_TRIES
@@ -138,7 +138,7 @@ class _Work:
 class _Symmetric:
     """Formats that have a scale only."""
 
-    def __init__(self, weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, form: TensorFormat, start: GroupParams, h: torch.Tensor) -> None:
         self.work, self.form, self.scale = _Work(weight, h), form, start.scale
         self.round = _rounding(form)
         self.least = torch.full_like(start.scale, float("inf"))
@@ -175,7 +175,7 @@ class _Affine:
     """
 
     def __init__(
-        self, weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor, *, positive: bool
+        self, weight: torch.Tensor, form: TensorFormat, start: GroupParams, h: torch.Tensor, *, positive: bool
     ) -> None:
         self.work, self.form, self.positive = _Work(weight, h), form, positive
         self.steps = 2**form.bits - 1
@@ -293,7 +293,7 @@ class _Sums:
         return scale + part / square.clamp(min=_TINY)
 
 
-def _rounding(form: WeightFormat) -> Callable[[torch.Tensor], torch.Tensor]:
+def _rounding(form: TensorFormat) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what rounds a tensor to the values of a format, with scale 1; it may do so in place."""
     if form.dtype.kind == "integer":
         return lambda x: x.round_().clamp_(-form.middle, form.middle - 1)

@@ -9,7 +9,7 @@ import torch
 
 from nc.errors import InputError
 from nc.formats import dtype as named
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import low_bit
 from nc.numerics.dynamic import quantize_dequantize_dynamic
 from nc.numerics.packed_weight import PackedWeight
 
@@ -196,7 +196,7 @@ def stored_weight(
         dtype: name of the number format.
         features: K.
     """
-    form = WeightFormat(
+    form = low_bit(
         dtype=named(dtype),
         group_size=features // scale.shape[1],
         symmetric=zero is None and minimum is None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nc.errors import ConfigError
-from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
+from nc.formats.tensor_format import SCALE_DTYPES, TensorFormat
 from nc.numerics import bits
 from nc.numerics.groups import GroupParams, Outer, decode, spread
 
@@ -33,7 +33,7 @@ class PackedWeight:
         outer_minimum: likewise for `minimum`.
     """
 
-    form: WeightFormat
+    form: TensorFormat
     shape: tuple[int, int]
     codes: torch.Tensor
     scale: torch.Tensor
@@ -67,7 +67,7 @@ class PackedWeight:
 
 
 def params(
-    form: WeightFormat,
+    form: TensorFormat,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
     minimum: torch.Tensor | None,
@@ -93,7 +93,7 @@ def _multiplied(scale: torch.Tensor, outer: torch.Tensor | None) -> torch.Tensor
     return scale.float() if outer is None else scale.float() * spread(outer.float(), scale.shape[1])
 
 
-def pack(codes: torch.Tensor, found: GroupParams, form: WeightFormat) -> PackedWeight:
+def pack(codes: torch.Tensor, found: GroupParams, form: TensorFormat) -> PackedWeight:
     """Store codes and fp32 params. `PackedWeight.params` gives these params again, bit for bit.
 
     Args:
@@ -104,7 +104,7 @@ def pack(codes: torch.Tensor, found: GroupParams, form: WeightFormat) -> PackedW
     """
     outer, double = found.outer, form.double_quant
     assert (outer is not None) == form.two_levels
-    storage = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
+    storage = torch.uint8 if double is not None else form.scale_storage
     outer_storage = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
 
     def of(part: torch.Tensor | None, outside: torch.Tensor | None) -> torch.Tensor | None:
@@ -127,11 +127,11 @@ def pack(codes: torch.Tensor, found: GroupParams, form: WeightFormat) -> PackedW
     )
 
 
-def parts_of(form: WeightFormat, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def parts_of(form: TensorFormat, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of each tensor of a weight of shape [N, K] in a format, by name."""
     rows, columns = shape
     groups, double = columns // form.group(columns), form.double_quant
-    inner = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
+    inner = torch.uint8 if double is not None else form.scale_storage
     outer = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
     outer_shape = (1, 1) if double is None else (rows, double.outer_count(groups))
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -149,7 +149,7 @@ def parts_of(form: WeightFormat, shape: tuple[int, int]) -> dict[str, tuple[torc
     return expected
 
 
-def empty(form: WeightFormat, shape: tuple[int, int], device: torch.device) -> PackedWeight:
+def empty(form: TensorFormat, shape: tuple[int, int], device: torch.device) -> PackedWeight:
     """Return a weight of shape [N, K] whose tensors have no values yet."""
     parts = {
         name: torch.empty(size, dtype=dtype, device=device)

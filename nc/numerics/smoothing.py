@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics.affine import choose_qparams, dequantize, quantize
 
 #: Below these, channels are as good as dead; the same floors as in the authors' code.
@@ -43,7 +43,7 @@ def scales_for(
     return torch.where(x == 0.0, torch.ones_like(scales), scales)
 
 
-def fake_quantize(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def fake_quantize(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorFormat) -> torch.Tensor:
     """Values of the codes of `x` for one range, float64."""
     scale, zero_point = choose_qparams(
         low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nc.formats.weight_format import SCALE_DTYPES, DoubleQuant, WeightFormat
+from nc.formats.tensor_format import SCALE_DTYPES, DoubleQuant, TensorFormat
 from nc.numerics.groups import GroupParams, Outer, spread
 
 #: The least and the largest scale of a format.
@@ -40,7 +40,7 @@ def round_scale(scale: torch.Tensor, scale_dtype: str) -> torch.Tensor:
     return torch.where(small, torch.where(held < 0, -least, least), held) if bool(small.any()) else held
 
 
-def stored(scale: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None = None) -> torch.Tensor:
+def stored(scale: torch.Tensor, form: TensorFormat, outer: torch.Tensor | None = None) -> torch.Tensor:
     """Return the nearest scales that a format can hold, fp32.
 
     Args:
@@ -56,7 +56,7 @@ def stored(scale: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None =
 
 
 def stored_minimum(
-    minimum: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None = None
+    minimum: torch.Tensor, form: TensorFormat, outer: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the nearest minima that a format can hold, fp32; arguments as for `stored`.
 
@@ -65,10 +65,10 @@ def stored_minimum(
     if outer is not None and form.double_quant is not None:
         return (minimum / outer).round_().clamp_(0, 2**form.double_quant.bits - 1).mul_(outer)
     most = LIMITS[form.scale_dtype][1]
-    return minimum.clamp(-most, most).to(SCALE_DTYPES[form.scale_dtype]).float()
+    return minimum.clamp(-most, most).to(form.scale_storage).float()
 
 
-def second_level(params: GroupParams, form: WeightFormat) -> GroupParams:
+def second_level(params: GroupParams, form: TensorFormat) -> GroupParams:
     """Params whose scales and minima the format can hold, for formats with one level or two.
 
     In two levels the largest scale of those that share an outer scale has the largest code, as in GGUF's
@@ -90,7 +90,7 @@ def second_level(params: GroupParams, form: WeightFormat) -> GroupParams:
     return GroupParams(stored(params.scale, form, spread(outer.scale, groups)), params.zero, minimum, outer)
 
 
-def outer_of(params: GroupParams, form: WeightFormat) -> Outer | None:
+def outer_of(params: GroupParams, form: TensorFormat) -> Outer | None:
     """Return the outer scales of a format with two levels, from scales in full precision; None for one level.
 
     See `second_level`.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics import affine, formats, int16_pairs, weight_mse
 from nc.numerics.column_rounding import Pairs
 
 
 def quantize_weight(
-    weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int = 1
+    weight: torch.Tensor, spec: TensorFormat, axis: int | None, groups: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale of a weight.
 
@@ -42,7 +42,7 @@ def quantize_weight(
 
 
 def _codes(
-    weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec, block: Sequence[int]
+    weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorFormat, block: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales for given ranges of the blocks; scales of the shape of the ranges."""
     if spec.dtype.kind == "float":
@@ -57,7 +57,9 @@ def _codes(
     ), scale
 
 
-def _values(codes: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, block: Sequence[int]) -> torch.Tensor:
+def _values(
+    codes: torch.Tensor, scale: torch.Tensor, spec: TensorFormat, block: Sequence[int]
+) -> torch.Tensor:
     """Return what codes of a weight stand for."""
     if spec.dtype.kind == "float":
         return formats.dequantize(codes, scale, spec.dtype, block)
@@ -118,7 +120,7 @@ def _pairs_positions(weight: torch.Tensor, axis: int | None, groups: int) -> boo
 
 
 def _paired(
-    weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int, per_channel: bool
+    weight: torch.Tensor, spec: TensorFormat, axis: int | None, groups: int, per_channel: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale whose pairs fit, as for `pairs_fit`."""
     last = _inputs_last(weight, axis, groups)
@@ -136,7 +138,7 @@ def _paired(
 
 
 def _weight_range(
-    weight: torch.Tensor, spec: TensorSpec, block: Sequence[int]
+    weight: torch.Tensor, spec: TensorFormat, block: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lowest and highest value of each block, of the shape of the grid of blocks."""
     if spec.algo != "mse":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from nc.errors import CalibrationError
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 
 State = dict[str, torch.Tensor]
 #: An observed tensor: name of its node and of the statistic that is collected.
@@ -53,7 +53,7 @@ class RangeAlgorithm:
 
     name: str
     statistic: Statistic
-    find_range: Callable[[State, TensorSpec], tuple[torch.Tensor, torch.Tensor]]
+    find_range: Callable[[State, TensorFormat], tuple[torch.Tensor, torch.Tensor]]
 
 
 def merge_each(**combine: Combine) -> Callable[[State, State], State]:

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics.histogram import SIDE, edges
 from nc.observers.base import RangeAlgorithm, State
 from nc.observers.histogram import HISTOGRAM
@@ -51,7 +51,7 @@ def divergence(counts: torch.Tensor, first: int, last: int, levels: int) -> floa
     return float((p[some] * (p[some] / q[some]).log()).sum())
 
 
-def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def find_range(state: State, spec: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the candidate that diverges least.
 
     It is the whole range where the histogram has no more bins than there are codes.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.observers.base import RangeAlgorithm, State, Statistic, merge_each
 
 
@@ -16,7 +16,7 @@ def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor)
     return {"low": torch.minimum(state["low"], low), "high": torch.maximum(state["high"], high)}
 
 
-def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def find_range(state: State, spec: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the range itself."""
     return state["low"], state["high"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.observers.base import RangeAlgorithm, State, Statistic
 
 CONSTANT = 0.01
@@ -34,7 +34,7 @@ def merge(state: State, other: State) -> State:
     }
 
 
-def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def find_range(state: State, spec: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the averages."""
     return state["low"].float(), state["high"].float()
 

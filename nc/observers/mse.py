@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics import formats
 from nc.numerics.affine import choose_qparams
 from nc.observers.base import RangeAlgorithm, State
@@ -20,7 +20,7 @@ _SHRINK = 1.0 - torch.arange(80, dtype=torch.float64) / 100
 
 
 def squared_errors(
-    values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec
+    values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorFormat
 ) -> torch.Tensor:
     """Sum of squared quantization errors for each candidate range.
 
@@ -48,7 +48,7 @@ def squared_errors(
     return ((codes - zero_point) * scale - values).square() @ counts
 
 
-def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def find_range(state: State, spec: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best candidate."""
     values, counts = occupied(state)
     low, high = state["low"].double().clamp(max=0.0), state["high"].double().clamp(min=0.0)

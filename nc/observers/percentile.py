@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics.histogram import SIDE, magnitudes, quantile
 from nc.observers.base import RangeAlgorithm, State
 from nc.observers.histogram import HISTOGRAM
 
 
-def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def find_range(state: State, spec: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantiles of the histogram."""
     low, high, exponent = float(state["low"]), float(state["high"]), int(state["exponent"])
     assert spec.percentile is not None

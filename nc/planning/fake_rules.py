@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from nc.errors import ConfigError
-from nc.formats import FakeSpec, FakeTensorSpec
+from nc.formats import FakeSpec, FakeTensorSpec, TensorFormat
 from nc.formats.fake_spec import ROLES
 from nc.graph.fake_quant import roles_of
 from nc.graph.tensor_meta import dim_of
@@ -38,15 +38,15 @@ def fake_spec(values: Mapping[str, Any], kind: str, node: fx.Node) -> FakeSpec:
     return FakeSpec(**specs)
 
 
-def _check_blocks(spec: FakeTensorSpec, role: str, node: fx.Node) -> None:
+def _check_blocks(form: TensorFormat, role: str, node: fx.Node) -> None:
     """Raise ConfigError if blocks do not cover a tensor.
 
     A size that differs between calls counts as one that they do cover.
     """
-    sizes, free = [dim_of(size) for size in node.meta["val"].shape], math.prod(spec.blocks.shape)
+    sizes, free = [dim_of(size) for size in node.meta["val"].shape], math.prod(form.granularity.shape)
     try:
-        spec.blocks.block_size([size if isinstance(size, int) else free for size in sizes])
+        form.granularity.block_size([size if isinstance(size, int) else free for size in sizes])
     except ConfigError as error:
         shape = ", ".join(str(size) if isinstance(size, int) else "any" for size in sizes)
-        msg = f"{role} as {spec} does not fit its shape ({shape}). {error}"
+        msg = f"{role} as {form} does not fit its shape ({shape}). {error}"
         raise ConfigError(msg) from error

@@ -13,7 +13,7 @@ from typing import Any
 from nc.algorithms.solvers import Solver
 from nc.algorithms.transforms import Transform
 from nc.formats.reasons import NO_RULE, Cause, DecidingRule, Reason
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.graph.plan import Step, algorithm_lines, explained, named
 from nc.graph.shares import Part, Shares, shares_of
 from nc.text.html_page import preformatted
@@ -43,7 +43,7 @@ class LayerDecision:
     kind: str
     module_type: str
     shape: tuple[int, int]
-    form: WeightFormat | None = None
+    form: TensorFormat | None = None
     rule: str = "wls"
     solver: Solver | None = None
     act_dtype: str = "fp32"

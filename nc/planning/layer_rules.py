@@ -17,7 +17,7 @@ from nc.algorithms.transforms import Transform
 from nc.capture.naming import Operator
 from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight_format
 from nc.errors import ConfigError, InputError
-from nc.formats import FLOAT, WeightFormat
+from nc.formats import FLOAT, TensorFormat
 from nc.formats.reasons import WHITE_LIST, Cause, Level, Reason
 from nc.graph.plan import Plan
 from nc.modules.layers import Layer, has_low_bit, is_low_bit, layers_of, other_weights, readable
@@ -215,7 +215,7 @@ def _check_groups(decisions: Iterable[LayerDecision]) -> None:
     if not wrong:
         return
     first = wrong[0]
-    form: WeightFormat = first.form  # type: ignore[assignment]
+    form: TensorFormat = first.form  # type: ignore[assignment]
     same = [d for d in asked if d.form is not None and d.form.group_size == form.group_size]
     fits = max(size for size in range(1, form.group_size) if all(d.shape[1] % size == 0 for d in same))
     try:

@@ -27,7 +27,7 @@ from nc.formats import (
     OpSpec,
     OpSupport,
     SmoothSpec,
-    TensorSpec,
+    TensorFormat,
     dtype,
     granularity,
 )
@@ -43,7 +43,9 @@ from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matche
 from nc.planning.sizes import Sizes
 
 #: The right side of a matmul with ranges of each call: one for what each result sums.
-_COLUMNS = TensorSpec(dtype=dtype("int8"), symmetric=True, granularity=PER_COLUMN, narrow=True, dynamic=True)
+_COLUMNS = TensorFormat(
+    dtype=dtype("int8"), symmetric=True, granularity=PER_COLUMN, narrow=True, dynamic=True
+)
 #: How ranges are found, for messages, and what asks for it.
 _RANGES: tuple[tuple[Mode, str, str], ...] = (
     ("dynamic", "ranges found at each call", "+ nc.DynamicQuantConfig()"),
@@ -322,14 +324,14 @@ def _are_codes_of_kernel(spec: OpSpec, row: OpSupport) -> bool:
 
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     """Return the spec of an operator of some kind, for a strategy and the values of its fields."""
-    weight = TensorSpec(
+    weight = TensorFormat(
         dtype=dtype(values["w_dtype"]),
         symmetric=values["w_sym"],
         granularity=granularity(values["w_granularity"]),
         algo=values["w_algo"],
         narrow=True,
     )
-    activation = TensorSpec(
+    activation = TensorFormat(
         dtype=dtype(values["act_dtype"]),
         symmetric=values["act_sym"],
         granularity=granularity(values["act_granularity"]),

@@ -16,7 +16,7 @@ from torch import fx
 
 from nc.errors import ConfigError
 from nc.formats import DTYPES, dtype, granularity
-from nc.formats.fake_spec import ROUND_METHODS, SCALE_TYPES
+from nc.formats.tensor_format import ROUND_METHODS, SCALE_ROUNDINGS
 from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import constant_of
 from nc.graph.schemas import Argument, returns_of, schema_of
@@ -440,7 +440,7 @@ def _check_simulated(given: Mapping[str, Any]) -> None:
         dtype(given["format"])
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    for name, known in (("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES)):
+    for name, known in (("round_method", ROUND_METHODS), ("scale_type", SCALE_ROUNDINGS)):
         if name in given and given[name] not in known:
             msg = f"{given[name]!r} is not a {name}"
             raise ValueError(msg)

@@ -15,7 +15,7 @@ import torch
 
 from nc.algorithms.solvers.base import InputNeeds
 from nc.calibration.ranks import Ranks
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.graph.plan import Applied
 from nc.modules.block_calls import Sample
 from nc.modules.statistics import InputStatistics
@@ -125,7 +125,7 @@ class Share:
         return Applied(text[0], tuple(text[1]), text[2])
 
     def solved(
-        self, form: WeightFormat, solve: Callable[[], tuple[PackedWeight, LayerResult]]
+        self, form: TensorFormat, solve: Callable[[], tuple[PackedWeight, LayerResult]]
     ) -> tuple[PackedWeight, LayerResult]:
         """Codes that rank 0 finds, on every rank.
 

@@ -10,7 +10,7 @@ import nc
 from nc.algorithms.solvers import GPTQ, RTN
 from nc.algorithms.solvers.base import Problem
 from nc.algorithms.transforms import Scope, Target, scale_sets
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import low_bit
 from nc.modules.layers import layers_of
 from nc.modules.statistics import InputStatistics, weighted_loss
 from nc.numerics import clipping
@@ -51,9 +51,7 @@ def rounded(group, part, bits, symmetric):
 @pytest.mark.parametrize("group", [8, 24])
 def test_the_part_of_every_group_is_the_best_of_all(bits, symmetric, group):
     weight, x = heavy(5, 24)
-    form = WeightFormat(
-        dtype=f"int{bits}" if symmetric else f"uint{bits}", group_size=group, symmetric=symmetric
-    )
+    form = low_bit(dtype=f"int{bits}" if symmetric else f"uint{bits}", group_size=group, symmetric=symmetric)
     hessian = (x.double().T @ x.double() / len(x)).float()
     found = clipping.search(weight, form, hessian)
     clipped = choose(weight, form, "minmax", clip=found)
@@ -75,7 +73,7 @@ def test_the_part_of_every_group_is_the_best_of_all(bits, symmetric, group):
 
 def test_the_whole_range_is_kept_where_nothing_is_better():
     weight = torch.tensor([[-7.0, -3, 0, 1, 2, 5, 6, 7]])  # on the grid of 4 bits
-    form = WeightFormat(dtype="int4", group_size=-1)
+    form = low_bit(dtype="int4", group_size=-1)
     assert clipping.search(weight, form, torch.eye(8)).tolist() == [[1.0]]
 
 
@@ -89,7 +87,7 @@ def test_solvers_find_ranges_for_clipped_weights(solver):
     weight[:, ::4] = 4.0  # the largest of each group stay the largest, whatever is fed back
     inputs = InputStatistics.empty(32, hessian=True)
     inputs.add(x)
-    form, clip = WeightFormat(dtype="int4", group_size=8), torch.full((6, 4), 0.6)
+    form, clip = low_bit(dtype="int4", group_size=8), torch.full((6, 4), 0.6)
     clip[0, 1] = 1.0
     scale = solver.solve(
         Problem(name="", weight=weight, form=form, rule="minmax", inputs=inputs, clip=clip)
@@ -140,7 +138,7 @@ def model_with_outliers():
     return model
 
 
-FORM = WeightFormat(dtype="int3", group_size=12)
+FORM = low_bit(dtype="int3", group_size=12)
 
 
 def scope_of(block, rule):

@@ -23,12 +23,12 @@ from nc import (
 )
 from nc.algorithms.smooth_quant import smooth
 from nc.calibration.statistics import Samples
-from nc.formats import OpSpec, SmoothSpec, TensorSpec
+from nc.formats import OpSpec, SmoothSpec, TensorFormat
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.smoothing import scales_for
 
-ACTIVATION = TensorSpec(dtype="uint8", symmetric=False)
-WEIGHT = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True)
+ACTIVATION = TensorFormat(dtype="uint8", symmetric=False)
+WEIGHT = TensorFormat(dtype="int8", symmetric=True, granularity="per_channel", narrow=True)
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "reference") and not why]
 
 

@@ -232,7 +232,7 @@ def test_rules_as_everywhere():
         .exclude("model.layers.1.mlp.up_proj")
     )
     plan = describe(llama(), config)
-    assert str(plan["model.layers.0.mlp.up_proj"].form) == "int8 sym g32 fp32"
+    assert str(plan["model.layers.0.mlp.up_proj"].form) == "int8 sym per_group 32"
     assert plan["model.layers.1.mlp.up_proj"].reason == "fp32 was asked for"
     assert "group_size    32     global" in plan.explain("model.layers.0.mlp.up_proj")
     listed = describe(llama(), WeightOnlyConfig(group_size=32, white_list=[".*q_proj"]))

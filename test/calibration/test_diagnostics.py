@@ -17,11 +17,11 @@ from nc import ArtefactCorruptError, CalibrationError, StaticQuantConfig, conver
 from nc.algorithms.dead_channels import POSITIONS
 from nc.calibration.diagnostics import GROWTH, KINDS, SATURATION, late_growth, saturation
 from nc.calibration.statistics import decode, encode, read
-from nc.formats import QParams, TensorSpec
+from nc.formats import QParams, TensorFormat
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Seen
 
-AFFINE, SYMMETRIC = TensorSpec(dtype="uint8", symmetric=False), TensorSpec(dtype="int8", symmetric=True)
+AFFINE, SYMMETRIC = TensorFormat(dtype="uint8", symmetric=False), TensorFormat(dtype="int8", symmetric=True)
 
 
 def converted(model, batches, config=None):

@@ -387,8 +387,8 @@ class TestLowBitWeights:
         result = run("inspect", "low")
         assert result.exit_code == 0, result.output
         assert [line.split() for line in result.stdout.splitlines()[2:4]] == [
-            ["0", "linear", "16", "x", "32", "int4", "sym", "g16", "fp32", "fp32", "rtn"],
-            ["1", "linear", "8", "x", "16", "int4", "sym", "g16", "fp32", "fp32", "rtn"],
+            ["0", "linear", "16", "x", "32", "int4", "sym", "per_group", "16", "fp32", "rtn"],
+            ["1", "linear", "8", "x", "16", "int4", "sym", "per_group", "16", "fp32", "rtn"],
         ]
         assert "Sequential: give nc.load a model of it" in result.stdout
         contents = json.loads(run("inspect", "low", "--json").stdout)

@@ -312,8 +312,8 @@ def test_local_configurations_stand_for_themselves(model):
         ["lm_head", ".*v_proj"], RTNConfig(dtype="fp32")
     )
     plan = nc.describe(model, config)
-    assert str(plan["model.layers.0.mlp.up_proj"].form) == "int4 sym g16 fp32"
-    assert str(plan["model.layers.0.self_attn.q_proj"].form) == "int5 sym g32 fp32"
+    assert str(plan["model.layers.0.mlp.up_proj"].form) == "int4 sym per_group 16"
+    assert str(plan["model.layers.0.self_attn.q_proj"].form) == "int5 sym per_group 32"
     assert plan["model.layers.1.self_attn.v_proj"].form is None
     assert plan["lm_head"].form is None
 
@@ -432,7 +432,7 @@ def test_double_quantized_scales(type, bits, model):  # Neural Compressor's name
 
 def test_mx_weights_alone_and_with_activations(model):
     q = quantize(model, MXQuantConfig(w_dtype="fp8_e4m3", weight_only=True))
-    assert str(q.model.layers[0].mlp.up_proj.form).startswith("fp8_e4m3 g32 e8m0")
+    assert str(q.model.layers[0].mlp.up_proj.form).startswith("fp8_e4m3 per_group 32 e8m0 scales")
     linear = torch.nn.Sequential(torch.nn.Linear(64, 32)).eval()
     x = torch.randn(5, 64)
     simulated = quantize(linear, MXQuantConfig(), example_inputs=x, backend="reference")

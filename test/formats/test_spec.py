@@ -17,7 +17,7 @@ from nc.formats import (
     PER_TOKEN,
     OpSpec,
     SmoothSpec,
-    TensorSpec,
+    TensorFormat,
     dtype,
     granularity,
     per_block,
@@ -25,9 +25,9 @@ from nc.formats import (
     per_group,
 )
 
-W8 = TensorSpec(dtype=INT8, symmetric=True, granularity=PER_CHANNEL, narrow=True)
-W4 = TensorSpec(dtype=dtype("int4"), symmetric=True, granularity=per_group(-1, 32), narrow=True)
-A8 = TensorSpec(dtype=dtype("uint8"), symmetric=False)
+W8 = TensorFormat(dtype=INT8, symmetric=True, granularity=PER_CHANNEL, narrow=True)
+W4 = TensorFormat(dtype=dtype("int4"), symmetric=True, granularity=per_group(-1, 32), narrow=True)
+A8 = TensorFormat(dtype=dtype("uint8"), symmetric=False)
 
 
 # ---- dtypes ----
@@ -128,7 +128,7 @@ def test_a_text_that_is_no_granularity_is_refused(text):
         (OpSpec(activation=A8), "static", "int8"),
         (OpSpec(activation=A8, weight=W8), "static", "int8"),
         (
-            OpSpec(activation=TensorSpec(dtype=INT8, symmetric=True, dynamic=True), weight=W8),
+            OpSpec(activation=TensorFormat(dtype=INT8, symmetric=True, dynamic=True), weight=W8),
             "dynamic",
             "int8",
         ),
@@ -185,6 +185,6 @@ def test_the_plain_form_of_int8_is_that_of_saved_artefacts():
 
 
 def test_a_spec_takes_names():
-    assert TensorSpec(dtype="int4", symmetric=True, granularity="per_group 32", narrow=True) == W4
+    assert TensorFormat(dtype="int4", symmetric=True, granularity="per_group 32", narrow=True) == W4
     assert str(W4) == "int4 sym per_group 32"
     assert (W4.quant_min, W4.quant_max) == (-7, 7)

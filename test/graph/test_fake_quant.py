@@ -33,7 +33,8 @@ from nc import (
     quantize,
 )
 from nc.formats import DTYPES, FakeSpec
-from nc.formats.fake_spec import ROUND_METHODS, SCALE_TYPES
+from nc.formats.tensor_format import ROUND_METHODS
+from nc.formats.tensor_format import SCALE_ROUNDINGS as SCALE_TYPES
 from nc.graph.fake_quant import constant_codes
 from nc.numerics import fake_quant
 from nc.ops import fake_quantize, fake_quantize_dynamic

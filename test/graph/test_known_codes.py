@@ -4,12 +4,12 @@ import weakref
 
 import torch
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.graph import known_codes
 from nc.graph.known_codes import KnownCodes
 from nc.numerics.weights import quantize_weight
 
-SPEC = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True)
+SPEC = TensorFormat(dtype="int8", symmetric=True, granularity="per_channel", narrow=True)
 
 
 def test_a_weight_is_quantized_once_for_each_way(monkeypatch):

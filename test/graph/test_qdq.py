@@ -27,7 +27,7 @@ from nc import StaticQuantConfig, convert
 from nc.api.preparation.captured import PreparedModel
 from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import explicit_clamps
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.graph.catalogue import op_name
 from nc.numerics.weights import quantize_weight
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
@@ -326,7 +326,7 @@ def test_weights_per_tensor():
 def test_a_channel_of_zeros_has_scale_one():
     weight = torch.randn(3, 4)
     weight[1] = 0
-    spec = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True)
+    spec = TensorFormat(dtype="int8", symmetric=True, granularity="per_channel", narrow=True)
     codes, scale = quantize_weight(weight, spec, 0)
     assert scale[1] == 1
     assert not codes[1].any()

@@ -24,7 +24,7 @@ from nc.errors import (
     StateError,
     UnsupportedError,
 )
-from nc.formats.weight_format import DoubleQuant, WeightFormat
+from nc.formats.tensor_format import DoubleQuant, low_bit
 from nc.interchange import export_weights, gguf, gguf_writer, import_weights, read_weights
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.group_ranges import choose
@@ -38,7 +38,7 @@ def weights(rows=16, columns=64, seed=0):
 
 def quantized(weight=None, rule="minmax", **fields):
     """Round to nearest."""
-    form = WeightFormat(**{"dtype": "int4", "group_size": 32, "scale_dtype": "fp16", **fields})
+    form = low_bit(**{"dtype": "int4", "group_size": 32, "scale_dtype": "fp16", **fields})
     weight = weights() if weight is None else weight
     found = choose(weight, form, rule)
     return pack(encode(weight, found, form), found, form)
@@ -143,7 +143,7 @@ class TestGGUF:
         assert not (tmp_path / "a.gguf").exists()
 
     def test_double_quantized_scales_are_refused(self, tmp_path):
-        form = WeightFormat(dtype="int4", group_size=32, scale_dtype="fp16", double_quant=DoubleQuant())
+        form = low_bit(dtype="int4", group_size=32, scale_dtype="fp16", double_quant=DoubleQuant())
         plain = quantized()
         weight = PackedWeight(form=form, shape=plain.shape, codes=plain.codes, scale=plain.scale)
         with pytest.raises(UnsupportedError, match="cannot hold"):
@@ -382,7 +382,7 @@ class TestLayouts:
     ZERO = torch.arange(1, 9).reshape(8, 1)
 
     def weight(self):
-        form = WeightFormat(dtype="uint4", group_size=-1, symmetric=False, scale_dtype="fp16")
+        form = low_bit(dtype="uint4", group_size=-1, symmetric=False, scale_dtype="fp16")
         scale = torch.arange(1, 9).reshape(8, 1) / 8
         from nc.numerics.groups import GroupParams
 
@@ -563,7 +563,7 @@ class TestRefusals:
     @pytest.mark.parametrize("format", FORMATS)
     def test_scales_of_two_levels(self, format, tmp_path):
         plain = quantized(scale_dtype="fp32")
-        form = WeightFormat(dtype="int4", group_size=32, double_quant=DoubleQuant())
+        form = low_bit(dtype="int4", group_size=32, double_quant=DoubleQuant())
         weight = PackedWeight(
             form=form,
             shape=plain.shape,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import low_bit
 from nc.interchange import export_weights, gguf, gguf_writer, read_weights
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
@@ -34,7 +34,7 @@ FOUR_BITS = [case for case in CASES if "int4" in case]
 
 
 def quantized(rule="minmax", **fields):
-    form = WeightFormat(**{"dtype": "int4", "group_size": 32, "scale_dtype": "fp16", **fields})
+    form = low_bit(**{"dtype": "int4", "group_size": 32, "scale_dtype": "fp16", **fields})
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     found = choose(weight, form, rule)
     return pack(encode(weight, found, form), found, form)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nc.formats import DTYPES, WeightFormat, dtype
+from nc.formats import DTYPES, dtype, low_bit
 from nc.numerics import bits, formats
 from nc.numerics.groups import GroupParams, decode, encode
 
@@ -126,7 +126,7 @@ def test_af4_depends_on_the_group():
 
 @pytest.mark.parametrize(("name", "oracle"), [("int4", ml_dtypes.int4), ("int2", ml_dtypes.int2)])
 def test_signed_codes_are_offset_binary(name, oracle):
-    form = WeightFormat(dtype=name)
+    form = low_bit(dtype=name)
     low, high = int(ml_dtypes.iinfo(oracle).min), int(ml_dtypes.iinfo(oracle).max)
     whole = torch.arange(low, high + 1, dtype=torch.float32).unsqueeze(0)
     one = GroupParams(torch.ones(1, 1))
@@ -149,7 +149,7 @@ def test_signed_and_unsigned_names_are_stored_alike(width, symmetric):
     weight = torch.randn(8, 64)
     stored = []
     for name in (f"int{width}", f"uint{width}"):
-        form = WeightFormat(dtype=name, group_size=32, symmetric=symmetric)
+        form = low_bit(dtype=name, group_size=32, symmetric=symmetric)
         found = choose(weight, form)
         stored.append(pack(encode(weight, found, form), found, form))
     one, other = stored

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics.column_rounding import DAMP, Pairs, factored, round_columns
 from nc.numerics.int16_pairs import largest_pair, quantize_pairs
 from nc.numerics.weights import pairs_fit, pairs_of_columns, quantize_weight
@@ -91,7 +91,7 @@ def test_pairs_stay_within_their_limit_and_lose_less_than_the_nearest_codes_that
     assert loss(found) < 0.7 * loss(nearest)
 
 
-PAIRED = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)
+PAIRED = TensorFormat(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)
 
 
 def sums_of_products(codes, groups):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nc import ConfigError, WeightOnlyConfig, load, quantize, report, save
-from nc.formats import DTYPES, PER_CHANNEL, PER_TENSOR, TensorSpec, dtype, per_block, per_group
+from nc.formats import DTYPES, PER_CHANNEL, PER_TENSOR, TensorFormat, dtype, per_block, per_group
 from nc.numerics import formats
 from nc.numerics.weights import quantize_weight
 from nc.ops import dequantize_float, quantize_float
@@ -125,7 +125,7 @@ def test_operators_and_weights_of_any_granularity(found, granularity, algo):
     weight = torch.randn(8, 32)
     weight[3] = 0
     codes, scale = quantize_weight(
-        weight, TensorSpec(dtype=found, symmetric=True, granularity=granularity, algo=algo), 0
+        weight, TensorFormat(dtype=found, symmetric=True, granularity=granularity, algo=algo), 0
     )
     block = granularity.block_size(weight.shape, 0)
     assert (codes.dtype, codes.shape, scale.dtype) == (found.storage, weight.shape, torch.float32)
@@ -143,7 +143,7 @@ def test_operators_and_weights_of_any_granularity(found, granularity, algo):
         if algo == "minmax" and weight[where].any():
             assert scale[corner] == pytest.approx(weight[where].abs().max().item() / found.largest, rel=1e-6)
     rounded_to_amax = quantize_weight(
-        weight, TensorSpec(dtype=found, symmetric=True, granularity=granularity), 0
+        weight, TensorFormat(dtype=found, symmetric=True, granularity=granularity), 0
     )
     power = [
         (v - weight).abs().pow(2.4).sum() for v in (values, dequantize_float(*rounded_to_amax, found.name))
@@ -175,7 +175,7 @@ def test_floats_have_no_zero_point_and_use_all_codes():
         {"symmetric": True, "reduce_range": True},
     ):
         with pytest.raises(ConfigError, match="nf4 is a floating-point format"):
-            TensorSpec(dtype="nf4", **fields)
+            TensorFormat(dtype="nf4", **fields)
 
 
 # ---- from configuration to report ----

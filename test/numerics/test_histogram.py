@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.numerics import affine, weight_mse
 from nc.numerics.affine import choose_qparams, dequantize, quantize
 from nc.numerics.histogram import (
@@ -33,8 +33,8 @@ from nc.observers.kl import divergence
 LIMIT = float(torch.finfo(torch.float32).max)
 floats = st.floats(-LIMIT, LIMIT, width=32, allow_subnormal=True)
 arrays = st_np.arrays(np.float32, st.integers(1, 40), elements=floats)
-AFFINE, SYMMETRIC = TensorSpec(dtype="uint8", symmetric=False), TensorSpec(dtype="uint8", symmetric=True)
-SIGNED = TensorSpec(dtype="int8", symmetric=True)
+AFFINE, SYMMETRIC = TensorFormat(dtype="uint8", symmetric=False), TensorFormat(dtype="uint8", symmetric=True)
+SIGNED = TensorFormat(dtype="int8", symmetric=True)
 
 
 def observed(parts, statistic=HISTOGRAM):

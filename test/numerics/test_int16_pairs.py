@@ -13,14 +13,14 @@ from models import Function
 from suites.saturating_nets import NETS
 
 from nc import StaticQuantConfig, available_backends, convert, prepare
-from nc.formats import PER_CHANNEL, TensorSpec
+from nc.formats import PER_CHANNEL, TensorFormat
 from nc.graph import known_codes
 from nc.numerics.affine import dequantize
 from nc.numerics.int16_pairs import PAIR_LIMIT, limit_pairs, quantize_pairs
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.weights import quantize_weight
 
-SPEC = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)
+SPEC = TensorFormat(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)
 
 
 def worst_pair(codes):
@@ -116,7 +116,7 @@ def test_pairs_are_neighbouring_input_channels_or_any_two_positions(
     shape, axis, groups, inputs, granularity, algo
 ):
     weight = torch.randn(shape).abs() + 1.0  # every pair is of one sign
-    spec = TensorSpec(
+    spec = TensorFormat(
         dtype="int8", symmetric=True, granularity=granularity, algo=algo, narrow=True, paired=True
     )
     codes, scale = quantize_weight(weight, spec, axis, groups)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nc import ConfigError
-from nc.formats import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, WeightFormat, dtype
+from nc.formats import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, TensorFormat, dtype, low_bit
 from nc.numerics import mx
 from nc.numerics.group_ranges import RULES, choose
 from nc.numerics.groups import GroupParams, decode, encode, join
@@ -21,22 +21,22 @@ KQUANT = DoubleQuant(6, 8, "fp16")
 FORMS = {
     str(form): form
     for form in (
-        *(WeightFormat(dtype=f"int{bits}", group_size=32, scale_dtype="fp16") for bits in range(2, 9)),
+        *(low_bit(dtype=f"int{bits}", group_size=32, scale_dtype="fp16") for bits in range(2, 9)),
         *(
-            WeightFormat(dtype=f"uint{bits}", group_size=64, symmetric=False, scale_dtype="bf16")
+            low_bit(dtype=f"uint{bits}", group_size=64, symmetric=False, scale_dtype="bf16")
             for bits in range(2, 9)
         ),
-        WeightFormat(dtype="int4", group_size=-1),
-        WeightFormat(dtype="int4", group_size=64, symmetric=False, float_zero=True, scale_dtype="fp16"),
-        WeightFormat(dtype="int4", group_size=32, scale_dtype="e8m0"),
-        WeightFormat(dtype="int4", group_size=16, symmetric=False, scale_dtype="e8m0"),
-        WeightFormat(dtype="int4", group_size=32, double_quant=KQUANT),
-        WeightFormat(dtype="int4", group_size=32, symmetric=False, double_quant=DoubleQuant(8, -1, "fp32")),
-        WeightFormat(dtype="int4", group_size=32, symmetric=False, float_zero=True, double_quant=KQUANT),
-        WeightFormat(dtype="int4", group_size=32, scale_dtype="e4m3", tensor_scale=True),
-        WeightFormat(dtype="nf4", group_size=64),
-        WeightFormat(dtype="nf4", group_size=64, double_quant=DoubleQuant(8, 256, "fp32")),
-        WeightFormat(dtype="af4", group_size=64, scale_dtype="fp16"),
+        low_bit(dtype="int4", group_size=-1),
+        low_bit(dtype="int4", group_size=64, symmetric=False, float_zero=True, scale_dtype="fp16"),
+        low_bit(dtype="int4", group_size=32, scale_dtype="e8m0"),
+        low_bit(dtype="int4", group_size=16, symmetric=False, scale_dtype="e8m0"),
+        low_bit(dtype="int4", group_size=32, double_quant=KQUANT),
+        low_bit(dtype="int4", group_size=32, symmetric=False, double_quant=DoubleQuant(8, -1, "fp32")),
+        low_bit(dtype="int4", group_size=32, symmetric=False, float_zero=True, double_quant=KQUANT),
+        low_bit(dtype="int4", group_size=32, scale_dtype="e4m3", tensor_scale=True),
+        low_bit(dtype="nf4", group_size=64),
+        low_bit(dtype="nf4", group_size=64, double_quant=DoubleQuant(8, 256, "fp32")),
+        low_bit(dtype="af4", group_size=64, scale_dtype="fp16"),
         *PRESETS.values(),
     )
 }
@@ -68,7 +68,7 @@ def test_what_is_stored_is_what_codes_were_chosen_for(form):
     assert torch.equal(packed.dequantize(), decode(encode(weight, found, form), found, form))
     assert torch.equal(packed.unpacked(), encode(weight, found, form))
     assert loss(weight, packed) < 0.25 * weight.double().square().sum()
-    assert WeightFormat.from_dict(form.to_dict()) == form
+    assert TensorFormat.from_dict(form.to_dict()) == form
 
 
 @EACH
@@ -117,7 +117,7 @@ def test_a_weight_of_zeros():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("amax", [1e-3, 4e-4, 1e-5, 3e-7, 1e-7, 1e-12])
 def test_subnormal_scales_of_fp16_are_exact_and_never_zero(amax, rule):
-    form = WeightFormat(dtype="int4", group_size=32, scale_dtype="fp16")
+    form = low_bit(dtype="int4", group_size=32, scale_dtype="fp16")
     weight = torch.linspace(-1, 1, 64).reshape(2, 32) * amax
     found, packed = solved(weight, form, rule)
     steps = packed.scale.double() * 2**24
@@ -154,14 +154,14 @@ def test_scales_are_rounded_to_nearest_within_limits(scale_dtype):
 def test_weights_too_large_for_their_scales_are_refused():
     weight = torch.full((2, 64), 65504.0 * 8)
     for form in (
-        WeightFormat(dtype="int4", group_size=32, scale_dtype="fp16"),
-        WeightFormat(dtype="int4", group_size=32, scale_dtype="e4m3"),
+        low_bit(dtype="int4", group_size=32, scale_dtype="fp16"),
+        low_bit(dtype="int4", group_size=32, scale_dtype="e4m3"),
     ):
         with pytest.raises(
             ConfigError, match=r"largest one in (fp16|e4m3) is .* Use scale_dtype='bf16' or 'fp32'"
         ):
             choose(weight, form)
-    _, packed = solved(weight, WeightFormat(dtype="int4", group_size=32, scale_dtype="bf16"))
+    _, packed = solved(weight, low_bit(dtype="int4", group_size=32, scale_dtype="bf16"))
     assert torch.allclose(packed.dequantize(), weight, rtol=0.01)
     _, packed = solved(weight, PRESETS["nvfp4"])
     assert torch.allclose(packed.dequantize(), weight, rtol=0.1)
@@ -180,7 +180,7 @@ def test_weights_too_large_for_their_scales_are_refused():
 )
 def test_formats_that_cannot_be(options):
     with pytest.raises(ConfigError):
-        WeightFormat(**options)
+        low_bit(**options)
 
 
 @pytest.mark.parametrize("options", [{"bits": 9}, {"bits": 0}, {"group_size": 0}, {"outer_dtype": "e8m0"}])
@@ -281,7 +281,7 @@ def test_nvfp4_by_hand():
 @pytest.mark.parametrize("float_zero", [False, True])
 def test_double_quantization_by_hand(groups, float_zero):
     double = DoubleQuant(6, 4, "fp16")
-    form = WeightFormat(
+    form = low_bit(
         dtype="int4", group_size=16, symmetric=not float_zero, float_zero=float_zero, double_quant=double
     )
     scale = torch.rand(3, groups) * 0.1
@@ -375,7 +375,7 @@ def _residuals(w, q, h):
     ids=str,
 )
 def test_least_squares_come_near_the_best(options, within, weighted):
-    form = WeightFormat(group_size=32, **options)
+    form = low_bit(group_size=32, **options)
     weight = torch.cat([torch.randn(6, 32), heavy(6, 32)])
     importance = torch.rand(32) ** 2 if weighted else None
     rms = weight.square().mean(1, keepdim=True).sqrt()
@@ -404,7 +404,7 @@ def test_least_squares_are_better_than_the_other_rules(form):
 
 
 def test_importance_moves_the_scale_to_what_matters():
-    form = WeightFormat(dtype="int3", group_size=64)
+    form = low_bit(dtype="int3", group_size=64)
     weight = heavy(64, 256)
     importance = torch.logspace(-2, 2, 256)[torch.randperm(256)]
 
@@ -416,7 +416,7 @@ def test_importance_moves_the_scale_to_what_matters():
 
 def test_signs_of_scales():
     weight = heavy(32, 256)
-    assert (choose(weight, WeightFormat(dtype="int4", group_size=32)).scale < 0).any()
+    assert (choose(weight, low_bit(dtype="int4", group_size=32)).scale < 0).any()
     for form in FORMS.values():
         if form.two_levels or form.powers or form.dtype.kind == "float":
             assert (choose(weight, form).scale > 0).all()
@@ -424,4 +424,4 @@ def test_signs_of_scales():
 
 def test_a_rule_that_does_not_exist_is_no_other_one():
     with pytest.raises(ValueError, match="no rule for the ranges of groups is called 'tight'"):
-        choose(torch.randn(4, 32), WeightFormat(dtype="int4", group_size=32), "tight")
+        choose(torch.randn(4, 32), low_bit(dtype="int4", group_size=32), "tight")

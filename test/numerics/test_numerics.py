@@ -14,7 +14,7 @@ from nc.formats import (
     PER_CHANNEL,
     PER_TENSOR,
     PER_TOKEN,
-    TensorSpec,
+    TensorFormat,
     dtype,
     per_block,
     per_channel,
@@ -340,13 +340,13 @@ def test_blocks_in_three_dimensions_and_other_memory_formats():
 def test_weights_of_any_granularity_are_quantized_block_by_block(granularity, algo):
     torch.manual_seed(0)
     weight = torch.randn(6, 8)
-    spec = TensorSpec(dtype=dtype("int4"), symmetric=True, granularity=granularity, algo=algo, narrow=True)
+    spec = TensorFormat(dtype=dtype("int4"), symmetric=True, granularity=granularity, algo=algo, narrow=True)
     codes, scale = quantize_weight(weight, spec, 0)
     block = granularity.block_size(weight.shape, 0)
     assert scale.numel() == weight.numel() // math.prod(block)
     assert scale.dim() == (0 if block == (6, 8) else 1 if granularity.name == "per_channel" else 2)
     grid = [s // b for s, b in zip(weight.shape, block, strict=True)]
-    whole = TensorSpec(dtype=dtype("int4"), symmetric=True, algo=algo, narrow=True)
+    whole = TensorFormat(dtype=dtype("int4"), symmetric=True, algo=algo, narrow=True)
     for n, corner in enumerate(np.ndindex(*grid)):
         where = tuple(slice(c * b, (c + 1) * b) for c, b in zip(corner, block, strict=True))
         one, one_scale = quantize_weight(weight[where], whole, 0)

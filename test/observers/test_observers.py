@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import CalibrationError, InputError, StateError, StaticQuantConfig, convert, prepare, quantize
-from nc.formats import TensorSpec
+from nc.formats import TensorFormat
 from nc.observers import ALGORITHMS, Observer
 
 batches = st.lists(
@@ -52,7 +52,7 @@ def ranges(prepared):
 @given(batches)
 def test_minmax_is_the_range_of_everything_seen(arrays):
     low, high = ALGORITHMS["minmax"].find_range(
-        observed("extremes", arrays).state, TensorSpec(dtype="uint8", symmetric=False)
+        observed("extremes", arrays).state, TensorFormat(dtype="uint8", symmetric=False)
     )
     flat = np.concatenate([a.ravel() for a in arrays])
     assert (low.item(), high.item()) == (flat.min(), flat.max())

@@ -27,7 +27,7 @@ from nc import (
 )
 from nc.backends import get_backend
 from nc.backends.base import Backend
-from nc.formats import FLOAT, PER_CHANNEL, PER_TENSOR, PER_TOKEN, Capabilities, OpSupport, TensorSpec
+from nc.formats import FLOAT, PER_CHANNEL, PER_TENSOR, PER_TOKEN, Capabilities, OpSupport, TensorFormat
 from nc.graph.plan import Plan
 from nc.planning.rules import fit, resolve
 
@@ -442,7 +442,7 @@ def test_fields_that_were_not_given_defer_level_by_level(ten):
     config.set_local(r"fc\d", StaticQuantConfig(act_dtype="int8", act_sym=False))
     config.set_local("fc1", StaticQuantConfig(act_algo="percentile"))
     plan = resolve(config, ten, ALL)
-    assert spec(plan).activation == TensorSpec(
+    assert spec(plan).activation == TensorFormat(
         dtype="int8", symmetric=False, algo="percentile", percentile=99.999
     )
     assert (spec(plan).weight.algo, str(spec(plan).weight.granularity)) == ("mse", "per_tensor")
@@ -457,8 +457,8 @@ def test_fields_that_were_not_given_defer_level_by_level(ten):
         plan["fc1"].rules
         == r"name 'fc1' (w_algo: type 'Linear', act_dtype: pattern 'fc\\d', act_sym: pattern 'fc\\d')"
     )
-    assert spec(plan, "fc10").activation == TensorSpec(dtype="uint8", symmetric=True, algo="kl")
-    assert spec(plan, "matmul").activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
+    assert spec(plan, "fc10").activation == TensorFormat(dtype="uint8", symmetric=True, algo="kl")
+    assert spec(plan, "matmul").activation == TensorFormat(dtype="uint8", symmetric=False, algo="kl")
     assert "percentile           99.999      default" in plan.explain("fc1")
     with pytest.raises(KeyError, match="closest: fc10"):
         plan.explain("fc100")
@@ -525,7 +525,7 @@ def test_strategies_of_single_operators(ten):
         ten,
         ALL,
     )
-    assert spec(plan).activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
+    assert spec(plan).activation == TensorFormat(dtype="uint8", symmetric=False, algo="kl")
     assert spec(plan).weight.granularity == PER_CHANNEL  # other strategies pass nothing on
     assert spec(plan, "fc10").activation.dynamic
     assert (

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 import nc
 from nc.backends.low_bit.engine import LowBitEngine
 from nc.formats import dtype
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import low_bit
 from nc.nn import QuantLinear
 from nc.numerics.groups import GroupParams
 from nc.numerics.packed_weight import pack
@@ -46,7 +46,7 @@ def exact(packed):
 
 
 def form(name="int4", group=32, kind="symmetric", scale_dtype="fp32"):
-    return WeightFormat(
+    return low_bit(
         dtype=dtype(name),
         group_size=group,
         symmetric=kind == "symmetric",

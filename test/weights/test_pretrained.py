@@ -42,7 +42,7 @@ from nc import (
 )
 from nc.api.pretrained import quantize_folder
 from nc.cli.main import main
-from nc.formats.weight_format import DoubleQuant
+from nc.formats.tensor_format import DoubleQuant
 from nc.modules.block_calls import _without_copies
 from nc.weights import driver as blocks
 from nc.weights.files import streamed

@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 import nc
-from nc.formats import WeightFormat
+from nc.formats import low_bit
 from nc.weights.history import history_of
 
 COUNT = int(os.environ.get("NC_MUTATIONS", "75"))
@@ -345,7 +345,7 @@ def test_the_size_on_disk_is_that_of_the_formula(fields, tmp_path):
     fields = {"w_dtype": "int4", "group_size": 32, **fields}
     model = nn.Sequential(nn.Linear(768, 1024, bias=False), nn.Linear(1024, 768, bias=False)).eval()
     nc.save(nc.quantize(model, nc.WeightOnlyConfig(**fields)), tmp_path)
-    form = WeightFormat(
+    form = low_bit(
         dtype=fields["w_dtype"],
         group_size=fields["group_size"],
         symmetric=fields.get("w_sym", True),

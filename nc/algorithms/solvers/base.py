@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from nc.errors import UnsupportedError
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.modules.statistics import InputStatistics
 from nc.numerics.packed_weight import PackedWeight
 from nc.process.error_texts import is_of_gradients
@@ -71,7 +71,7 @@ class Problem:
 
     name: str
     weight: torch.Tensor
-    form: WeightFormat
+    form: TensorFormat
     rule: str
     inputs: InputStatistics | None = None
     clip: torch.Tensor | None = field(default=None, compare=False)

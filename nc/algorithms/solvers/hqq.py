@@ -23,7 +23,7 @@ import torch
 from nc.algorithms.solvers.base import InputNeeds, Problem
 from nc.errors import ConfigError
 from nc.formats.checks import is_number, is_whole
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import GroupParams, Outer, decode, encode, spread
 from nc.numerics.packed_weight import PackedWeight, pack
@@ -83,7 +83,7 @@ class HQQ:
             best, least = tried.where(better, best), torch.where(better, loss, least)
         return pack(encode(weight, best, form), best, form)
 
-    def _steps(self, weight: torch.Tensor, start: GroupParams, form: WeightFormat) -> Iterator[GroupParams]:
+    def _steps(self, weight: torch.Tensor, start: GroupParams, form: TensorFormat) -> Iterator[GroupParams]:
         """Params after each step."""
         if form.symmetric:
             yield from self._scales(weight, start, form)
@@ -98,7 +98,7 @@ class HQQ:
                 now = GroupParams(now.scale, minimum=_grouped(kept - units, now).mean(2))
                 yield from _stored(weight, now, form, start.outer)
 
-    def _scales(self, weight: torch.Tensor, now: GroupParams, form: WeightFormat) -> Iterator[GroupParams]:
+    def _scales(self, weight: torch.Tensor, now: GroupParams, form: TensorFormat) -> Iterator[GroupParams]:
         for _ in range(self.steps):
             codes = encode(weight, now, form)
             errors = self._shrunk(weight - decode(codes, now, form), now.scale)
@@ -111,7 +111,7 @@ class HQQ:
         size = errors.abs() / sizes
         return errors.sign() * (size - size.pow(self.p - 1) / self.beta).clamp_(min=0) * sizes
 
-    def _loss(self, weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
+    def _loss(self, weight: torch.Tensor, params: GroupParams, form: TensorFormat) -> torch.Tensor:
         """`|W - W^|_p^p` of each group."""
         return _grouped(
             (weight - decode(encode(weight, params, form), params, form)).abs().pow(self.p), params
@@ -123,7 +123,7 @@ def _grouped(weight: torch.Tensor, params: GroupParams) -> torch.Tensor:
     return weight.reshape(*params.scale.shape, -1)
 
 
-def _covering(weight: torch.Tensor, start: GroupParams, form: WeightFormat) -> GroupParams:
+def _covering(weight: torch.Tensor, start: GroupParams, form: TensorFormat) -> GroupParams:
     """Params whose range is exactly that of the group, which need not hold 0."""
     low, high = torch.aminmax(_grouped(weight, start), dim=2)
     scale = (high - low) / (2**form.bits - 1)
@@ -139,12 +139,12 @@ def _minimum(params: GroupParams) -> torch.Tensor:
     return -params.zero * params.scale
 
 
-def _stored_scale(scale: torch.Tensor, form: WeightFormat, outer: Outer | None) -> torch.Tensor:
+def _stored_scale(scale: torch.Tensor, form: TensorFormat, outer: Outer | None) -> torch.Tensor:
     return stored(scale, form, None if outer is None else spread(outer.scale, scale.shape[1]))
 
 
 def _stored(
-    weight: torch.Tensor, params: GroupParams, form: WeightFormat, outer: Outer | None
+    weight: torch.Tensor, params: GroupParams, form: TensorFormat, outer: Outer | None
 ) -> Iterator[GroupParams]:
     """Params with a free minimum as the format can store them."""
     assert params.minimum is not None
@@ -161,7 +161,7 @@ def _stored(
 
 
 def _fitted(
-    weight: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: WeightFormat
+    weight: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: TensorFormat
 ) -> GroupParams:
     """Return the scale with the least squared error for given codes.
 

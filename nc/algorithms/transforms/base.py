@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import torch
 
 from nc.algorithms.solvers.base import InputNeeds
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.graph.plan import Applied
 from nc.modules.statistics import InputStatistics
 
@@ -34,7 +34,7 @@ class Target:
     """
 
     module: torch.nn.Module
-    form: WeightFormat
+    form: TensorFormat
     rule: str
     inputs: InputStatistics | None = None
     asked: bool = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.kernels.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.nn import KernelChoice
 from nc.numerics.low_bit import round_activations
@@ -22,7 +22,7 @@ def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
 
 
 def able(
-    kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str
+    kernels: Sequence[LowBitKernel], form: TensorFormat, shape: tuple[int, int], activations: str
 ) -> tuple[LowBitKernel, ...]:
     """Return the kernels that can compute a layer.
 
@@ -53,7 +53,7 @@ def used(found: Sequence[LowBitKernel], rows: int | None = None) -> tuple[LowBit
 
 def choice(
     kernels: Sequence[LowBitKernel],
-    form: WeightFormat,
+    form: TensorFormat,
     shape: tuple[int, int],
     activations: str,
     rows: int | None = None,

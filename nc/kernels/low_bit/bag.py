@@ -16,7 +16,7 @@ import math
 import torch
 
 from nc.formats import dtype as named
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.kernels import tuning
 from nc.kernels.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.numerics import bits
@@ -75,7 +75,7 @@ def _pack(weight: PackedWeight) -> PackedLayout:
     return table, index, scale.t().contiguous(), None if offset is None else offset.t().contiguous()
 
 
-def _table_bits(form: WeightFormat) -> int:
+def _table_bits(form: TensorFormat) -> int:
     """Bits of a code in the table."""
     return 8 if form.dtype.kind == "float" or form.bits > 4 else 4 if form.bits > 2 else 2
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nc.errors import ConfigError
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import TensorFormat
 from nc.kernels import cpu
 from nc.numerics.packed_weight import PackedWeight
 
@@ -81,7 +81,7 @@ class LowBitKernel:
 
     def why_not(
         self,
-        form: WeightFormat,
+        form: TensorFormat,
         shape: tuple[int, int],
         activations: str,
         available: Collection[str] | None = None,
@@ -138,7 +138,7 @@ class LowBitKernel:
             else ""
         )
 
-    def takes(self, form: WeightFormat) -> bool:
+    def takes(self, form: TensorFormat) -> bool:
         """Return whether it is for weights of that number format at all."""
         if form.dtype.kind == "integer":
             return form.bits in self.bits

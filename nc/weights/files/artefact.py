@@ -20,7 +20,7 @@ import torch
 
 from nc.algorithms.transforms import Rotation
 from nc.errors import ArtefactError
-from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
+from nc.formats.tensor_format import SCALE_DTYPES, TensorFormat
 from nc.graph.plan import Applied
 from nc.modules.copies import sharing
 from nc.modules.layers import Layer, layers_of, memory_of, settle_layers
@@ -345,7 +345,7 @@ def _put(
     parts: dict[str, torch.Tensor],
 ) -> None:
     """Put a layer with a packed weight in the place of a float one."""
-    form, shape = WeightFormat.from_dict(data["form"]), tuple(data["shape"])
+    form, shape = TensorFormat.from_dict(data["form"]), tuple(data["shape"])
     if layer is None or (layer.kind, layer.shape) != (data["kind"], shape):
         is_there = (
             "it has none"

@@ -16,7 +16,7 @@ from nc.algorithms.solvers import GPTQ, HQQ, RTN, SOLVERS, AutoRound, BlockProbl
 from nc.algorithms.solvers.autoround import _Rounding
 from nc.algorithms.solvers.gptq import column_order
 from nc.errors import CalibrationError, InputError, UnsupportedError
-from nc.formats.weight_format import DoubleQuant, WeightFormat
+from nc.formats.tensor_format import DoubleQuant, low_bit
 from nc.modules.statistics import InputStatistics, weighted_loss
 from nc.numerics.error_feedback import factor
 from nc.numerics.group_ranges import RULES
@@ -39,7 +39,7 @@ def problem(weight, x=None, dtype="int4", group=16, rule="minmax", float_x=None,
     return Problem(
         name="layer",
         weight=weight,
-        form=WeightFormat(dtype=dtype, group_size=group, **form),
+        form=low_bit(dtype=dtype, group_size=group, **form),
         rule=rule,
         inputs=inputs,
     )
@@ -462,7 +462,7 @@ def block_loss(block, x, packed):
 def test_autoround_beats_round_to_nearest_on_a_block(form):
     block = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).eval()
     x = correlated(16 * 10, 32).mul(0.1).reshape(16, 10, 32)
-    asked = block_problem(block, x, {"form": WeightFormat(group_size=16, **form), "rule": "wls"})
+    asked = block_problem(block, x, {"form": low_bit(group_size=16, **form), "rule": "wls"})
     before = {name: parameter.clone() for name, parameter in block.named_parameters()}
     nearest = block_loss(block, x, {name: RTN().solve(layer) for name, layer in asked.layers.items()})
     state = torch.random.get_rng_state()
@@ -517,7 +517,7 @@ def test_autoround_takes_weights_that_lie_the_other_way_round():
             nn.Sequential(Conv1D(weight.T.contiguous())),
         )
         plain[0].weight.data = weight
-        form = {"form": WeightFormat(dtype="int3", group_size=8), "rule": "minmax"}
+        form = {"form": low_bit(dtype="int3", group_size=8), "rule": "minmax"}
         first = block_problem(plain, x, form)
         found = AutoRound(steps=10).solve_block(first)
         same = dataclasses.replace(first, module=other, run=lambda call, other=other: other(*call[0]))
@@ -581,7 +581,7 @@ def test_a_layer_that_calibration_never_reached_is_rounded_to_nearest_and_says_s
         asked = Problem(
             name="expert",
             weight=weight,
-            form=WeightFormat(dtype="int4", group_size=16),
+            form=low_bit(dtype="int4", group_size=16),
             rule="wls",
             inputs=inputs,
         )
@@ -601,10 +601,10 @@ def test_a_layer_that_calibration_never_reached_is_rounded_to_nearest_and_says_s
 @pytest.mark.parametrize(
     "form",
     [
-        *(WeightFormat(dtype=f"int{bits}", group_size=16, scale_dtype="fp16") for bits in (2, 3, 4, 8)),
-        *(WeightFormat(dtype=f"uint{bits}", group_size=16, symmetric=False) for bits in (2, 3, 4, 8)),
-        WeightFormat(dtype="int4", group_size=16, symmetric=False, float_zero=True),
-        WeightFormat(
+        *(low_bit(dtype=f"int{bits}", group_size=16, scale_dtype="fp16") for bits in (2, 3, 4, 8)),
+        *(low_bit(dtype=f"uint{bits}", group_size=16, symmetric=False) for bits in (2, 3, 4, 8)),
+        low_bit(dtype="int4", group_size=16, symmetric=False, float_zero=True),
+        low_bit(
             dtype="int4",
             group_size=16,
             symmetric=False,

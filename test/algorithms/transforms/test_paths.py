@@ -15,7 +15,7 @@ import nc
 from nc.algorithms.transforms import smooth
 from nc.algorithms.transforms.folding import fold, gain_offset, rewrite
 from nc.algorithms.transforms.structure import difference, find_links, links_of
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import low_bit
 from nc.planning.layer_plan import LayerDecision
 from nc.weights.block_validation import BlockValidation, Tokens, divided, held_out
 
@@ -239,7 +239,7 @@ def test_a_transform_that_makes_a_block_worse_is_undone(monkeypatch):
 
 
 def judge(block, samples):
-    form = WeightFormat(dtype="int4", group_size=16)
+    form = low_bit(dtype="int4", group_size=16)
     decisions = {
         f"block.e.{i}": LayerDecision(
             operator=f"block.e.{i}", kind="linear", module_type="", shape=(WIDTH, WIDTH), form=form

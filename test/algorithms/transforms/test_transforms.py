@@ -21,7 +21,7 @@ from nc.algorithms.transforms.float64 import Float64, WideCopy
 from nc.algorithms.transforms.folding import NotEquivalentError, fold, rewrite
 from nc.algorithms.transforms.rotation import orthogonal
 from nc.algorithms.transforms.structure import difference, find_links
-from nc.formats.weight_format import WeightFormat
+from nc.formats.tensor_format import low_bit
 from nc.modules.block_calls import Sample, record
 from nc.modules.layers import layers_of
 from nc.numerics.group_ranges import choose
@@ -292,7 +292,7 @@ def scope_of(name, model, form=None, rule="wls"):
     collector = Collector(layers, InputNeeds(squares=True, hessian=True))
     with collector.watching(), torch.no_grad():
         block(*call[0], **call[1])
-    form = form or WeightFormat(dtype="int3", group_size=16)
+    form = form or low_bit(dtype="int3", group_size=16)
     targets = {n: Target(module=m, form=form, rule=rule, inputs=collector.of[n]) for n, m in layers.items()}
     return Scope(model=model, module=block, prefix=prefix, targets=targets, samples=[call], keeps=[None])
 
@@ -347,9 +347,9 @@ def test_a_transform_loses_less_where_channels_have_outliers(transform, solver):
 
 
 FORMATS = [
-    WeightFormat(dtype="int4", group_size=16),
-    WeightFormat(dtype="uint2", group_size=8, symmetric=False, scale_dtype="fp16"),
-    WeightFormat(dtype="nf4", group_size=-1),
+    low_bit(dtype="int4", group_size=16),
+    low_bit(dtype="uint2", group_size=8, symmetric=False, scale_dtype="fp16"),
+    low_bit(dtype="nf4", group_size=-1),
 ]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import nc
-from nc.formats import PRESETS, DoubleQuant, WeightFormat
+from nc.formats import PRESETS, DoubleQuant, TensorFormat, low_bit
 from nc.formats.dtypes import DTYPES
 from nc.kernels import cpu
 from nc.kernels.c_code import limit
@@ -48,12 +48,12 @@ pytestmark = [
 HERE = {name: NUMBERS[name] for name in compiled_blocks.usable()}
 TESTED = list(HERE)[:1] if limit.limit() else list(HERE)  # see suites.low_bit_c
 TWO_LEVELS = {
-    **{name: WeightFormat.from_dict(preset.to_dict()) for name, preset in PRESETS.items()},
-    "double": WeightFormat(dtype="nf4", group_size=16, double_quant=DoubleQuant(8, 4, "fp16")),
-    "double with minima": WeightFormat(
+    **{name: TensorFormat.from_dict(preset.to_dict()) for name, preset in PRESETS.items()},
+    "double": low_bit(dtype="nf4", group_size=16, double_quant=DoubleQuant(8, 4, "fp16")),
+    "double with minima": low_bit(
         dtype="int4", group_size=16, symmetric=False, float_zero=True, double_quant=DoubleQuant(6, 8, "fp16")
     ),
-    "double with zero points": WeightFormat(
+    "double with zero points": low_bit(
         dtype="int5", group_size=32, symmetric=False, double_quant=DoubleQuant(8, -1, "fp32")
     ),
 }
