@@ -394,4 +394,4 @@ int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int cou
     return OK;
 }
 
-int64_t nc_isas(void) { return 1 << ISA_AVX2 | HAS_AVX_VNNI << ISA_AVX_VNNI | 1 << ISA_AVX512_VNNI; }
+CODE_FOR(1 << ISA_AVX2 | 1 << ISA_AVX_VNNI | 1 << ISA_AVX512_VNNI)

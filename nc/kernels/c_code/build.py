@@ -131,11 +131,8 @@ def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded |
             library, where = found
             limit.restrict(library)
             library.nc_compiler.restype = ctypes.c_char_p
-            code = isas.compiled(library)
-            missing = isas.missing(source.stem, code)
-            return Loaded(
-                library, origin, where, library.nc_compiler().decode(), code, missing, tuple(passed_over)
-            )
+            compiler, code = library.nc_compiler().decode(), isas.compiled(library)
+            return Loaded(library, origin, where, compiler, code, isas.missing(library), tuple(passed_over))
     return Unavailable(
         "; ".join(reversed(passed_over))
     )  # the last one is what the user can do something about

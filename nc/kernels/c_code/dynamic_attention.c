@@ -586,4 +586,4 @@ int nc_dynamic_attention(const struct nc_dynamic_attention *how, void *unused, i
     return OK;
 }
 
-int64_t nc_isas(void) { return 1 << ISA_AVX512_VNNI; }
+CODE_FOR(1 << ISA_AVX512_VNNI)

@@ -445,7 +445,7 @@ int nc_flash(const struct nc_flash *how, void *unused, int count, char *const *t
     return OK;
 }
 
-int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512 | HAS_BF16 << ISA_AVX512_BF16; }
+CODE_FOR(1 << ISA_AVX2 | 1 << ISA_AVX512 | 1 << ISA_AVX512_BF16)
 
 /* The best instruction set for a dtype that the CPU has and the library may use; -1: none. */
 int64_t nc_flash_isa(int64_t dtype)

@@ -18,6 +18,8 @@ const char *nc_compiler(void)
 /* Instruction sets that this library has code for: bit i for number i. It needs no CPU that has them: it
  * asks, or its callers do. */
 int64_t nc_isas(void);
+/* Those that it would have code for if its compiler knew them all; see CODE_FOR in isa.h. */
+int64_t nc_written_for(void);
 
 /* Those that the user leaves it, set once before the first call of anything else, and what follows: those
  * that it may use. */

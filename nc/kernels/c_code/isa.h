@@ -22,6 +22,14 @@
 #define HAS_AMX 0
 #endif
 
+/* CODE_FOR(sets) says for which instruction sets a source has code, bit i for number i: all of them, and those
+ * that this compiler knows. */
+#define UNKNOWN_SETS                                                                                        \
+    (!HAS_AVX_VNNI << ISA_AVX_VNNI | !HAS_BF16 << ISA_AVX512_BF16 | !HAS_AMX << ISA_AMX)
+#define CODE_FOR(sets)                                                                                      \
+    int64_t nc_isas(void) { return (sets) & ~UNKNOWN_SETS; }                                                \
+    int64_t nc_written_for(void) { return sets; }
+
 #ifdef NC_EMULATED
 #define FOR_CPU(features)
 #define CPU_SUPPORTS(feature) 1

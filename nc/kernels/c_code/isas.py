@@ -23,21 +23,6 @@ ISAS = {
 }
 #: Those of `abi.ISA`; test_abi.py compares the order.
 NUMBERS = {name: number for number, name in enumerate(ISAS)}
-#: Source → instruction sets that it has code for, by a compiler that knows them.
-OF_SOURCES = {
-    "attention": ("avx2", "avx_vnni", "avx512_vnni"),
-    "depthwise": ("avx2",),
-    "dynamic_attention": ("avx512_vnni",),
-    "flash": ("avx2", "avx512", "avx512_bf16"),
-    "float_attention": ("avx512",),
-    "low_bit": tuple(ISAS),
-    "low_bit_blocks": ("avx2", "avx512", "amx"),
-    "peak": tuple(ISAS),
-    "recurrent": ("avx2", "avx512_vnni"),
-    "rows": ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx"),
-    "runner": (),
-    "steps": ("avx2", "avx512"),
-}
 #: Instruction sets that not every supported compiler knows → those that do.
 COMPILERS = {
     "avx_vnni": "gcc 11 or clang 12",
@@ -52,12 +37,10 @@ def compiled(library: ctypes.CDLL) -> tuple[str, ...]:
     return named(library.nc_isas())
 
 
-def missing(source: str, compiled: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the instruction sets for which a library of a source lacks code.
-
-    Its compiler does not know them.
-    """
-    return tuple(name for name in OF_SOURCES[source] if name not in compiled)
+def missing(library: ctypes.CDLL) -> tuple[str, ...]:
+    """Return the instruction sets that the source of a library has code for and its compiler did not know."""
+    library.nc_written_for.restype = ctypes.c_int64
+    return tuple(name for name in named(library.nc_written_for()) if name not in compiled(library))
 
 
 def named(bits: int) -> tuple[str, ...]:

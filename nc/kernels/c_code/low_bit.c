@@ -1132,15 +1132,11 @@ int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *cons
 }
 #endif
 
-int64_t nc_isas(void)
-{
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-    const int always = 1 << ISA_AVX2 | 1 << ISA_AVX512 | 1 << ISA_AVX512_VNNI;
-    return always | HAS_AVX_VNNI << ISA_AVX_VNNI | HAS_BF16 << ISA_AVX512_BF16 | HAS_AMX << ISA_AMX;
+CODE_FOR(1 << ISA_AVX2 | 1 << ISA_AVX_VNNI | 1 << ISA_AVX512 | 1 << ISA_AVX512_VNNI | 1 << ISA_AVX512_BF16 | 1 << ISA_AMX)
 #else
-    return 0;
+CODE_FOR(0)
 #endif
-}
 
 int nc_low_bit_amx(void)
 {

@@ -452,11 +452,8 @@ int nc_low_bit_blocks(const struct nc_low_bit_blocks *how, void *unused, int cou
 }
 #endif
 
-int64_t nc_isas(void)
-{
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-    return 1 << ISA_AVX2 | 1 << ISA_AVX512 | HAS_AMX << ISA_AMX;
+CODE_FOR(1 << ISA_AVX2 | 1 << ISA_AVX512 | 1 << ISA_AMX)
 #else
-    return 0;
+CODE_FOR(0)
 #endif
-}

@@ -8,11 +8,7 @@
 #include <time.h>
 
 
-int64_t nc_isas(void)
-{
-    const int old = 1 << ISA_AVX2 | 1 << ISA_AVX512 | 1 << ISA_AVX512_VNNI;
-    return old | HAS_AMX << ISA_AVX_VNNI | HAS_BF16 << ISA_AVX512_BF16 | HAS_AMX << ISA_AMX;
-}
+CODE_FOR(1 << ISA_AVX2 | 1 << ISA_AVX_VNNI | 1 << ISA_AVX512 | 1 << ISA_AVX512_VNNI | 1 << ISA_AVX512_BF16 | 1 << ISA_AMX)
 
 enum { LOOPS = 300, TIMES = 4000 };
 

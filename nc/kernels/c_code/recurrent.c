@@ -508,7 +508,7 @@ int nc_recurrent(const struct nc_recurrent *how, void *unused, int count, char *
     return w.failed ? NO_MEMORY : OK;
 }
 
-int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512_VNNI; }
+CODE_FOR(1 << ISA_AVX2 | 1 << ISA_AVX512_VNNI)
 
 #else
 
@@ -519,6 +519,6 @@ int nc_recurrent(const struct nc_recurrent *how, void *unused, int count, char *
     return NOT_HERE;
 }
 
-int64_t nc_isas(void) { return 0; }
+CODE_FOR(0)
 
 #endif

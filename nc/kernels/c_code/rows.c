@@ -54,11 +54,7 @@ enum { TILE = 16, DEPTH = 64, AT_ONCE = 8 };
 #define FOR_BF16 FOR_VNNI
 #endif
 
-int64_t nc_isas(void)
-{
-    const int of_256 = 1 << ISA_AVX2 | HAS_AVX_VNNI << ISA_AVX_VNNI;
-    return of_256 | 1 << ISA_AVX512_VNNI | HAS_BF16 << ISA_AVX512_BF16 | HAS_AMX << ISA_AMX;
-}
+CODE_FOR(1 << ISA_AVX2 | 1 << ISA_AVX_VNNI | 1 << ISA_AVX512_VNNI | 1 << ISA_AVX512_BF16 | 1 << ISA_AMX)
 
 int nc_rows_amx(void) { return HAS_AMX && may_use_tiles(); }
 

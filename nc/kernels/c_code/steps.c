@@ -860,3 +860,4 @@ int nc_spoil(const struct nc_spoil *how, void *unused, int count, char *const *t
 
 /* Each function has code for any CPU besides. */
 int64_t nc_isas(void) { return CLONES; }
+int64_t nc_written_for(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512; }
