@@ -20,7 +20,7 @@ from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.process.modes import evaluating
 from nc.tuning.distance import closeness, none_lost
-from nc.tuning.front import REFERENCE, Front, front_of_points
+from nc.tuning.front import REFERENCE
 from nc.tuning.identity import Call, KeptCalls, Metric, copied
 from nc.tuning.low_bit_costs import LayerCosts
 from nc.tuning.low_bit_layers import (
@@ -34,7 +34,7 @@ from nc.tuning.low_bit_layers import (
 from nc.tuning.low_bit_noise import noise_of
 from nc.tuning.measure import doubts, score, spread_of, timed
 from nc.tuning.mixed import float_config
-from nc.tuning.run import CTRL_C, Run
+from nc.tuning.run import Run
 from nc.tuning.solve import Assignment, Cost, within
 from nc.tuning.trials import Result
 
@@ -84,8 +84,12 @@ class LowBitSearch:
         mix: calls that are timed.
         backend: as for `prepare`.
         run: where points go.
+        target: bits of a weight, on average.
+        points: of the front.
         fused: see `nc.tune`.
     """
+
+    by_size = True
 
     def __init__(
         self,
@@ -97,9 +101,12 @@ class LowBitSearch:
         mix: Sequence[Call],
         backend: str,
         run: Run,
+        target: float,
+        points: int,
         *,
         fused: bool,
     ) -> None:
+        self._target, self._points, self.total = target, points, len(candidates) + points + 1
         self._model, self._candidates, self._metric = model, candidates, metric
         self._mix, self._backend, self._run, self._fused = mix, backend, run, fused
         self._calibration, self._judged = calls.split()
@@ -120,17 +127,10 @@ class LowBitSearch:
         self._count = sum(weight.numel() for weight in weights)
         self._float_bits = 8.0 * sum(w.numel() * w.element_size() for w in weights) / self._count
 
-    def front(self, target: float, points: int) -> Front:
-        """Return the front, by size."""
-        run = self._run
-        run.total = len(self._candidates) + points + 1
-        try:
-            self._reference()
-            self._mixed_points(target, points, self._estimates(target))
-        except KeyboardInterrupt:
-            run.note(CTRL_C)
-        run.settle()
-        return front_of_points(run.points, run.notes, by_size=True)
+    def measure(self) -> None:
+        """See `Search`."""
+        self._reference()
+        self._mixed_points(self._target, self._points, self._estimates(self._target))
 
     def _mixed_points(self, target: float, points: int, estimates: LayerCosts) -> None:
         """Measure the target's assignment, and averages around it."""

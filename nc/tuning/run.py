@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
 from nc.process.progress import shown
 from nc.text.plain import plain
 from nc.tuning.executor_metrics import Elsewhere
-from nc.tuning.front import FrontPoint, certain_first
+from nc.tuning.front import Front, FrontPoint, certain_first, front_of_points
 from nc.tuning.identity import plain_or_described
 from nc.tuning.low_bit_costs import LayerCosts
 from nc.tuning.trials import Result, Trials
@@ -216,3 +216,29 @@ class Run:
                 best=min(certain_first(near), key=lambda p: p.ms) if near else None,
             )
         )
+
+
+class Search(Protocol):
+    """What measures points into a `Run`.
+
+    Attributes:
+        total: points that are to be measured, as far as that is known.
+        by_size: the front is by size, and not by time.
+    """
+
+    total: int
+    by_size: bool
+
+    def measure(self) -> None:
+        """Measure the float model, the candidates and the points between them."""
+
+
+def front_by(search: Search, run: Run) -> Front:
+    """Return the front that a search finds; Ctrl-C ends it."""
+    run.total = search.total
+    try:
+        search.measure()
+    except KeyboardInterrupt:
+        run.note(CTRL_C)
+    run.settle()
+    return front_of_points(run.points, run.notes, by_size=search.by_size)

@@ -15,12 +15,12 @@ from nc.api.quantized import QuantizedModel
 from nc.config import AnyConfig
 from nc.config.auto import AutoConfig
 from nc.errors import ArtefactError, BackendError, InputError, NCError
-from nc.tuning.front import REFERENCE, Front, front_of_points
+from nc.tuning.front import REFERENCE
 from nc.tuning.groups import Group, groups_of
 from nc.tuning.identity import Call, Metric
 from nc.tuning.measure import of_float, of_quantized
 from nc.tuning.mixed import FP32, PlannedCandidate, bf16_config, float_config, mixed
-from nc.tuning.run import CTRL_C, Run
+from nc.tuning.run import Run
 from nc.tuning.solve import Assignment, front_of, in_largest_gap, spread
 from nc.tuning.table import Tried, steps_of, table_of
 from nc.tuning.trials import Result
@@ -38,7 +38,12 @@ class GraphSearch:
         metric: see `nc.tune`.
         mix: calls that are timed.
         run: where points go.
+        points: of the front between the candidates.
+        given: whether the candidates are the user's.
+        automatically: see `nc.tune`.
     """
+
+    by_size = False
 
     def __init__(
         self,
@@ -47,27 +52,27 @@ class GraphSearch:
         metric: Metric | None,
         mix: Sequence[Call],
         run: Run,
+        points: int,
+        *,
+        given: bool,
+        automatically: bool,
     ) -> None:
         self._model, self._prepared, self._metric, self._mix, self._run = model, prepared, metric, mix, run
-
-    def front(self, points: int, *, given: bool, automatically: bool) -> Front:
-        """Return the front; `given` says whether the candidates are the user's."""
-        prepared, run = self._prepared, self._run
-        options = dict(prepared.others if given else prepared.models)
+        self._points, self._given, self._automatically = points, given, automatically
+        self._options = dict(prepared.others if given else prepared.models)
         if not prepared.first.capabilities.why_no_bf16:
-            options[BF16] = prepared.prepared(bf16_config())
-        run.total = len(options) + points + 2
-        try:
-            self._reference()
-            tried = {name: found for name, each in options.items() if (found := self._whole(name, each))}
-            if automatically:
-                self._automatic()
-            if tried:
-                self._front_between(points, {name: options[name] for name in tried}, tried, given=given)
-        except KeyboardInterrupt:
-            run.note(CTRL_C)
-        run.settle()
-        return front_of_points(run.points, run.notes)
+            self._options[BF16] = prepared.prepared(bf16_config())
+        self.total = len(self._options) + points + 2
+
+    def measure(self) -> None:
+        """See `Search`."""
+        self._reference()
+        tried = {name: found for name, each in self._options.items() if (found := self._whole(name, each))}
+        if self._automatically:
+            self._automatic()
+        if tried:
+            options = {name: self._options[name] for name in tried}
+            self._front_between(self._points, options, tried, given=self._given)
 
     # ---- points ----
 

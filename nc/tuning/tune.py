@@ -41,7 +41,7 @@ from nc.tuning.identity import (
     plain_or_described,
 )
 from nc.tuning.low_bit import LowBitSearch, default_candidates, plans_of
-from nc.tuning.run import Run, TuneProgress, telling
+from nc.tuning.run import Run, TuneProgress, front_by, telling
 from nc.tuning.search import AUTO, BF16, GraphSearch
 from nc.tuning.trials import Trials
 
@@ -165,8 +165,10 @@ def tune(
                     return key_of(model, form, backend, metric_of(metric, metric_id), calls.hash, timed)
 
                 run = _run(kept, low_bit_key, options, start + seconds, told, elsewhere)
-                search = LowBitSearch(model, options, plans, metric, calls, timed, backend, run, fused=fused)
-                return search.front(bits, points)
+                of_bits = LowBitSearch(
+                    model, options, plans, metric, calls, timed, backend, run, bits, points, fused=fused
+                )
+                return front_by(of_bits, run)
             prepared = automatic(model, AutoConfig(), asked, named)
             seen = SeenCalls()
             _calibrate(prepared, run_fn, seen.note)
@@ -177,8 +179,11 @@ def tune(
                 return key_of(graph.module, form_of(graph), prepared.first.asked, judged_by, seen.hash, timed)
 
             run = _run(kept, key, named, start + seconds, told, elsewhere)
-            whole = GraphSearch(model, prepared, metric, timed, run)
-            return whole.front(points, given=candidates is not None, automatically=automatically)
+            given = candidates is not None
+            whole = GraphSearch(
+                model, prepared, metric, timed, run, points, given=given, automatically=automatically
+            )
+            return front_by(whole, run)
     finally:
         if elsewhere is not None:
             elsewhere.close()
