@@ -81,7 +81,7 @@ def check_instruction_sets(library: Path, compiler: str) -> None:
         SystemExit: says which, and what to do.
     """
     known = runpy.run_path(str(ROOT / C_CODE / "isas.py"))
-    missing = known["missing"](library.stem, known["compiled"](ctypes.CDLL(str(library))))
+    missing = known["missing"](ctypes.CDLL(str(library)))
     if missing and platform.machine() == "x86_64":
         needs = ", ".join(
             f"{name} takes {known['COMPILERS'].get(name, 'another compiler')}" for name in missing

@@ -140,7 +140,7 @@ def without_c(monkeypatch):
     """As where the C code of low-bit kernels can't be compiled."""
     for module in ("compiled", "compiled_blocks"):
         monkeypatch.setattr(
-            f"nc.backends.low_bit.{module}._code",
+            f"nc.kernels.low_bit.{module}._code",
             lambda: Unavailable("its C code can't be loaded: there is no C compiler"),
         )
 

@@ -1014,7 +1014,7 @@ MUTATIONS = (
         "backends/native/noise_trials.py",
         "is_usual = not wanted.source.sizes[0] or",
         "is_usual = True or",
-        ("tried",),
+        ("noise_trials",),
     ),
     Mutation(
         "linears-of-nothing",
@@ -1022,7 +1022,7 @@ MUTATIONS = (
         "backends/native/packing.py",
         "return result if result.dim() == x.dim() else",
         "return result if True else",
-        ("tried",),
+        ("noise_trials",),
     ),
     Mutation(
         "plan-waiting",
@@ -1158,7 +1158,7 @@ MUTATIONS = (
         "kernels/c_code/rows.c",
         "weights * j->rows / (8 * WORK_PER_THREAD)",
         "weights / (8 * WORK_PER_THREAD) * j->rows",
-        ("in_turn",),
+        ("sequential",),
     ),
     Mutation(
         "codes-zero-point",
@@ -1334,7 +1334,7 @@ MUTATIONS = (
         "backends/native/plans/recorder.py",
         "openmp.threads() if threads is None else threads",
         "openmp.threads()",
-        ("in_turn",),
+        ("sequential",),
     ),
     Mutation(
         "recording-ends",
@@ -1350,7 +1350,7 @@ MUTATIONS = (
         "kernels/c_code/openmp.h",
         "turns->each[region][part < MOST_PARTS ? part : MOST_PARTS - 1] += taken;",
         "turns->each[region][0] += taken;",
-        ("in_turn",),
+        ("sequential",),
     ),
     Mutation(
         "token-proof",
@@ -1750,7 +1750,7 @@ MUTATIONS = (
         "api/auto/remedies.py",
         'if d.operator in worst and d.spec.mode == "static"]',
         "if d.operator in worst]",
-        ("mending",),
+        ("remedies",),
     ),
     Mutation(
         "mending-pays",
@@ -1758,7 +1758,7 @@ MUTATIONS = (
         "api/auto/prepared.py",
         "if mended is None or again.error * LEAST_MENDED > trial.error:",
         "if mended is None:",
-        ("prepared_auto", "mending"),
+        ("prepared_auto", "remedies"),
     ),
     Mutation(
         "weight-rounding-pairs",
@@ -2082,7 +2082,7 @@ MUTATIONS = (
         "plans-for-new-sizes",
         "plans for new sizes are compared",
         "backends/native/plans/checks.py",
-        "        if judge is None or (not is_first and not judge.new_sizes):\n",
+        "        if reference is None or (not is_first and not reference.new_sizes):\n",
         "        if judge is None or not is_first:\n",
         ("kernel_checks",),
     ),

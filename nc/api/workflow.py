@@ -12,7 +12,7 @@ import torch
 from nc.api.model_checks import check_progress, check_run_fn, checked_model
 from nc.api.preparation.base import Conversion, Preparation
 from nc.api.preparation.graphs import Request
-from nc.api.preparation.ways import prepared_by, way_of
+from nc.api.preparation.routes import prepared_by, route_of
 from nc.api.quantized import QuantizedModel, as_call
 from nc.backends.verify import check_option
 from nc.config import AnyConfig
@@ -301,7 +301,7 @@ def describe(
     config = auto_or_config(quant_config)
     model = checked_model(model)
     asked = Request(example_inputs=example_inputs, backend=backend, strict=strict, placement=placement)
-    return way_of(model, config).plan(model, config, asked)
+    return route_of(model, config).plan(model, config, asked)
 
 
 def report(

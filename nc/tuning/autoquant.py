@@ -12,7 +12,7 @@ import torch
 from nc.api.auto.prepared import PreparedAuto
 from nc.api.model_checks import check_progress, check_run_fn, checked_model
 from nc.api.preparation.graphs import Request
-from nc.api.preparation.ways import automatic
+from nc.api.preparation.routes import automatic
 from nc.api.quantized import QuantizedModel, as_call
 from nc.api.workflow import convert
 from nc.config import AnyConfig, DynamicQuantConfig, StaticQuantConfig

@@ -445,7 +445,7 @@ def _has_c_state(kind: type) -> bool:
 def _roots() -> tuple[str, ...]:
     paths = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
     paths |= {str(Path(str(each.__file__)).parent) for each in (os, np, torch)}
-    paths.add(str(Path(__file__).parents[2]))
+    paths.add(str(Path(__file__).parents[1]))
     wanted = {path for path in paths if path.rstrip(os.sep) not in (sys.prefix, sys.base_prefix)}
     ends = ("site-packages", "dist-packages")
     wanted |= {path for path in sys.path if path.endswith(ends)}

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from nc.algorithms.solvers import GPTQ
 from nc.api.preparation.graphs import Request
-from nc.api.preparation.ways import prepared_by
+from nc.api.preparation.routes import prepared_by
 from nc.api.preparation.weights import PreparedWeights, without_cache
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig, WeightOnlyConfig
@@ -128,7 +128,7 @@ class LowBitSearch:
         self._float_bits = 8.0 * sum(w.numel() * w.element_size() for w in weights) / self._count
 
     def measure(self) -> None:
-        """See `Search`."""
+        """See `PointSearch`."""
         self._reference()
         self._mixed_points(self._target, self._points, self._estimates(self._target))
 

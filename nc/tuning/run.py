@@ -218,7 +218,7 @@ class Run:
         )
 
 
-class Search(Protocol):
+class PointSearch(Protocol):
     """What measures points into a `Run`.
 
     Attributes:
@@ -233,7 +233,7 @@ class Search(Protocol):
         """Measure the float model, the candidates and the points between them."""
 
 
-def front_by(search: Search, run: Run) -> Front:
+def front_by(search: PointSearch, run: Run) -> Front:
     """Return the front that a search finds; Ctrl-C ends it."""
     run.total = search.total
     try:

@@ -65,7 +65,7 @@ class GraphSearch:
         self.total = len(self._options) + points + 2
 
     def measure(self) -> None:
-        """See `Search`."""
+        """See `PointSearch`."""
         self._reference()
         tried = {name: found for name, each in self._options.items() if (found := self._whole(name, each))}
         if self._automatically:

@@ -14,7 +14,7 @@ import torch
 
 from nc.api.model_checks import METRIC, check_progress, check_run_fn, checked_model
 from nc.api.preparation.graphs import Request
-from nc.api.preparation.ways import automatic, prepared_by
+from nc.api.preparation.routes import automatic, prepared_by
 from nc.api.quantized import as_call
 from nc.config import AnyConfig, has_weight_only
 from nc.config.auto import AutoConfig

@@ -156,28 +156,8 @@ def test_specs_come_back_from_plain_values(spec):
 
 def test_the_plain_form_of_int8_is_that_of_saved_artefacts():
     assert OpSpec(activation=A8, weight=W8).to_dict() == {
-        "activation": {
-            "dtype": "uint8",
-            "symmetric": False,
-            "granularity": "per_tensor",
-            "algo": "minmax",
-            "percentile": None,
-            "narrow": False,
-            "reduce_range": False,
-            "paired": False,
-            "dynamic": False,
-        },
-        "weight": {
-            "dtype": "int8",
-            "symmetric": True,
-            "granularity": "per_channel",
-            "algo": "minmax",
-            "percentile": None,
-            "narrow": True,
-            "reduce_range": False,
-            "paired": False,
-            "dynamic": False,
-        },
+        "activation": {"dtype": "uint8", "symmetric": False, "granularity": "per_tensor"},
+        "weight": {"dtype": "int8", "granularity": "per_channel", "narrow": True},
         "right": None,
         "smooth": None,
         "bf16": False,

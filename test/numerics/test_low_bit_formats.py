@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from nc import ConfigError
-from nc.formats import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, TensorFormat, dtype, low_bit
+from nc.formats import (
+    PRESETS,
+    SCALE_DTYPES,
+    SCALE_MODES,
+    DoubleQuant,
+    TensorFormat,
+    dtype,
+    input_groups,
+    low_bit,
+)
 from nc.numerics import mx
 from nc.numerics.group_ranges import RULES, choose
 from nc.numerics.groups import GroupParams, decode, encode, join
@@ -73,7 +82,7 @@ def test_what_is_stored_is_what_codes_were_chosen_for(form):
 
 @EACH
 def test_size_is_that_of_the_formula(form):
-    form = replace(form, group_size=form.group_size if form.group_size == -1 else 128)
+    form = form if form.group_size == -1 else replace(form, granularity=input_groups(128))
     weight = torch.randn(256, 4096) * 0.02
     _, packed = solved(weight, form, "minmax")
     assert packed.bytes * 8 / weight.numel() == pytest.approx(form.bits_per_weight(4096, 256), rel=0.02)

@@ -26,7 +26,7 @@ from nc.profiling import onednn_verbose, scaling
 from nc.profiling.onednn_verbose import ExecutedPrimitive, Partition, parse
 from nc.profiling.profile import EngineCall, Profile
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 IMAGE, ROWS = torch.zeros(2, 3, 16, 16), torch.zeros(4, 16)
 
 native = pytest.mark.skipif(

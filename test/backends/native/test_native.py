@@ -514,8 +514,8 @@ class Halves:
 def test_executors_are_tried_in_order_and_python_is_the_last(monkeypatch):
     x = torch.randn(2, 8)
 
-    def run_by(*executors):
-        monkeypatch.setattr(executors, "EXECUTORS", executors)
+    def run_by(*asked):
+        monkeypatch.setattr(executors, "EXECUTORS", asked)
         q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
         assert worst_db([q.reference(x)], [q(x)]) > 60
         return q.report().details.get("run by")

@@ -1,4 +1,4 @@
-"""The ways from a model to a model under calibration."""
+"""The routes from a model to a model under calibration."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from nc.weights.experts import separated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
-    """One way from a model to a model under calibration. Both functions take the configuration, too.
+class Route:
+    """One route from a model to a model under calibration. Both functions take the configuration, too.
 
     Attributes:
         prepare: returns the model under calibration.
@@ -51,20 +51,20 @@ class Way:
     plan: Callable[[torch.nn.Module, Any, Request], Plan | WeightPlan]
 
 
-def way_of(model: torch.nn.Module, config: AnyConfig | AutoConfig) -> Way:
-    """Return the way of a model with a configuration."""
+def route_of(model: torch.nn.Module, config: AnyConfig | AutoConfig) -> Route:
+    """Return the route of a model with a configuration."""
     if isinstance(config, AutoConfig):
-        return Way(automatic, lambda *asked: automatic(*asked).plan)
+        return Route(automatic, lambda *asked: automatic(*asked).plan)
     if is_weight_only(config):
-        return Way(_layers, _plan_of_layers)
+        return Route(_layers, _plan_of_layers)
     if has_weight_only(config) and not has_low_bit(model):
-        return Way(_layers_then_graph, _plan_of_both)
-    return Way(_graph, _plan_of_graph)
+        return Route(_layers_then_graph, _plan_of_both)
+    return Route(_graph, _plan_of_graph)
 
 
 def prepared_by(model: torch.nn.Module, config: AnyConfig | AutoConfig, asked: Request) -> Preparation:
-    """Return the model under calibration, by its way."""
-    return way_of(model, config).prepare(model, config, asked)
+    """Return the model under calibration, by its route."""
+    return route_of(model, config).prepare(model, config, asked)
 
 
 def _layers(model: torch.nn.Module, config: AnyConfig, asked: Request) -> PreparedWeights:
