@@ -97,7 +97,11 @@ def test_pages_fit_the_screen(browser, address, page, width):
 )
 def test_tutorials_show_what_they_printed(browser, address, page, said):
     browser.get(f"{address}/docs/tutorials/{page}.html")
-    outputs = "\n".join(cell.text for cell in browser.find_elements(By.CSS_SELECTOR, ".cell_output"))
+    cells = browser.find_elements(By.CSS_SELECTOR, ".cell_output")
+    pages = browser.find_elements(By.CSS_SELECTOR, ".cell_output iframe")  # a report is a page of its own
+    outputs = "\n".join(
+        [*(cell.text for cell in cells), *(str(page.get_attribute("srcdoc")) for page in pages)]
+    )
     assert re.search(said, outputs), outputs
 
 
