@@ -22,6 +22,7 @@ nb_execution_mode = "force"  # the tutorials' outputs are those of this build
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars, and warnings that name files of the building machine
 
 html_theme = "furo"
 html_title = f"nc {VERSION}"

@@ -103,6 +103,7 @@ def test_tutorials_show_what_they_printed(browser, address, page, said):
         [*(cell.text for cell in cells), *(str(page.get_attribute("srcdoc")) for page in pages)]
     )
     assert re.search(said, outputs), outputs
+    assert "site-packages" not in outputs  # a warning that names a file of the building machine
 
 
 def test_search_finds_a_page(browser, address):
