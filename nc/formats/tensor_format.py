@@ -118,9 +118,9 @@ class TensorFormat:
 
     def __post_init__(self) -> None:
         """Look up the dtype and the granularity if they were given by name, and check all values."""
-        if isinstance(self.dtype, str):
+        if not isinstance(self.dtype, DType):
             object.__setattr__(self, "dtype", dtype(self.dtype))
-        if isinstance(self.granularity, str):
+        if not isinstance(self.granularity, Granularity):
             object.__setattr__(self, "granularity", granularity(self.granularity))
         wrong = next(_contradictions(self), None)
         if wrong is not None:

@@ -3,6 +3,8 @@
 Their texts, their plain form, and what they say when something is wrong.
 """
 
+import json
+
 import pytest
 import torch
 
@@ -15,11 +17,13 @@ from nc.formats import (
     PER_CHANNEL,
     PER_TENSOR,
     PER_TOKEN,
+    DoubleQuant,
     OpSpec,
     SmoothSpec,
     TensorFormat,
     dtype,
     granularity,
+    low_bit,
     per_block,
     per_channel,
     per_group,
@@ -168,3 +172,54 @@ def test_a_spec_takes_names():
     assert TensorFormat(dtype="int4", symmetric=True, granularity="per_group 32", narrow=True) == W4
     assert str(W4) == "int4 sym per_group 32"
     assert (W4.quant_min, W4.quant_max) == (-7, 7)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        (
+            '{"dtype": "int4", "group_size": 64, "symmetric": false, "scale_dtype": "fp16", "double_quant": '
+            '{"bits": 6, "group_size": 8, "outer_dtype": "fp16"}, "float_zero": false, "tensor_scale": false, '
+            '"scale_mode": "floor"}',
+            low_bit(
+                dtype="int4",
+                group_size=64,
+                symmetric=False,
+                scale_dtype="fp16",
+                double_quant=DoubleQuant(6, 8, "fp16"),
+            ),
+        ),
+        (
+            '{"dtype": "int8", "group_size": -1, "symmetric": true, "scale_dtype": "fp32", "double_quant": null, '
+            '"float_zero": false, "tensor_scale": false, "scale_mode": "floor"}',
+            low_bit(dtype="int8"),
+        ),
+        (
+            '{"dtype": "int4", "granularity": "per_group", "axis": -1, "group_size": 16, "symmetric": true, '
+            '"round_method": "floor", "scale_type": "bf16", "tensor_scale": false, "observer": "minmax", "dynamic": '
+            'false, "seed": 0}',
+            low_bit(dtype="int4", group_size=16, scale_dtype="bf16", round_method="floor"),
+        ),
+        (
+            '{"dtype": "fp8_e4m3", "granularity": "per_channel", "axis": 1, "symmetric": true, "round_method": '
+            '"half_even", "scale_type": "fp32", "tensor_scale": false, "observer": "minmax", "dynamic": false, '
+            '"seed": 0}',
+            TensorFormat(dtype="fp8_e4m3", granularity="per_channel axis 1"),
+        ),
+        (
+            '{"dtype": "int8", "granularity": "per_block", "block_size": [1, 8], "symmetric": true, "round_method": '
+            '"half_even", "scale_type": "fp32", "tensor_scale": false, "observer": "minmax", "dynamic": true, '
+            '"seed": 0}',
+            TensorFormat(dtype="int8", granularity="per_block 1x8", dynamic=True),
+        ),
+    ],
+)
+def test_formats_that_earlier_versions_wrote_are_read(earlier, now):
+    assert TensorFormat.from_dict(json.loads(earlier)) == now
+    assert TensorFormat.from_dict(json.loads(json.dumps(now.to_dict()))) == now
+
+
+@pytest.mark.parametrize("name", [5, None, ["int8"], "int9"])
+def test_a_dtype_of_a_file_that_is_no_name_is_a_config_error(name):
+    with pytest.raises(ConfigError, match="There is no dtype"):
+        TensorFormat.from_dict({"dtype": name, "granularity": "per_tensor"})

@@ -107,11 +107,8 @@ def _is_dynamic(node: fx.Node) -> bool:
 
 def _check(node: fx.Node) -> None:
     """Raise `Refused` for a dynamic linear that the functions in C do not compute."""
-    linear, module, missing = (
-        Linear.of(node),
-        node.graph.owning_module,
-        row_linears.why_unavailable(row_linears.CODES),
-    )
+    linear, module = Linear.of(node), node.graph.owning_module
+    missing = row_linears.why_unavailable(row_linears.CODES)
     assert module is not None, "passes run on modules"
     ranges = DynamicQDQ.of(linear.input)
     need(not missing, missing)

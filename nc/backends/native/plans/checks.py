@@ -105,7 +105,7 @@ class PlanChecks:
     """
 
     def __init__(self, reference: PlanReference | None, otherwise: Callable[..., Sequence[Any]]) -> None:
-        self._judge, self._otherwise = reference, otherwise
+        self._reference, self._otherwise = reference, otherwise
         self._known: dict[Hashable, str] = {}
         self._proven = Proven()
         self.first: KernelCheck | None = None
@@ -125,7 +125,7 @@ class PlanChecks:
             VerificationError: neither the plan nor what takes its place computes what the quantized graph
                 computes for new sizes.
         """
-        reference, is_first = self._judge, self.first is None
+        reference, is_first = self._reference, self.first is None
         if reference is None or (not is_first and not reference.new_sizes):
             return "", None
         if key in self._known:
