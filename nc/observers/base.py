@@ -33,12 +33,14 @@ class Statistic:
         update: `(state, x, low, high) -> state`; pure, x is a non-empty finite float tensor, low and high its
             extremes.
         merge: `(state, other) -> state`; pure; the state of one observer that saw the data of both.
+        by_batch: whether it depends on the order of batches or on how data is divided into them.
     """
 
     name: str
     start: Mapping[str, torch.Tensor]
     update: Callable[[State, torch.Tensor, torch.Tensor, torch.Tensor], State]
     merge: Callable[[State, State], State]
+    by_batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

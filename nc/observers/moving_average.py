@@ -48,5 +48,6 @@ AVERAGES = Statistic(
     },
     update=update,
     merge=merge,
+    by_batch=True,
 )
 MOVING_AVERAGE = RangeAlgorithm("moving_average", AVERAGES, find_range)
