@@ -94,13 +94,14 @@ def describe(node: fx.Node, converters: Set[object]) -> EngineCall:
     converts = node.target in converters
     return EngineCall(
         name=_name(node),
-        operators=_operators(node),
+        operators=operators_of(node),
         converts=converts,
         serves=_served(node, converters) if converts else "",
     )
 
 
-def _operators(node: fx.Node) -> tuple[str, ...]:
+def operators_of(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the operators that a node computes; a changed artefact may give it none."""
     return tuple(node.meta.get("operators") or filter(None, [node.meta.get("operator")]))
 
 
@@ -114,15 +115,15 @@ def _served(node: fx.Node, converters: Set[object]) -> str:
         source is not None
         and source.op == "call_function"
         and source.target not in converters
-        and not _operators(source)
+        and not operators_of(source)
     ):
         source = first_input(source)  # of a move
     if source is not None and source.meta.get("operators"):
-        return _operators(source)[0]
+        return operators_of(source)[0]
     waiting = list(node.users)
     for user in waiting:  # which grows
         if user.meta.get("operators"):
-            return _operators(user)[0]
+            return operators_of(user)[0]
         if user.target not in converters:
             waiting += [u for u in user.users if u not in waiting]
     return ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import constant, operators_of, reads_codes, weight_of
+from nc.backends.native.fuse import constant, reads_codes, weight_of
 from nc.backends.native.regions import is_sum, only_user
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
 from nc.graph.fx_utils import call_function, call_operator, constant_value, give_values_of, take_over
@@ -21,6 +21,7 @@ from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import TENSORS
 from nc.graph.views import Binary, Dequantize, Weighted, set_argument
 from nc.ops import dequantize_per_channel
+from nc.profiling.nodes import operators_of
 
 _aten = torch.ops.aten
 #: Operators that multiply codes → number of dimensions after their channels.

@@ -19,6 +19,7 @@ from nc.graph.catalogue import RECURRENT, kind_of_node, op_name
 from nc.graph.fx_utils import call_function, constant_of, give_values_of, run_with
 from nc.graph.views import Binary, Conv, Dequantize, Linear, Weighted
 from nc.ops import dequantize_per_channel, dequantize_per_tensor
+from nc.profiling.nodes import operators_of
 
 onednn = torch.ops.onednn
 _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -164,11 +165,6 @@ def _kind(region: Region) -> str:
     kind = kind_of_node(region.anchor)
     assert kind is not None, f"{region.anchor.name} has no kind"
     return kind
-
-
-def operators_of(node: fx.Node) -> list[str]:
-    """Names of the operators that a node computes."""
-    return node.meta.get("operators") or [node.meta[key] for key in ("operator",) if key in node.meta]
 
 
 def _output(region: Region) -> tuple[float, int, torch.dtype]:

@@ -13,11 +13,10 @@ from torch import fx
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import DYNAMIC_KERNEL, packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
+from nc.backends.native import operators
 from nc.backends.native.compiled import compiled
 from nc.backends.native.executors import PYTHON, Lowered, Running, called, executable, executable_for_rows
 from nc.backends.native.fuse import is_kernel
-from nc.backends.native.operators.finished_convolution import finished_convolution
-from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.over_rows import DETAIL, check, example_of, over_rows, samples_of
 from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
@@ -38,6 +37,7 @@ from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor, segment_attention
 from nc.process.malloc import give_back_small_pieces
 from nc.process.unavailable import Unavailable
+from nc.profiling.nodes import operators_of
 
 #: When the kernels for the example are compared.
 ALWAYS, IN_DOUBT = "always", "in doubt"
@@ -276,7 +276,7 @@ def _in_float(module: fx.GraphModule) -> dict[str, str]:
     """Return operators that functions compute in fp32 whatever they were asked for, and why."""
     why = "scores by distance are added: one function computes this attention in fp32"
     nodes = [node for node in module.graph.nodes if node.target is segment_attention]
-    return {name: why for node in nodes for name in _operators_of(node)}
+    return {name: why for node in nodes for name in operators_of(node)}
 
 
 def _joined(
@@ -307,17 +307,12 @@ def executed(module: fx.GraphModule) -> dict[str, str]:
         if is_kernel(node):
             found |= dict.fromkeys(node.meta["operators"], "int8")
         elif node.meta.get(DYNAMIC_KERNEL):
-            found |= dict.fromkeys(_operators_of(node), "int8")
+            found |= dict.fromkeys(operators_of(node), "int8")
         elif node.meta.get("bf16_operators"):
             found |= dict.fromkeys(node.meta["bf16_operators"], "bf16")
         elif node.meta.get("bf16"):
-            found |= dict.fromkeys(_operators_of(node), "bf16")
+            found |= dict.fromkeys(operators_of(node), "bf16")
     return found
-
-
-def _operators_of(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the operators that a node computes; a changed artefact may give it none."""
-    return tuple(node.meta.get("operators") or filter(None, [node.meta.get("operator")]))
 
 
 def beside(module: fx.GraphModule, asked: Container[str], ran: Container[str]) -> dict[str, str]:
@@ -328,10 +323,11 @@ def beside(module: fx.GraphModule, asked: Container[str], ran: Container[str]) -
         asked: names of the operators that were asked to be int8.
         ran: names of the operators that an int8 kernel computed.
     """
-    found: dict[str, str] = {}
+    rows, found = operators.table(), dict[str, str]()
     for node in module.graph.nodes:
-        own = node.target in (finished_convolution(), transposed_convolution())
-        names = node.meta.get("operators", ()) if own or is_kernel(node) else ()
+        row = rows.get(node.target)
+        weighted = is_kernel(node) or (row is not None and row.weight)
+        names = node.meta.get("operators", ()) if weighted else ()
         kernel = next((name for name in names if name in asked and name in ran), None)
         if kernel is not None:
             found |= {name: f"fused into {kernel}" for name in names if name not in asked}

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import constant, operators_of
+from nc.backends.native.fuse import constant
 from nc.backends.native.noise_trials import guard, is_guarded, is_wrong, wrong_sizes
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.torchscript import annotated
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import constant_value, copy_module, drop_unused, retarget, run_with
 from nc.graph.views import set_argument
+from nc.profiling.nodes import operators_of
 
 _LINEAR = torch.ops.onednn.qlinear_pointwise
 #: Where `packed` notes the shape that a convolution reads in the example.

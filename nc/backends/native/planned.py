@@ -14,18 +14,12 @@ import torch
 from torch import fx
 
 from nc.backends.native import operators, recurrent
-from nc.backends.native.operators import dynamic_attention, int8_attention
-from nc.backends.native.operators.finished_convolution import finished_convolution
-from nc.backends.native.operators.transposed_convolution import transposed_convolution
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.any_sizes import AnySizes, SampleInputs
 from nc.backends.native.plans.checks import Made, PlanChecks, PlanReference
 from nc.backends.native.plans.execution_plan import (
     AtenCall,
-    Entry,
     ExecutionPlan,
-    FunctionCall,
-    PrimitiveCall,
     shown,
 )
 from nc.backends.native.plans.operands import PackedWeights
@@ -42,6 +36,7 @@ from nc.kernels.onednn.runner import CompiledRunner, Runner, runner
 from nc.process.malloc import give_back_small_pieces
 from nc.process.unavailable import Unavailable
 from nc.profiling import onednn_verbose
+from nc.profiling.nodes import operators_of
 from nc.profiling.profile import WARM_UP, EngineCall, Profile, repeat, timed
 from nc.profiling.scaling import COUNTS, Prediction
 
@@ -65,8 +60,6 @@ class Otherwise(Protocol):
 _Key = tuple[Any, ...]
 #: Namespaces of operators for which a graph is worth a plan.
 _PLANNED = ("onednn", "nc_native", recurrent.NAMESPACE)
-#: Kinds of primitives for what torch has no int8 kernel for.
-_OWN = ("matmul", "deconvolution")
 #: Plans of a model; the one that was used longest ago goes.
 _MOST_PLANS = 64
 
@@ -216,30 +209,27 @@ class PlannedModel:
         return {operator: " or ".join(kernels) for operator, kernels in found.items()}
 
     def multiplied(self) -> frozenset[str]:
-        """Return operators that are primitives in all plans that there are.
-
-        Only those that torch has no kernel for count.
-        """
+        """Return operators that only plans run in int8, and that torch computes in none of them."""
         entries = [
             entry
             for plan in list(self._plans.values())
             if isinstance(plan, ExecutionPlan)
             for entry in plan.entries
         ]
-        primitives = {name for e in entries if _multiplies(e) for name in e.step.operators}
-        nodes = [n for n in self._module.graph.nodes if n.target is finished_convolution()]
-        finished = {name for n in nodes for name in n.meta["operators"]}
-        primitives |= finished & {name for e in entries for name in e.step.operators}
-        return frozenset(
-            primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators}
-        )
+        rows = operators.table()
+        own = [n for n in self._module.graph.nodes if n.target in rows and rows[n.target].only_here]
+        names = {name for node in own for name in operators_of(node)}
+        planned = {name for e in entries for name in e.step.operators}
+        by_torch = {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators}
+        return frozenset(names & planned - by_torch)
 
     def weight_bytes(self) -> int:
         """Bytes of the constants that it holds: packed weights, and constants that are not weights."""
         nodes = self._module.graph.nodes
         packed = {source for node in nodes if node.target in PREPACKS for source in node.all_input_nodes}
-        unpacked = transposed_convolution(), finished_convolution()
-        packed |= {schema_arguments(node)["qw"] for node in nodes if node.target in unpacked}
+        rows = operators.table()
+        named = [(n, rows[n.target].weight) for n in nodes if n.target in rows]
+        packed |= {schema_arguments(node)[weight] for node, weight in named if weight}
         names = {str(node.target) for node in nodes if node.op == "get_attr" and node not in packed}
         values = [value for name in names if isinstance(value := getattr(self._module, name), torch.Tensor)]
         return sum(value.numel() * value.element_size() for value in values) + self._weights.size()
@@ -416,16 +406,6 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
     torch gives a new thread its number of threads when it is asked for it first.
     """
     return (openmp.threads(), *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs))
-
-
-def _multiplies(entry: Entry) -> bool:
-    """Return whether an entry is a kernel for what torch has none for.
-
-    These are products of two activations and transposed convolutions.
-    """
-    if isinstance(entry, FunctionCall):
-        return entry.function.name in (int8_attention.NAME, dynamic_attention.NAME)
-    return isinstance(entry, PrimitiveCall) and entry.primitive.kind in _OWN
 
 
 def why_not(module: fx.GraphModule) -> str:

@@ -192,4 +192,4 @@ def _room(keys: int, width: int, wide: int) -> int:
     return aligned(padded * of_key + _ROUNDED_TOGETHER * math.ceil(width / 16) * 16)
 
 
-OPERATORS = (PlannedOperator((dynamic_attention(),), {"C": attention}),)
+OPERATORS = (PlannedOperator((dynamic_attention(),), {"C": attention}, only_here=True),)

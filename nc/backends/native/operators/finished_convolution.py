@@ -181,4 +181,6 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     return planned_convolution(recorder, node, a, weight, tuple(post), slopes)
 
 
-OPERATORS = (PlannedOperator((finished_convolution(),), {"C or oneDNN": convolve}),)
+OPERATORS = (
+    PlannedOperator((finished_convolution(),), {"C or oneDNN": convolve}, only_here=True, weight="qw"),
+)

@@ -361,4 +361,6 @@ def _of_4_dims(x: PlanTensor) -> PlanTensor:
     return PlanTensor(x.tensor[(None,) * (4 - x.tensor.dim())], x.root)
 
 
-OPERATORS = (PlannedOperator((product(),), {"C": attention, "oneDNN": matmul}, waits=is_scores),)
+OPERATORS = (
+    PlannedOperator((product(),), {"C": attention, "oneDNN": matmul}, waits=is_scores, only_here=True),
+)

@@ -191,4 +191,4 @@ def convolve(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTen
     return result
 
 
-OPERATORS = (PlannedOperator((transposed_convolution(),), {"oneDNN": convolve}),)
+OPERATORS = (PlannedOperator((transposed_convolution(),), {"oneDNN": convolve}, only_here=True, weight="qw"),)

@@ -63,6 +63,8 @@ class PlannedOperator:
         waits: whether a node waits for its readers, which may take it into their own kernels.
         plain: where no way has a fast kernel of oneDNN's, the same ways take its plain C++, since torch can't
             compute the operator.
+        only_here: torch's operator of it computes in fp32, so that only these ways run it in int8.
+        weight: its argument that is the codes of a weight which its ways pack; "" where there is none.
         of_one_token: these ways take the place of others in graphs of one token, whose tensors are small.
     """
 
@@ -71,4 +73,6 @@ class PlannedOperator:
     to_codes: Mapping[str, WayToCodes] = dataclasses.field(default_factory=dict)
     waits: Callable[[fx.Node], bool] | None = None
     plain: bool = False
+    only_here: bool = False
+    weight: str = ""
     of_one_token: bool = False
