@@ -10,10 +10,9 @@ import torch
 from nc.backends.dynamic import replace_dynamic, why_not_dynamic
 from nc.backends.low_bit.graph import replace_low_bit
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips, why_not_bf16
-from nc.backends.native.compiled import functional
+from nc.backends.native.compiled import functional, name_convolutions
 from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
-from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.low_bit_rows import replace_low_bit_rows, why_not_rows
 from nc.backends.native.merge import merge
 from nc.backends.native.operators import norm, rotary, row_linear

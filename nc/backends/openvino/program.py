@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.openvino.low_bit import compressed
 from nc.backends.passes import Pass, run_passes
 from nc.backends.program import Program, fold
 from nc.backends.program import program as built
 from nc.backends.rewrites.attention import recompose
 from nc.backends.rewrites.codes import hoist, unsigned
-from nc.backends.rewrites.low_bit import replace_low_bit
+from nc.backends.rewrites.low_bit import constant, replace_low_bit, to_dtype, zero_codes
 from nc.errors import BackendError
 from nc.graph.catalogue import input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, call_function, constant_of, drop_unused, inline, take_over
 from nc.graph.views import Dequantize, Quantize
+from nc.numerics.packed_weight import PackedWeight
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 
 _aten = torch.ops.aten
@@ -199,8 +199,25 @@ def _as_rows(module: fx.GraphModule) -> None:
         node.replace_all_uses_with(vector, delete_user_cb=lambda user, own=vector: user is not own)
 
 
+def _compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
+    """Return the weight as uint8 codes, minus the code of 0, times scales; fp32, shape [N, K]."""
+    graph, params = module.graph, weight.params
+    rows, groups = params.scale.shape
+    codes = constant(module, node, "codes", weight.unpacked().reshape(rows, groups, -1))
+    zeros = constant(module, node, "zeros", zero_codes(weight).reshape(rows, groups, 1))
+    scales = constant(module, node, "scales", params.scale.reshape(rows, groups, 1))
+    with graph.inserting_before(node):
+        shifted = call_function(
+            graph,
+            _aten.sub.Tensor,
+            (to_dtype(graph, codes, torch.float32), to_dtype(graph, zeros, torch.float32)),
+        )
+        values = call_function(graph, _aten.mul.Tensor, (shifted, scales))
+        return call_function(graph, _aten.reshape.default, (values, list(weight.shape)))
+
+
 _PASSES = (
-    Pass("low_bit_weights", functools.partial(replace_low_bit, spell=compressed)),
+    Pass("low_bit_weights", functools.partial(replace_low_bit, spell=_compressed)),
     Pass("empty_vectors", _without_empty),
     Pass("bf16", _without_bf16),
     Pass("attention", recompose),

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from nc.errors import BackendError
-from nc.kernels.c_code import abi, failures
+from nc.kernels.c_code import abi
 
+#: A status: indices of a caller are out of range. Other failures are faults of this package.
+INDEX = abi.STATUS.number("other_index")
 #: The form of functions in C: see `abi.FunctionRow`, and `dnnl_primitive_execute`.
 EXECUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
@@ -102,6 +104,12 @@ def function_error(function: Function, status: int, operator: str = "") -> Excep
         operator: of the model, that it computes.
     """
     where = f"{operator}: " if operator else ""
-    if status == failures.INDEX and function.row.index:
+    if status == INDEX and function.row.index:
         return IndexError(where + function.row.index)
-    return BackendError(f"{where}nc's C function {function.name!r} failed: {failures.words(status)}")
+    return BackendError(f"{where}nc's C function {function.name!r} failed: {words(status)}")
+
+
+def words(status: int) -> str:
+    """Return what a status means."""
+    meanings = tuple(abi.STATUSES.values())
+    return meanings[status] if 0 <= status < len(meanings) else f"status {status}"

@@ -12,8 +12,8 @@ import torch
 from nc.backends import available_backends
 from nc.backends.native.plans import c_functions
 from nc.errors import BackendError
-from nc.kernels.c_code import abi, failures
-from nc.kernels.c_code.calls import call_once, call_packed
+from nc.kernels.c_code import abi
+from nc.kernels.c_code.calls import call_once, call_packed, words
 from nc.kernels.onednn.runner import CallList, failed_call, failure
 
 _WHY = available_backends()["native"] or c_functions.why_unavailable()
@@ -485,5 +485,5 @@ def test_lists_tell_which_function_failed(by):
         calls, source.maker.stream()
     )
     index, status = failed_call(run([]))
-    assert (index, failures.words(status)) == (1, "it knows no such operation")
+    assert (index, words(status)) == (1, "it knows no such operation")
     assert torch.equal(y, x)
