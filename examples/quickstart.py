@@ -36,6 +36,12 @@ def main() -> None:
     )
     parser.add_argument("--check", type=Path, metavar="DIR", help="the --out folder of an earlier run")
     parser.add_argument(
+        "--calibrate",
+        type=int,
+        default=minilm.CALIBRATION,
+        help="paragraphs to calibrate with (default: %(default)s)",
+    )
+    parser.add_argument(
         "--evaluate",
         type=int,
         default=minilm.EVALUATION,
@@ -45,13 +51,15 @@ def main() -> None:
     if options.check:
         check(options.check)
     else:
-        tour(options.out or Path(tempfile.mkdtemp(prefix="nc-quickstart-")), options.evaluate)
+        out = options.out or Path(tempfile.mkdtemp(prefix="nc-quickstart-"))
+        tour(out, options.calibrate, options.evaluate)
 
 
-def tour(out: Path, evaluate: int) -> None:
+def tour(out: Path, calibrate: int, evaluate: int) -> None:
     """Everything but loading."""
     model, tokenizer = minilm.load_model(), minilm.load_tokenizer()
     calibration_text, evaluation_text = minilm.split()
+    calibration_text = calibration_text[:calibrate]
     calibration = list(minilm.batches(calibration_text, tokenizer))
     evaluation = list(minilm.batches(evaluation_text[:evaluate], tokenizer))
 

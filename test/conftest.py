@@ -38,15 +38,22 @@ ONCE = (
     "ci",
     "cli",
     "config",
+    "examples",
     "formats",
+    "graph",
     "interchange",
     "kernels",
     "numerics",
     "observers",
+    "parity",
     "planning",
     "process",
+    "profiling",
+    "proof",
+    "reports",
     "storage",
     "text",
+    "weights",
 )
 WHY_NO_IPEX = get_backend("ipex").why_unavailable()
 

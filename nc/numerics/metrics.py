@@ -28,9 +28,18 @@ def powers(reference: torch.Tensor, value: torch.Tensor) -> tuple[float, float]:
     # logits of a vocabulary are hundreds of megabytes; parts of them stay in the cache
     for start in range(0, len(reference), _PART):
         r, v = (each[start : start + _PART].double() for each in (reference, value))
-        signal += torch.where(r.isfinite(), r, 0.0).square().sum().item()
-        noise += torch.where(r != v, r - v, 0.0).square().sum().item()
+        difference = r - v
+        of_part = torch.dot(r, r).item(), torch.dot(difference, difference).item()
+        if not all(map(math.isfinite, of_part)):
+            of_part = _powers_of_any(r, v)
+        signal, noise = signal + of_part[0], noise + of_part[1]
     return signal, noise
+
+
+def _powers_of_any(r: torch.Tensor, v: torch.Tensor) -> tuple[float, float]:
+    """Return the powers where values may be infinite or NaN."""
+    signal = torch.where(r.isfinite(), r, 0.0).square().sum().item()
+    return signal, torch.where(r != v, r - v, 0.0).square().sum().item()
 
 
 def decibels(signal: float, noise: float) -> float:

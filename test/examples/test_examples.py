@@ -46,7 +46,7 @@ def numbers(pattern, text):
 
 @pytest.mark.ipex
 def test_quickstart_prints_what_a_newcomer_wants_to_know(tmp_path):
-    text = run(tmp_path, "quickstart.py", "--evaluate", "64")
+    text = run(tmp_path, "quickstart.py", "--calibrate", "32", "--evaluate", "64")
     ran, products = numbers(r" on native: (\d+) of (\d+) products run in int8", text)
     # six layers of six Linears and the pooler; attention, two products each, where that is as accurate
     assert products == 49 >= ran >= 37
