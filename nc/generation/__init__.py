@@ -9,8 +9,7 @@ import torch
 
 from nc.errors import InputError, UnsupportedError
 from nc.generation.decoder import Decoder
-from nc.generation.memory import empty_cache
-from nc.generation.names import cache_argument
+from nc.generation.example import first_step
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -44,9 +43,6 @@ def accelerate_generation(model: _Model) -> _Model:
         msg = f"{type(model).__name__} is not a language model of transformers: it has no `generate`."
         raise InputError(msg)
     own_forward(model)
-    if getattr(model.config, "is_encoder_decoder", False):
-        msg = f"{type(model).__name__} has an encoder; only decoders can be accelerated so far."
-        raise UnsupportedError(msg)
     if model.training:
         msg = "The model is in training mode: call model.eval() first."
         raise InputError(msg)
@@ -69,9 +65,7 @@ def accelerate_generation(model: _Model) -> _Model:
         )
         raise UnsupportedError(msg)
     with torch.no_grad():
-        held = {cache_argument(model): empty_cache(model)}
-        model(input_ids=torch.tensor([[0, 1, 2]], dtype=torch.int64), use_cache=True, **held)
-        decoder.prove({"input_ids": torch.tensor([[3]], dtype=torch.int64), "use_cache": True, **held})
+        decoder.prove(first_step(model))
     model.forward = decoder
     return model
 

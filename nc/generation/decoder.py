@@ -18,8 +18,8 @@ import torch
 
 from nc.backends import plan_token
 from nc.errors import BackendError, CaptureError, NCError, UnsupportedError, VerificationError
-from nc.generation.memory import Memory, memory_of, why_unknown
-from nc.generation.names import CACHE_NAMES, cache_field, cache_of
+from nc.generation.memory import Memory, Source, memory_of, why_unknown
+from nc.generation.names import CACHE_NAMES, StepNames, cache_field, cache_of, own_part, step_names
 from nc.generation.snapshot import Snapshot
 from nc.generation.step import captured
 from nc.nn import QuantLinear
@@ -30,9 +30,8 @@ from nc.process.warn import warn
 
 #: Arguments of a decoding step that plans know. Others may be given if they ask for nothing.
 _KNOWN = {
-    "input_ids",
     "position_ids",
-    "attention_mask",
+    "encoder_outputs",
     "use_cache",
     "return_dict",
     "cache_position",
@@ -48,6 +47,8 @@ _INTEGERS = (torch.int64, torch.int32)
 #: Whether places of the cache are hidden, whether there are several texts, and whether the model itself
 #: counts the positions of texts with hidden places: some models leave those out.
 _Kind = tuple[bool, bool, bool]
+#: What outputs of steps hold.
+_GIVEN = ("logits", "encoder_last_hidden_state", *CACHE_NAMES)
 #: Tokens that are compared: what a plan would keep wrongly from one token to the next is not seen in one.
 _COMPARED = 3
 
@@ -63,6 +64,11 @@ class _Step:
 
     model: Callable[..., Sequence[torch.Tensor]]
     inputs: tuple[str, ...]
+
+    @property
+    def reads_source_mask(self) -> bool:
+        """Whether a mask hides places of what an encoder has read."""
+        return "source_mask" in self.inputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class Decoder:
         functools.update_wrapper(self, model.forward)  # transformers reads its signature
         self._model, self._forward = weakref.ref(model), model.forward
         self.__code__ = getattr(model.forward, "__code__", None)  # and torch.export where that is from
-        self._of = Snapshot(model)
+        self._of, self._names = Snapshot(model), step_names(model)
         #: For each kind of step what computes it, or why it is left to the model.
         self._found: dict[_Kind, _Compared | Unavailable] = {}
         self._steps: dict[bool, _Step] = {}
@@ -102,11 +108,9 @@ class Decoder:
         """Return what the model gives."""
         if args or not self._is_step(kwargs):
             return self._forward(*args, **kwargs)
-        cache, kind = cache_of(kwargs), _kind(kwargs)
+        cache, kind = cache_of(kwargs), _kind(kwargs, self._names)
         count, memory = cache.get_seq_length(), self._memories.get(cache)
-        if (
-            memory is None or count >= memory.places or not memory.is_of(cache.layers)
-        ):  # another text, or more of it
+        if memory is None or count >= memory.places or not memory.is_of(cache):  # another text, or more of it
             self._follow()
             memory = None
         found = self._found.get(kind)
@@ -114,9 +118,9 @@ class Decoder:
             return self._compare(kind, kwargs, strict=False)
         if isinstance(found, Unavailable) or (memory is None and why_unknown(cache)):
             return self._forward(**kwargs)
-        memory = memory or memory_of(cache)
+        memory = memory or memory_of(cache, fills=found.step.reads_source_mask)
         try:
-            logits = _run(found.step, kwargs, memory, count)
+            logits = _run(found.step, kwargs, memory, count, self._names)
         except (
             RuntimeError,
             IndexError,
@@ -127,9 +131,9 @@ class Decoder:
             )  # an index that is out of range is torch's error, as without plans
             self._leave(kind, f"a plan failed: {str(error).splitlines()[0]}")
             return output
-        memory.show(cache.layers, count + 1)
+        memory.show(cache, count + 1)
         self._memories[cache] = memory
-        return _output(logits, cache)
+        return _output(logits, cache, kwargs)
 
     @property
     def layers(self) -> Sequence[QuantLinear]:
@@ -152,7 +156,7 @@ class Decoder:
             VerificationError: it computes something else.
         """
         for _ in range(_COMPARED):
-            self._compare(_kind(kwargs), kwargs, strict=True)
+            self._compare(_kind(kwargs, self._names), kwargs, strict=True)
 
     def status(self) -> str:
         """Return what computes tokens, in words."""
@@ -178,22 +182,22 @@ class Decoder:
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call computes one token that follows others, and asks for nothing else."""
-        ids, cache, model = kwargs.get("input_ids"), cache_of(kwargs), self._model()
+        ids, cache, model = kwargs.get(self._names.ids), cache_of(kwargs), self._model()
         if cache is None or not _is_one_token(ids):
             return False
         if model is None or model.training or _is_watched(ids):
             return False
-        layers = getattr(cache, "layers", None)
+        layers = getattr(own_part(cache), "layers", None)
         if (
             ids.dtype not in _INTEGERS
-            or _asks_for_more(kwargs, model.config)
+            or _asks_for_more(kwargs, model.config, self._names)
             or self._of.hooked
             or not layers
         ):
             return False
         if getattr(getattr(layers[0], "keys", None), "shape", ())[:1] != ids.shape[:1]:
             return False
-        return _follows(kwargs, cache.get_seq_length(), len(ids))
+        return _follows(kwargs, cache.get_seq_length(), len(ids), self._names)
 
     def _follow(self) -> None:
         """Forget what was proved of a model that has other weights or modules now."""
@@ -209,7 +213,9 @@ class Decoder:
         with self._lock:
             cache = cache_of(kwargs)
             why = why_unknown(cache)
-            memory = None if why else memory_of(cache)  # before the model runs: layers with a window forget
+            memory = (
+                None if why else self._memory_to_compare(cache, kind)
+            )  # before the model runs: layers with a window forget
             count = 0 if why else cache.get_seq_length()
             output = self._forward(**kwargs)
             try:
@@ -223,6 +229,11 @@ class Decoder:
                 self._leave(kind, str(error).splitlines()[0])
             return output
 
+    def _memory_to_compare(self, cache: Any, kind: _Kind) -> Memory:
+        """Return memory for one token; what an encoder has read has the places that a plan gives it."""
+        step = self._steps.get(kind[0])
+        return memory_of(cache, fills=step is not None and step.reads_source_mask)
+
     def _leave(self, kind: _Kind, why: str) -> None:
         """Leave such steps to the model."""
         self._found[kind] = Unavailable(why)
@@ -233,9 +244,7 @@ class Decoder:
     ) -> _Compared:
         """Return a token by a plan, and how it agrees with the model's own output."""
         name = type(self._model()).__name__
-        more = sorted(
-            key for key, value in output.items() if value is not None and key not in ("logits", *CACHE_NAMES)
-        )
+        more = sorted(key for key, value in output.items() if value is not None and key not in _GIVEN)
         if more:
             msg = f"{name} gives {', '.join(more)} too, which plans don't."
             raise UnsupportedError(msg)
@@ -244,7 +253,7 @@ class Decoder:
         before = self._found.get(kind)
         before = before if isinstance(before, _Compared) else _Compared(self._steps[kind[0]])
         try:
-            logits = _run(before.step, kwargs, memory, count)
+            logits = _run(before.step, kwargs, memory, count, self._names)
         except (
             RuntimeError,
             IndexError,
@@ -252,7 +261,7 @@ class Decoder:
         ) as error:  # of an operator, with sizes that the graph is not for
             msg = f"A token of {name} can't be computed by a plan: {error}"
             raise BackendError(msg) from error
-        layers = cache_of(kwargs).layers
+        layers = own_part(cache_of(kwargs)).layers
         expected = [
             output.logits,
             *(layer.keys[:, :, -1] for layer in layers),
@@ -280,22 +289,22 @@ class Decoder:
         model = self._model()
         assert model is not None
         try:
-            module = captured(model, memory.keys, memory.values, masked)
+            module = captured(model, memory, masked)
         except CaptureError as error:
             if masked:
                 raise
             try:
-                module = captured(model, memory.keys, memory.values, True)
+                module = captured(model, memory, True)
             except CaptureError:
                 raise error from None
         inputs = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
         return _Step(plan_token(module, self.layers), inputs)
 
 
-def _kind(kwargs: Mapping[str, Any]) -> _Kind:
-    mask = kwargs.get("attention_mask")
+def _kind(kwargs: Mapping[str, Any], names: StepNames) -> _Kind:
+    mask = kwargs.get(names.mask)
     masked = mask is not None and not bool(mask.all())
-    return masked, len(kwargs["input_ids"]) > 1, masked and kwargs.get("position_ids") is None
+    return masked, len(kwargs[names.ids]) > 1, masked and kwargs.get("position_ids") is None
 
 
 def _is_one_token(ids: Any) -> TypeGuard[torch.Tensor]:
@@ -308,11 +317,11 @@ def _is_watched(ids: torch.Tensor) -> bool:
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or in_trace(ids)
 
 
-def _follows(kwargs: Mapping[str, Any], count: Any, batch: int) -> bool:
+def _follows(kwargs: Mapping[str, Any], count: Any, batch: int, names: StepNames) -> bool:
     """Whether a token directly follows the `count` tokens in the cache, as far as its position is given."""
     if not isinstance(count, int) or count <= 0:
         return False
-    mask, positions, place = map(kwargs.get, ("attention_mask", "position_ids", "cache_position"))
+    mask, positions, place = map(kwargs.get, (names.mask, "position_ids", "cache_position"))
     return (
         (mask is None or _is_plain(mask, (batch, count + 1)))
         and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
@@ -330,9 +339,10 @@ def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:
     return not mask.is_floating_point() and bool(mask[:, -1].all())
 
 
-def _asks_for_more(kwargs: Mapping[str, Any], config: Any) -> bool:
+def _asks_for_more(kwargs: Mapping[str, Any], config: Any, names: StepNames) -> bool:
     """Whether arguments, or the model's configuration, ask for another output than logits and the cache."""
-    if any(value is not None and value is not False for name, value in kwargs.items() if name not in _KNOWN):
+    known = _KNOWN | {names.ids, names.mask, names.source_mask}
+    if any(value is not None and value is not False for name, value in kwargs.items() if name not in known):
         return True
     if any(
         (getattr(config, name, True) if kwargs.get(name) is None else kwargs[name]) is False
@@ -347,9 +357,11 @@ def _asks_for_more(kwargs: Mapping[str, Any], config: Any) -> bool:
     )
 
 
-def _run(step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int) -> torch.Tensor:
+def _run(
+    step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int, names: StepNames
+) -> torch.Tensor:
     """Return the logits [batch, 1, vocabulary] of one token; its keys and values are written to `memory`."""
-    ids, positions, mask = kwargs["input_ids"], kwargs.get("position_ids"), kwargs.get("attention_mask")
+    ids, positions, mask = kwargs[names.ids], kwargs.get("position_ids"), kwargs.get(names.mask)
     place = torch.tensor([count], dtype=torch.int64, device="cpu")
     given = {"ids": ids.long(), "place": place, "keys": memory.keys, "values": memory.values}
     given["positions"] = (place if positions is None else positions.long()).expand(len(ids), 1)
@@ -360,16 +372,31 @@ def _run(step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int) -> 
             else mask.bool().long()
         )
         given["mask"] = torch.nn.functional.pad(seen, (0, memory.places - count - 1))
+    if memory.source is not None:
+        given |= {"source_keys": memory.source.keys, "source_values": memory.source.values}
+        if step.reads_source_mask:
+            given["source_mask"] = _source_mask(kwargs.get(names.source_mask), memory.source)
     with torch.no_grad():
         (logits,) = step.model(*(given[name] for name in step.inputs))
     return logits
+
+
+def _source_mask(mask: torch.Tensor | None, source: Source) -> torch.Tensor:
+    """Return a mask [batch, places] of what an encoder has read."""
+    batch, read = len(source.keys[0]), source.shown[0][0].shape[2]
+    seen = torch.ones(batch, read, dtype=torch.int64, device="cpu") if mask is None else mask.bool().long()
+    return torch.nn.functional.pad(seen, (0, source.places - read))
 
 
 def _own_forward(model: Any) -> Any:
     return types.MethodType(type(model).forward, model)
 
 
-def _output(logits: torch.Tensor, cache: Any) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+def _output(logits: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
 
+    read = kwargs.get("encoder_outputs")
+    if read is not None:
+        held = {cache_field(Seq2SeqLMOutput): cache}
+        return Seq2SeqLMOutput(logits=logits, encoder_last_hidden_state=read[0], **held)
     return CausalLMOutputWithPast(logits=logits, **{cache_field(CausalLMOutputWithPast): cache})

@@ -8,7 +8,38 @@ from typing import Any
 
 import torch
 
+from nc.generation.names import own_part, source_part
+
 _LEAST_LENGTH = 256
+#: Sizes of what an encoder has read are filled up to, so that few plans serve all texts.
+_LEAST_SOURCE = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Keys and values of what an encoder has read: constants of a text.
+
+    Attributes:
+        keys: [layers, batch, heads, places, width].
+        values: likewise.
+        shown: keys and values of each layer as the user's cache has them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    shown: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @property
+    def places(self) -> int:
+        """Tokens that there is room for."""
+        return self.keys.shape[3]
+
+    def is_of(self, cache: Any) -> bool:
+        """Tell whether the user's cache still has what this was copied from."""
+        layers = source_part(cache).layers
+        return all(
+            layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, self.shown, strict=True)
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,30 +51,36 @@ class Memory:
         values: likewise.
         shown: keys and values of each layer as the user's cache has them; other ones there mean that somebody
             changed the cache.
+        source: what an encoder has read, where there is one.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     shown: list[tuple[torch.Tensor, torch.Tensor]]
+    source: Source | None = None
 
     @property
     def places(self) -> int:
         """Tokens that there is room for."""
         return self.keys.shape[3]
 
-    def is_of(self, layers: list[Any]) -> bool:
+    def is_of(self, cache: Any) -> bool:
         """Tell whether the user's cache shows this memory.
 
         Layers with a window must not have been asked to keep more of it.
         """
+        layers = own_part(cache).layers
+        if self.source is not None and not self.source.is_of(cache):
+            return False
         if any(getattr(layer, "record_past", False) for layer in layers):
             return False
         return all(
             layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, self.shown, strict=True)
         )
 
-    def show(self, layers: list[Any], count: int) -> None:
+    def show(self, cache: Any, count: int) -> None:
         """Let the user's cache hold that many tokens."""
+        layers = own_part(cache).layers
         self.shown = list(
             zip(self.keys[:, :, :, :count].unbind(0), self.values[:, :, :, :count].unbind(0), strict=True)
         )
@@ -63,6 +100,9 @@ def why_unknown(cache: Any) -> str:
     """Why a cache can't be kept in such memory; "" when it can."""
     from transformers import cache_utils
 
+    source = source_part(cache)
+    if source is not None:
+        return _why_unread(cache, source) or why_unknown(own_part(cache))
     layers: list[Any] = getattr(cache, "layers", [])
     known = [
         cache_utils.DynamicLayer,
@@ -84,16 +124,35 @@ def why_unknown(cache: Any) -> str:
     return ""
 
 
-def memory_of(cache: Any) -> Memory:
+def _why_unread(cache: Any, source: Any) -> str:
+    """Why what an encoder has read can't be kept; "" when it can."""
+    if not all(cache.is_updated.get(index) for index in range(len(source.layers))) or not source.layers:
+        return "its cache has no keys of what the encoder has read"
+    if any(len({(t.shape, t.dtype) for t in side}) > 1 for side in _sides(source)):
+        return "its layers have keys or values of different sizes"
+    return ""
+
+
+def memory_of(cache: Any, *, fills: bool = False) -> Memory:
     """Return a copy of the tokens of a cache, in memory with room for more.
 
     Args:
         cache: the user's, of a kind that is known, see `why_unknown`.
+        fills: whether a mask hides places after what an encoder has read, which may have more places then.
     """
-    count = cache.get_seq_length()
+    count, own, source = cache.get_seq_length(), own_part(cache), source_part(cache)
     places = max(_LEAST_LENGTH, 1 << count.bit_length())
-    keys, values = (_copied(side, count, places) for side in _sides(cache))
-    return Memory(keys, values, [])
+    keys, values = (_copied(side, count, places) for side in _sides(own))
+    return Memory(keys, values, [], None if source is None else _source_of(source, fills))
+
+
+def _source_of(cache: Any, fills: bool) -> Source:
+    """Return a copy of what an encoder has read; `fills` as in `memory_of`."""
+    sides = _sides(cache)
+    count = sides[0][0].shape[2]
+    places = -(-count // _LEAST_SOURCE) * _LEAST_SOURCE if fills else count
+    keys, values = (_copied(side, count, places) for side in sides)
+    return Source(keys, values, tuple(zip(*sides, strict=True)))
 
 
 def _copied(side: list[torch.Tensor], count: int, places: int) -> torch.Tensor:
@@ -113,7 +172,11 @@ def _sides(cache: Any) -> list[list[torch.Tensor]]:
 
 def empty_cache(model: Any) -> Any:
     """Return a cache as `generate` makes it."""
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
     takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters
-    return DynamicCache(config=model.config) if takes_config else DynamicCache()
+
+    def empty() -> Any:
+        return DynamicCache(config=model.config) if takes_config else DynamicCache()
+
+    return EncoderDecoderCache(empty(), empty()) if model.config.is_encoder_decoder else empty()

@@ -1,6 +1,7 @@
-"""What transformers calls a cache of keys and values.
+"""What transformers calls the arguments of a decoding step, and parts of a cache.
 
-It is `cache` in version 5.24, and `past_key_values` in others, which newer ones warn about.
+A cache of keys and values is `cache` in version 5.24, and `past_key_values` in others, which newer ones warn
+about.
 """
 
 from __future__ import annotations
@@ -14,6 +15,39 @@ import torch
 
 #: The newer name first.
 CACHE_NAMES = ("cache", "past_key_values")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepNames:
+    """Names of arguments of a model's `forward`.
+
+    Attributes:
+        ids: of tokens.
+        mask: of the tokens in the cache.
+        source_mask: of what an encoder has read; "" where there is none.
+    """
+
+    ids: str = "input_ids"
+    mask: str = "attention_mask"
+    source_mask: str = ""
+
+
+_ENCODER_DECODER = StepNames("decoder_input_ids", "decoder_attention_mask", "attention_mask")
+
+
+def step_names(model: Any) -> StepNames:
+    """Return the names of a language model's arguments."""
+    return _ENCODER_DECODER if getattr(model.config, "is_encoder_decoder", False) else StepNames()
+
+
+def own_part(cache: Any) -> Any:
+    """Return the cache of the tokens themselves; a decoder that reads an encoder has another one for that."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def source_part(cache: Any) -> Any:
+    """Return the cache of what an encoder has read; None where there is none."""
+    return getattr(cache, "cross_attention_cache", None)
 
 
 def cache_argument(model: torch.nn.Module) -> str:

@@ -15,54 +15,61 @@ from nc.capture import rewrites
 from nc.capture.export_guards import exportable
 from nc.capture.flatten import flatten_program
 from nc.errors import CaptureError
-from nc.generation.names import cache_argument
+from nc.generation.example import encoder_result
+from nc.generation.memory import Memory
+from nc.generation.names import cache_argument, step_names
 from nc.process.lock import LOCK
 
 #: Sizes of the example: none of them is a size of models, so the graph can't mistake one for the other.
-_BATCH, _LENGTH = 3, 233
+_BATCH, _LENGTH, _SOURCE = 3, 233, 151
 
 
 #: Inputs of a step, in order. A graph has those that the model reads.
-INPUTS = ("ids", "positions", "place", "mask", "keys", "values")
+INPUTS = (
+    *("ids", "positions", "place", "mask", "keys", "values"),
+    *("source_keys", "source_values", "source_mask"),
+)
 
 
-def captured(
-    model: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, masked: bool
-) -> fx.GraphModule:
+def captured(model: torch.nn.Module, memory: Memory, masked: bool) -> fx.GraphModule:
     """Return the graph of a decoding step, for any batch and any length of the cache.
 
     Its inputs: token ids [batch, 1] and their positions [batch, 1]; the place [1] in the cache; with `masked`
     a mask [batch, length] of the places that hold tokens, in int64; keys and values [layers, batch, heads,
-    length, width]. It writes the token's keys and values to that place, and gives the logits [batch, 1,
-    vocabulary]. The names of its placeholders are those of `INPUTS`.
+    length, width]; keys and values of what an encoder has read, likewise, and a mask of it [batch, source].
+    It writes the token's keys and values to that place, and gives the logits [batch, 1, vocabulary]. The
+    names of its placeholders are those of `INPUTS`.
 
     Args:
         model: a language model of transformers.
-        keys: of a cache of this model; only sizes and dtype are read.
-        values: likewise.
-        masked: whether there is a mask.
+        memory: of a cache of this model; only sizes and dtype are read.
+        masked: whether there is a mask of the tokens.
 
     Raises:
         CaptureError: torch.export can't express the step.
     """
-    cache = [t.new_zeros((t.shape[0], _BATCH, t.shape[2], _LENGTH, t.shape[4])) for t in (keys, values)]
+    source = memory.source
+    cache = [_example(t, _LENGTH) for t in (memory.keys, memory.values)]
+    read = [None, None] if source is None else [_example(t, _SOURCE) for t in (source.keys, source.values)]
+    source_mask = None if source is None else torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
     ids, place = torch.zeros(_BATCH, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     mask = torch.ones(_BATCH, _LENGTH, dtype=torch.int64) if masked else None
     batch, length = torch.export.Dim.AUTO, torch.export.Dim.AUTO
     of_cache = {1: batch, 3: length}
+    of_source = None if source is None else of_cache
     shapes = {
         "ids": {0: batch},
         "positions": {0: batch},
         "place": None,
         "mask": {0: batch, 1: length} if masked else None,
+        **{"keys": of_cache, "values": of_cache, "source_keys": of_source, "source_values": of_source},
+        "source_mask": None if source is None else {0: batch, 1: length},
     }
     try:
         with LOCK, torch.no_grad(), exportable(False):
             step = _Step(model).eval()
-            arguments = (ids, ids + 1, place, mask, *cache)
-            program = torch.export.export(
-                step, arguments, dynamic_shapes=shapes | {"keys": of_cache, "values": of_cache}, strict=False
-            )
+            arguments = (ids, ids + 1, place, mask, *cache, *read, source_mask)
+            program = torch.export.export(step, arguments, dynamic_shapes=shapes, strict=False)
         module, placeholders = flatten_program(program)
     except CaptureError:
         raise
@@ -87,7 +94,8 @@ class _Step(torch.nn.Module):
         super().__init__()
         self.model = model
         self._cache = cache_argument(model)
-        self._takes_place = "cache_position" in inspect.signature(model.forward).parameters
+        self._names = step_names(model)
+        self._takes = inspect.signature(model.forward).parameters
 
     def forward(
         self,
@@ -97,18 +105,49 @@ class _Step(torch.nn.Module):
         mask: torch.Tensor | None,
         keys: torch.Tensor,
         values: torch.Tensor,
+        source_keys: torch.Tensor | None,
+        source_values: torch.Tensor | None,
+        source_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        cache = _cache(keys, values, place)
-        more = {"cache_position": place} if self._takes_place else {}
-        given = {
-            "input_ids": ids,
-            "position_ids": positions,
-            "attention_mask": mask,
-            self._cache: cache,
-            "use_cache": True,
-        }
-        result: torch.Tensor = self.model(**given, **more).logits
+        cache, more = _cache(keys, values, place), {}
+        if source_keys is not None and source_values is not None:
+            cache = _with_source(cache, source_keys, source_values)
+            # keys and values are read in place of these states, of which only the sizes are
+            unread = source_keys.new_zeros(
+                source_keys.shape[1], source_keys.shape[3], self.model.config.hidden_size
+            )
+            more = {
+                "encoder_outputs": encoder_result(self.model, unread),
+                self._names.source_mask: source_mask,
+            }
+        elif "position_ids" in self._takes:
+            more = {"position_ids": positions}
+        if "cache_position" in self._takes:
+            more["cache_position"] = place
+        given = {self._names.ids: ids, self._names.mask: mask, self._cache: cache, "use_cache": True}
+        known = {name: value for name, value in more.items() if name in self._takes}
+        result: torch.Tensor = self.model(**given, **known).logits
         return result
+
+
+def _example(like: torch.Tensor, length: int) -> torch.Tensor:
+    """Return keys or values as a memory has them, of other sizes."""
+    layers, _, heads, _, width = like.shape
+    return like.new_zeros((layers, _BATCH, heads, length, width))
+
+
+def _with_source(cache: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
+    """Return a cache that has, besides, what an encoder has read."""
+    from transformers import cache_utils
+
+    source = cache_utils.DynamicCache()
+    source.layers = [cache_utils.DynamicLayer() for _ in keys]
+    for layer, k, v in zip(source.layers, keys.unbind(0), values.unbind(0), strict=True):
+        layer.keys, layer.values, layer.is_initialized = k, v, True
+    both = cache_utils.EncoderDecoderCache(cache_utils.DynamicCache(), source)
+    both.self_attention_cache = cache
+    both.is_updated = dict.fromkeys(range(len(keys)), True)
+    return both
 
 
 def _cache(keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> Any:

@@ -359,14 +359,6 @@ def test_what_can_not_be_accelerated_says_why():
     states = nc.quantize(states.eval(), nc.WeightOnlyConfig("int4", group_size=32))
     with pytest.raises(UnsupportedError, match="its cache"):
         nc.accelerate_generation(states)
-    t5 = transformers.T5Config(
-        vocab_size=96, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
-    )
-    both = nc.quantize(
-        transformers.T5ForConditionalGeneration(t5).eval(), nc.WeightOnlyConfig("int4", group_size=32)
-    )
-    with pytest.raises(UnsupportedError, match="has an encoder"):
-        nc.accelerate_generation(both)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])

@@ -1,0 +1,36 @@
+"""The arguments of a decoding step, for a language model that has not generated anything yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nc.generation.memory import empty_cache
+from nc.generation.names import cache_argument, step_names
+
+#: Tokens that are read, and the one that follows.
+_READ, _NEXT = (0, 1, 2), 3
+#: Rows of an encoder's result.
+_SOURCE = 5
+
+
+def first_step(model: Any) -> dict[str, Any]:
+    """Return keyword arguments of a model's `forward` for one token after others, whose keys the cache has.
+
+    Args:
+        model: a language model of transformers; where its decoder reads an encoder, it reads random numbers.
+    """
+    names = step_names(model)
+    held: dict[str, Any] = {cache_argument(model): empty_cache(model), "use_cache": True}
+    if names.source_mask:
+        held["encoder_outputs"] = encoder_result(model, torch.randn(1, _SOURCE, model.config.hidden_size))
+    model(**{names.ids: torch.tensor([_READ], dtype=torch.int64)}, **held)
+    return {names.ids: torch.tensor([[_NEXT]], dtype=torch.int64), **held}
+
+
+def encoder_result(model: Any, states: torch.Tensor) -> Any:
+    """Return hidden states [batch, source, width] as a model takes them from its encoder."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(states.to(model.dtype))

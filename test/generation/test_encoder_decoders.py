@@ -1,0 +1,141 @@
+"""Decoders that read an encoder: tokens by plans are the tokens of the model."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from suites.encoder_decoders import MODELS, OLD, source, translated, translator
+from suites.generation import by_plan, same
+
+import nc
+from nc.backends import available_backends
+from nc.backends.native.plans import c_functions
+from nc.errors import InputError, NCWarning
+from nc.generation import status
+
+pytestmark = [
+    pytest.mark.skipif(
+        bool(available_backends()["native"] or c_functions.why_unavailable()),
+        reason=available_backends()["native"] or c_functions.why_unavailable(),
+    ),
+    pytest.mark.needs_plans,
+]
+#: transformers 4 reads positions of M2M100 as numbers, so that its step can't be captured.
+CAPTURED = [
+    pytest.param(n, marks=pytest.mark.skipif(OLD and n.startswith("M2M"), reason="can't be captured"))
+    for n in MODELS
+]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.sample(4)
+def test_texts_are_those_of_the_model(name):
+    """One text, texts of different lengths, and beams, which reorder both caches."""
+    model = translator(name)
+    calls = [
+        lambda: translated(model, source(model)),
+        lambda: translated(model, source(model, 3)),
+        lambda: translated(model, source(model, 2), num_beams=3),
+        lambda: translated(model, source(model, 1, 80)),
+    ]
+    expected = [call() for call in calls]
+    assert nc.accelerate_generation(model) is model
+    tokens = by_plan(model)
+    for call, own in zip(calls, expected, strict=True):
+        before = len(tokens)
+        same(call(), own)
+        assert len(tokens) - before >= 18
+    assert status(model).count("by a plan") == 2
+
+
+def test_samples_and_long_texts_are_those_of_the_model():
+    """The memory of tokens grows beyond its first places."""
+    model = translator()
+    inputs = source(model, 2)
+
+    def sampled():
+        torch.manual_seed(5)
+        return translated(model, inputs, 30, do_sample=True, top_k=5)
+
+    expected = sampled(), translated(model, inputs, 280)
+    nc.accelerate_generation(model)
+    for got, own in zip((sampled(), translated(model, inputs, 280)), expected, strict=True):
+        same(got, own)
+
+
+@pytest.mark.parametrize("act_dtype", ["int8", "bf16"])
+@pytest.mark.sample(1)
+def test_rounded_activations(act_dtype):
+    model = translator(act_dtype=act_dtype)
+    expected = translated(model, source(model))
+    nc.accelerate_generation(model)
+    got = translated(model, source(model))
+    assert torch.equal(got.sequences[:, :3], expected.sequences[:, :3])
+    assert "by a plan" in status(model)
+
+
+def test_the_next_text_has_keys_of_its_own():
+    """Of the same length, with another mask, and again the first one."""
+    model = translator()
+    inputs = [source(model, 2), source(model, 2, 10), source(model, 2)]
+    inputs[1] = {name: value[:, :9].contiguous() for name, value in inputs[1].items()}
+    expected = [translated(model, each) for each in inputs]
+    assert not torch.allclose(expected[0].logits[1], expected[1].logits[1], atol=1e-3)
+    nc.accelerate_generation(model)
+    for each, own in zip(inputs, expected, strict=True):
+        same(translated(model, each), own)
+
+
+def test_a_cache_whose_source_was_changed_is_read_again():
+    model = translator()
+    nc.accelerate_generation(model)
+    inputs = source(model)
+    encoded = model.get_encoder()(**inputs)
+
+    def begin():
+        ids = torch.tensor([[2]])
+        out = model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True)
+        return out.past_key_values
+
+    def step(cache):
+        with torch.no_grad():
+            given = {"encoder_outputs": encoded, "decoder_input_ids": torch.tensor([[7]])}
+            return model(**given, past_key_values=cache, use_cache=True).logits
+
+    with torch.no_grad():
+        cache = begin()
+        for _ in range(5):
+            step(cache)
+        changed = copy.deepcopy(cache)
+        for layer in changed.cross_attention_cache.layers:
+            layer.values = layer.values * 2
+        tokens = by_plan(model)
+        got = step(changed)
+        assert tokens
+        nc.generation.own_forward(model)
+        for layer in cache.cross_attention_cache.layers:
+            layer.values = layer.values * 2
+        torch.testing.assert_close(got, step(cache), rtol=0, atol=1e-4)
+
+
+def test_a_mask_of_a_prefix_of_the_decoder_hides_it():
+    model = translator("BartForConditionalGeneration")
+    inputs = source(model, 2)
+    prefix = {
+        "decoder_input_ids": torch.tensor([[2, 0, 0, 5], [2, 7, 8, 9]]),
+        "decoder_attention_mask": torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1]]),
+    }
+    expected = translated(model, inputs, **prefix)
+    nc.accelerate_generation(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NCWarning)
+        same(translated(model, inputs, **prefix), expected)
+
+
+def test_a_model_that_is_not_quantized_is_an_error():
+    import transformers
+
+    config = transformers.T5Config(**MODELS["T5ForConditionalGeneration"])
+    with pytest.raises(InputError, match="no low-bit linear"):
+        nc.accelerate_generation(transformers.T5ForConditionalGeneration(config).eval())
