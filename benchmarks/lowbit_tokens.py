@@ -37,7 +37,8 @@ from typing import Any
 import results_rows
 from results_rows import Figure
 
-HERE = Path(__file__).resolve().parent
+SCRIPT = Path(__file__).resolve()
+HERE = SCRIPT.parent
 NC = ("nc", "nc-int4", "nc-plan", "nc-compiled")
 LLAMA = "llama.cpp"
 ACTIVATIONS, GROUP = "int8_block32", 32
@@ -155,11 +156,11 @@ def table(rows: dict[str, dict[str, Figure]]) -> str:
 
 
 class Worker:
-    """An engine in a process of its own."""
+    """An engine in a process of its own; `script` is what it runs."""
 
-    def __init__(self, python: str, given: dict[str, Any]) -> None:
+    def __init__(self, python: str, given: dict[str, Any], script: Path = SCRIPT) -> None:
         self.name = given["engine"]
-        command = [python, str(Path(__file__).resolve()), "--worker", json.dumps(given)]
+        command = [python, str(script), "--worker", json.dumps(given)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         print(f"{self.name} is ready after {self._answer()['seconds']:.0f} s", file=sys.stderr)
 

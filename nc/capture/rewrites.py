@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -640,3 +641,29 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     fold_numbers_behind,
     fold_numbers_in_front,
 )
+
+
+def share_equal(module: fx.GraphModule) -> None:
+    """Compute equal calls once; not those that read memory which the graph changes, nor random ones."""
+    graph, first = module.graph, dict[tuple[Any, str, str], fx.Node]()
+    changing = _read_what_changes(graph)
+    for node in list(graph.nodes):
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or node in changing:
+            continue
+        if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+            continue
+        equal = first.setdefault((target, str(node.args), str(node.kwargs)), node)
+        if equal is not node:
+            node.replace_all_uses_with(equal)
+            graph.erase_node(node)
+
+
+def _read_what_changes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose values depend on when they are computed."""
+    found = {_root(changed) for node in graph.nodes for changed in _changed_by(node)}
+    for node in graph.nodes:
+        is_size = node.target is torch.ops.aten.sym_size.int
+        if not is_size and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

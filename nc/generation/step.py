@@ -77,7 +77,10 @@ def captured(model: torch.nn.Module, memory: Memory, masked: bool) -> fx.GraphMo
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         msg = f"The decoding step of {type(model).__name__} can't be captured: {line}"
         raise CaptureError(msg) from error
-    for rewrite in (rewrites.drop_checks, rewrites.views, rewrites.drop_identities):
+    for rewrite in (
+        *(rewrites.drop_checks, rewrites.views, rewrites.drop_identities),
+        rewrites.share_equal,
+    ):
         rewrite(module)
     module.graph.eliminate_dead_code()
     for node, name in zip(placeholders, INPUTS, strict=True):

@@ -138,7 +138,8 @@ def quantize_parts(
     if not isinstance(quantized, QuantizedModel):
         msg = f'{config!r} quantizes weights alone: from_pretrained takes nc.hf.QuantizationConfig("int8").'
         raise ConfigError(msg)
-    low_bit = quantize(copy.deepcopy(model), WeightOnlyConfig(**FORMATS["int8"]), inplace=True)
+    weights = WeightOnlyConfig(**FORMATS["int8"], lm_head="int8")  # the head is most of a small decoder
+    low_bit = quantize(copy.deepcopy(model), weights, inplace=True)
     save(quantized, folder / ENCODER)
     save(low_bit, folder / ARTEFACT)
 

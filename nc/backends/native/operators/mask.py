@@ -158,6 +158,18 @@ def choose(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     return _elementwise(recorder, node, "select", dtype, mask, *sides)
 
 
+def choose_number(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`aten::where` of a tensor and a number, or of a number and a tensor."""
+    mask = _read(recorder, a["condition"], torch.bool)
+    sides = [
+        PlanTensor(torch.tensor(float(side), dtype=torch.float32, device="cpu"), None)
+        if isinstance(side, (int, float))
+        else _read(recorder, side, torch.float32)
+        for side in (a["self"], a["other"])
+    ]
+    return _elementwise(recorder, node, "select", torch.float32, mask, *sides)
+
+
 def any_of_row(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
     """`aten::any` over the last dimension of a mask."""
     x = _read(recorder, a["self"], torch.bool)
@@ -337,6 +349,8 @@ _OF_MASKS: Mapping[Any, Way] = {
     _aten.bitwise_not.default: inverse,
     _aten.masked_fill.Scalar: fill,
     _aten.where.self: choose,
+    _aten.where.ScalarOther: choose_number,
+    _aten.where.ScalarSelf: choose_number,
     _aten.any.dim: any_of_row,
     _aten.zeros_like.default: _constant_like(0.0),
     _aten.ones_like.default: _constant_like(1.0),
