@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,10 +37,7 @@ class Source:
 
     def is_of(self, cache: Any) -> bool:
         """Tell whether the user's cache still has what this was copied from."""
-        layers = source_part(cache).layers
-        return all(
-            layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, self.shown, strict=True)
-        )
+        return _show(source_part(cache).layers, self.shown)
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,9 +72,7 @@ class Memory:
             return False
         if any(getattr(layer, "record_past", False) for layer in layers):
             return False
-        return all(
-            layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, self.shown, strict=True)
-        )
+        return _show(layers, self.shown)
 
     def show(self, cache: Any, count: int) -> None:
         """Let the user's cache hold that many tokens."""
@@ -94,6 +90,11 @@ class Memory:
                 )
                 layer.cumulative_length = count
             layer.keys, layer.values = self.shown[index]
+
+
+def _show(layers: list[Any], shown: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Tell whether layers of a cache have these keys and values, and no others."""
+    return all(layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, shown, strict=True))
 
 
 def why_unknown(cache: Any) -> str:

@@ -93,9 +93,9 @@ def captured(model: torch.nn.Module, memory: Memory, masked: bool) -> fx.GraphMo
 class _Step(torch.nn.Module):
     """What is captured."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self._cache = cache_argument(model)
         self._names = step_names(model)
         self._takes = inspect.signature(model.forward).parameters
@@ -143,8 +143,9 @@ def _with_source(cache: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
     """Return a cache that has, besides, what an encoder has read."""
     from transformers import cache_utils
 
-    source = cache_utils.DynamicCache()
-    source.layers = [cache_utils.DynamicLayer() for _ in keys]
+    kind: Any = cache_utils.DynamicLayer  # its attributes have other types in each version
+    source: Any = cache_utils.DynamicCache()
+    source.layers = [kind() for _ in keys]
     for layer, k, v in zip(source.layers, keys.unbind(0), values.unbind(0), strict=True):
         layer.keys, layer.values, layer.is_initialized = k, v, True
     both = cache_utils.EncoderDecoderCache(cache_utils.DynamicCache(), source)

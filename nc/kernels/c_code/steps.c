@@ -482,6 +482,10 @@ INLINE void scale(float *y, float by, int64_t n)
         y[i] *= by;
 }
 
+/* What a float mask adds for places that hold nothing, and lower numbers: a score of up to 1e29 does not change
+ * them, so it is not computed. */
+#define HIDDEN -1e37f
+
 struct attention {
     const struct nc_attention *how;
     char *const *tensors;
@@ -515,11 +519,15 @@ INLINE void any_attend(const struct attention *job, int64_t task)
                 scores[i] = -INFINITY;
                 continue;
             }
-            const float *key = load(keys + j * h->k_strides[2] * bytes_of(k_type), k_type, 1, h->width, row);
-            scores[i] = factor * dot(q, key, h->width);
-            if (h->mask == MASK_FLOAT) {
-                float added;
-                scores[i] += *load(mask + m * bytes_of(m_type), m_type, 1, 1, &added);
+            float added = 0;
+            if (h->mask == MASK_FLOAT)
+                added = *load(mask + m * bytes_of(m_type), m_type, 1, 1, &added);
+            if (added < HIDDEN) {
+                scores[i] = added;
+            } else {
+                const float *key =
+                    load(keys + j * h->k_strides[2] * bytes_of(k_type), k_type, 1, h->width, row);
+                scores[i] = factor * dot(q, key, h->width) + added;
             }
             most = scores[i] > most ? scores[i] : most;
             unknown |= scores[i] != scores[i];

@@ -1,5 +1,7 @@
 """Small operators in C, against torch in float64: values, strides, dtypes, and what they leave to torch."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -382,6 +384,27 @@ def test_keys_that_are_no_numbers():
             q, k, v, mask
         )
         assert torch.equal(got.isnan().all(-1).flatten(), torch.tensor([bool(mask[..., 3]), False]))
+
+
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -math.inf])
+def test_keys_that_a_float_mask_hides_are_not_read(hidden):
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    mask = torch.tensor([0.0, hidden, 0.5, hidden, hidden]).view(1, 1, 1, 5)
+    attend = planned(lambda q, k, v, m: (aten.scaled_dot_product_attention.default(q, k, v, m),))
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask.double())
+    k[..., [1, 3, 4], :] = v[..., [1, 3, 4], :] = math.nan
+    (got,) = attend(q, k, v, mask)
+    assert (got - expected).abs().max() <= 1e-6
+
+
+def test_a_query_from_which_the_lowest_number_hides_all_keys_gets_their_mean():
+    """As in torch: the lowest number plus a score is the lowest number, for each key."""
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    mask = torch.full((1, 1, 1, 5), torch.finfo(torch.float32).min)
+    (got,) = planned(lambda q, k, v, m: (aten.scaled_dot_product_attention.default(q, k, v, m),))(
+        q, k, v, mask
+    )
+    assert (got - v.mean(2, keepdim=True)).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("threads", [1, 2])

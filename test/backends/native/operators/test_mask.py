@@ -193,6 +193,13 @@ def test_choice(strides, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choice_of_a_number(strides, dtype):
+    x, by_torch = torch.randn(2, 3, 1, 9).to(dtype), ["aten::where"] * (dtype is not torch.float32)
+    check(lambda m, x: (aten.where.ScalarOther(m, x, LOWEST),), mask(2, 1, 4, 1), x, torch_calls=by_torch)
+    check(lambda m, x: (aten.where.ScalarSelf(m, 3, x),), mask(2, 1, 4, 1), x, torch_calls=by_torch)
+
+
 def test_choice_of_two_dtypes(strides):
     check(
         lambda m, x, y: (aten.where.self(m, x, y),),
