@@ -193,9 +193,26 @@ def _ctranslate2(given: dict[str, Any], folder: Path) -> Callable[[int], None]:
     shape, batch = given["shape"], given["batch"]
     model, inputs = _model(shape), _inputs(shape, batch)
     model.save_pretrained(folder / "hf")
-    words = {f"w{i}": i for i in range(model.config.vocab_size)}
-    special = {f"{name}_token": "w0" for name in ("unk", "pad", "bos", "eos")}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), **special)
+    config = model.config
+    # CTranslate2 knows Marian's token for padding by its text
+    words = [
+        "<pad>" if number == config.pad_token_id else f"w{number}" for number in range(config.vocab_size)
+    ]
+    if shape.startswith("whisper"):
+        of_whisper = {
+            50257: "endoftext",
+            50258: "startoftranscript",
+            50359: "transcribe",
+            50363: "notimestamps",
+        }
+        for number, name in of_whisper.items():
+            words[number] = f"<|{name}|>"
+    special = {
+        f"{name}_token": words[getattr(config, f"{name}_token_id", None) or 0]
+        for name in ("unk", "pad", "bos", "eos")
+    }
+    model_of_words = WordLevel({word: number for number, word in enumerate(words)}, special["unk_token"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model_of_words), **special)
     tokenizer.save_pretrained(folder / "hf")
     TransformersConverter(str(folder / "hf")).convert(str(folder / "ct2"), quantization="int8")
     options: dict[str, Any] = {"device": "cpu", "compute_type": "int8", "intra_threads": given["threads"]}
@@ -204,9 +221,9 @@ def _ctranslate2(given: dict[str, Any], folder: Path) -> Callable[[int], None]:
         features = ctranslate2.StorageView.from_array(inputs["input_features"].numpy().astype(numpy.float32))
 
         def transcribe(count: int) -> None:
-            engine.generate(
-                features, [[50258]] * batch, beam_size=1, max_length=count + 1, suppress_tokens=[50257]
-            )
+            # half of its greatest length may be a prompt
+            given = {"beam_size": 1, "max_length": 2 * count, "suppress_tokens": [config.eos_token_id]}
+            engine.generate(features, [[config.decoder_start_token_id, 50363]] * batch, **given)
 
         return transcribe
     translator = ctranslate2.Translator(str(folder / "ct2"), inter_threads=1, **options)
