@@ -423,6 +423,15 @@ TABLES: dict[str, dict[str, Table]] = {
                 Column("× llama.cpp", "decode speed", 2),
             ],
         ),
+        "translation": Table(
+            {"measured": "translation"},
+            {"model": "model", "batch": "batch", "engine": "engine"},
+            [
+                Column("first token, ms", "first", 1),
+                Column("each step, ms", "step", 2),
+                Column("× fp32", "speed", 2),
+            ],
+        ),
         "tokens-further": Table(
             {"measured": "tokens", "further": True},
             {**_MODEL, "run": "run", "engine": "engine"},

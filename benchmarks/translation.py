@@ -1,7 +1,7 @@
 """Encoder-decoders: tokens of nc, transformers and CTranslate2, with weights of their real shapes.
 
     .venv-ragged/bin/python benchmarks/translation.py [--shape t5-small marian whisper-base] [--batch 1 8]
-        [--engines fp32 nc nc-plan ctranslate2] [--threads 1] [--results results/translation.jsonl]
+        [--engines fp32 nc nc-plan ctranslate2] [--threads 1] [--results results/low-bit-speed.jsonl]
 
 Weights are random, since nothing can be downloaded; the price of a token does not depend on them. All
 engines generate the same number of tokens greedily, none ends early. `nc` has the encoder in static int8 and

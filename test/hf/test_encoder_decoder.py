@@ -99,6 +99,10 @@ def test_generate_with_cache_and_beams(make, tmp_path):
     q.save_pretrained(tmp_path / "copy")
     again = nc_hf.load(tmp_path / "copy", warm=[data[0]])
     assert torch.equal(again.generate(**given, max_new_tokens=8), q.generate(**given, max_new_tokens=8))
+    expected = again.generate(**given, max_new_tokens=8)
+    nc.accelerate_generation(again)
+    assert torch.equal(again.generate(**given, max_new_tokens=8), expected)
+    assert "by a plan" in nc.generation.status(again)
 
 
 @pytest.mark.once
