@@ -18,7 +18,7 @@ import torch
 
 from nc.backends import plan_token
 from nc.errors import BackendError, CaptureError, NCError, UnsupportedError, VerificationError
-from nc.generation.memory import Memory, Source, memory_of, why_unknown
+from nc.generation.memory import Memory, SourceMemory, memory_of, why_unknown
 from nc.generation.names import CACHE_NAMES, StepNames, cache_field, cache_of, own_part, step_names
 from nc.generation.snapshot import Snapshot
 from nc.generation.step import captured
@@ -381,7 +381,7 @@ def _run(
     return logits
 
 
-def _source_mask(mask: torch.Tensor | None, source: Source) -> torch.Tensor:
+def _source_mask(mask: torch.Tensor | None, source: SourceMemory) -> torch.Tensor:
     """Return a mask [batch, places] of what an encoder has read."""
     batch, read = len(source.keys[0]), source.shown[0][0].shape[2]
     seen = torch.ones(batch, read, dtype=torch.int64, device="cpu") if mask is None else mask.bool().long()

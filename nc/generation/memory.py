@@ -17,7 +17,7 @@ _LEAST_SOURCE = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class SourceMemory:
     """Keys and values of what an encoder has read: constants of a text.
 
     Attributes:
@@ -55,7 +55,7 @@ class Memory:
     keys: torch.Tensor
     values: torch.Tensor
     shown: list[tuple[torch.Tensor, torch.Tensor]]
-    source: Source | None = None
+    source: SourceMemory | None = None
 
     @property
     def places(self) -> int:
@@ -147,13 +147,13 @@ def memory_of(cache: Any, *, fills: bool = False) -> Memory:
     return Memory(keys, values, [], None if source is None else _source_of(source, fills))
 
 
-def _source_of(cache: Any, fills: bool) -> Source:
+def _source_of(cache: Any, fills: bool) -> SourceMemory:
     """Return a copy of what an encoder has read; `fills` as in `memory_of`."""
     sides = _sides(cache)
     count = sides[0][0].shape[2]
     places = -(-count // _LEAST_SOURCE) * _LEAST_SOURCE if fills else count
     keys, values = (_copied(side, count, places) for side in sides)
-    return Source(keys, values, tuple(zip(*sides, strict=True)))
+    return SourceMemory(keys, values, tuple(zip(*sides, strict=True)))
 
 
 def _copied(side: list[torch.Tensor], count: int, places: int) -> torch.Tensor:

@@ -325,7 +325,8 @@ def test_no_point_meets_a_time(front):
 def test_candidates_are_as_given_also_in_mixtures(model):
     """Names of the user's are not those of what "auto" tries, whose algorithms are others."""
     wanted = nc.StaticQuantConfig(act_sym=True)
-    front = tuned(model, candidates={"static": wanted, "rows": CANDIDATES["rows"]}, points=4)
+    # so many that some have a static operator, however times turn out on a busy machine
+    front = tuned(model, candidates={"static": wanted, "rows": CANDIDATES["rows"]}, points=10)
     mixed = [point for point in front.measured if " static" in point.name]
     assert mixed
     for point in mixed:
