@@ -174,6 +174,7 @@ setup(
     install_requires=REQUIRES,
     extras_require={
         "hf": ["sentence-transformers>=5", "transformers>=4.55.4,<6"],
+        "serve": ["transformers[serving]>=5.23,<6"],
         "vision": ["torchvision"],
         # Exact: IPEX 2.8.0 is the last release and its binaries load with torch 2.8.0 only.
         "ipex": ["intel-extension-for-pytorch==2.8.0", "torch==2.8.0"],

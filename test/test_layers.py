@@ -21,6 +21,7 @@ DEFERRED = {
     "nc.cli.check": ("nc",),
     "nc.cli.machine": ("nc",),
     "nc.cli.report": ("nc",),
+    "nc.cli.serve": ("nc",),
     "nc.cli.shell": ("nc.backends",),
 }
 

@@ -1,4 +1,4 @@
-"""`python -m nc quantize | inspect | report | bench | check | doctor`, also as `nc-quant`.
+"""`python -m nc quantize | inspect | report | bench | check | doctor | serve`, also as `nc-quant`.
 
 Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed,
 and one line says why. Exit code 1 means that `doctor` found a problem, or that an artefact misses a limit of
@@ -20,6 +20,7 @@ from nc.cli.bench import bench
 from nc.cli.check import check
 from nc.cli.machine import doctor
 from nc.cli.report import report
+from nc.cli.serve import serve
 from nc.cli.shell import FILE, FOLDER, BackendOption, command, console_of, progress_bar, step_of
 from nc.process import env, installation
 from nc.text.plain import plain
@@ -35,6 +36,7 @@ main.add_command(bench)
 main.add_command(check)
 main.add_command(doctor)
 main.add_command(report)
+main.add_command(serve)
 
 
 @main.command()

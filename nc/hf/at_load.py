@@ -8,6 +8,7 @@ classes with transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from nc.hf.saved_layers import check_layers, let_save, low_bit_layers, put_empty
 
 #: As transformers calls it in config.json.
 METHOD = "nc"
+#: The attention of models that name none; "": transformers chooses it.
+ATTENTION: ContextVar[str] = ContextVar("attention", default="")
 #: Weights → the configuration. Eight bits with activations rounded row by row run in integers.
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"w_dtype": "int8", "group_size": -1, "act_dtype": "int8"},
@@ -110,6 +113,12 @@ class Quantizer(HfQuantizer):
         """
         msg = "Low-bit weights stay low-bit ones: load the float model without quantization_config."
         raise UnsupportedError(msg)
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Return a model's configuration, with `ATTENTION` where none was asked for."""
+        if ATTENTION.get():
+            config._attn_implementation = ATTENTION.get()
+        return config
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return fp32: weights are quantized from it, and the rest computes in it."""
