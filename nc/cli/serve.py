@@ -1,4 +1,4 @@
-"""`python -m nc serve FOLDER`: a low-bit language model behind OpenAI's API."""
+"""`python -m nc serve FOLDER`: a low-bit language model by OpenAI's API."""
 
 from __future__ import annotations
 
