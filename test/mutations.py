@@ -2119,6 +2119,14 @@ MUTATIONS = (
         ("encoder_decoders",),
     ),
     Mutation(
+        "hidden-source",
+        "a text of which a mask hides all is left to the model",
+        "generation/decoder.py",
+        "(mask is None or bool(mask.any(-1).all()))",
+        "True",
+        ("encoder_decoders",),
+    ),
+    Mutation(
         "stale-weights",
         "a weight that hooks or parametrizations compute is quantized as it is computed, not as it was",
         "modules/computed.py",

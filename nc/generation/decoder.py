@@ -197,6 +197,8 @@ class Decoder:
             return False
         if getattr(getattr(layers[0], "keys", None), "shape", ())[:1] != ids.shape[:1]:
             return False
+        if self._names.source_mask and not _reads_something(kwargs, self._names):
+            return False
         return _follows(kwargs, cache.get_seq_length(), len(ids), self._names)
 
     def _follow(self) -> None:
@@ -327,6 +329,15 @@ def _follows(kwargs: Mapping[str, Any], count: Any, batch: int, names: StepNames
         and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
         and (place is None or place.tolist() == [count])
     )
+
+
+def _reads_something(kwargs: Mapping[str, Any], names: StepNames) -> bool:
+    """Return whether there is an encoder's result, and no text of which a mask hides all.
+
+    Such a text gets the mean of all places, and a plan has more of them.
+    """
+    mask = kwargs.get(names.source_mask)
+    return kwargs.get("encoder_outputs") is not None and (mask is None or bool(mask.any(-1).all()))
 
 
 def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:

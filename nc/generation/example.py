@@ -24,9 +24,11 @@ def first_step(model: Any) -> dict[str, Any]:
     names = step_names(model)
     held: dict[str, Any] = {cache_argument(model): empty_cache(model), "use_cache": True}
     if names.source_mask:
-        held["encoder_outputs"] = encoder_result(
-            model, torch.randn(1, _SOURCE, model.config.hidden_size, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)  # the user's own numbers stay as they are
+        states = torch.randn(
+            1, _SOURCE, model.config.hidden_size, dtype=torch.float32, generator=generator, device="cpu"
         )
+        held["encoder_outputs"] = encoder_result(model, states)
     model(**{names.ids: torch.tensor([_READ], dtype=torch.int64)}, **held)
     return {names.ids: torch.tensor([[_NEXT]], dtype=torch.int64), **held}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nc.generation.names import own_part, source_part
+from nc.generation.names import own_part, source_part, step_names
 
 _LEAST_LENGTH = 256
 #: Sizes of what an encoder has read are filled up to, so that few plans serve all texts.
@@ -180,4 +180,4 @@ def empty_cache(model: Any) -> Any:
     def empty() -> Any:
         return DynamicCache(config=model.config) if takes_config else DynamicCache()
 
-    return EncoderDecoderCache(empty(), empty()) if model.config.is_encoder_decoder else empty()
+    return EncoderDecoderCache(empty(), empty()) if step_names(model).source_mask else empty()

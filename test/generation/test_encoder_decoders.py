@@ -116,6 +116,26 @@ def test_a_cache_whose_source_was_changed_is_read_again():
         torch.testing.assert_close(got, step(same_cache), rtol=0, atol=1e-4)
 
 
+def test_a_text_of_which_all_is_hidden_is_the_models():
+    """It gets the mean of all places, of which a plan has more."""
+    model = translator()
+    inputs = source(model, 2)
+    inputs["attention_mask"][1] = 0
+    expected = translated(model, inputs)
+    nc.accelerate_generation(model)
+    same(translated(model, source(model, 2)), translated(model, source(model, 2)))
+    same(translated(model, inputs), expected)
+
+
+def test_random_numbers_stay_as_they_are():
+    model = translator()
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    nc.accelerate_generation(model)
+    assert torch.equal(torch.rand(4), expected)
+
+
 def test_a_mask_of_a_prefix_of_the_decoder_hides_it():
     model = translator("BartForConditionalGeneration")
     inputs = source(model, 2)
