@@ -2122,8 +2122,8 @@ MUTATIONS = (
         "hidden-source",
         "a text of which a mask hides all is left to the model",
         "generation/decoder.py",
-        "(mask is None or bool(mask.any(-1).all()))",
-        "True",
+        "    return mask is None or bool(mask.any(-1).all())\n",
+        "    return True\n",
         ("encoder_decoders",),
     ),
     Mutation(

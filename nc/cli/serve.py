@@ -42,7 +42,7 @@ def serve(
     from nc.hf import serve as server
     from nc.process.cores import cores
 
-    server.check_servable(folder)
+    server.check_servable(folder, host, port)
     torch.set_num_threads(threads or cores().usable)
     click.echo(f"nc: http://{host}:{port}/v1, {torch.get_num_threads()} threads", err=True)
     server.serve(folder, host, port, cache_tokens, batch_tokens)

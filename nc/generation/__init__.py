@@ -65,7 +65,13 @@ def accelerate_generation(model: _Model) -> _Model:
         )
         raise UnsupportedError(msg)
     with torch.no_grad():
-        decoder.prove(first_step(model))
+        try:
+            step = first_step(model)
+        except Exception as error:  # a model's own, of any type
+            line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            msg = f"{type(model).__name__} can't be run on an example of its decoder's inputs: {line}"
+            raise UnsupportedError(msg) from error
+        decoder.prove(step)
     model.forward = decoder
     return model
 

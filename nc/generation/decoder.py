@@ -332,12 +332,14 @@ def _follows(kwargs: Mapping[str, Any], count: Any, batch: int, names: StepNames
 
 
 def _reads_something(kwargs: Mapping[str, Any], names: StepNames) -> bool:
-    """Return whether there is an encoder's result, and no text of which a mask hides all.
+    """Return whether there is an encoder's result without a mask of its own, and a part of each text is seen.
 
-    Such a text gets the mean of all places, and a plan has more of them.
+    A text of which a mask hides all gets the mean of all places, and a plan has more of them.
     """
-    mask = kwargs.get(names.source_mask)
-    return kwargs.get("encoder_outputs") is not None and (mask is None or bool(mask.any(-1).all()))
+    read, mask = kwargs.get("encoder_outputs"), kwargs.get(names.source_mask)
+    if read is None or getattr(read, "attention_mask", None) is not None:
+        return False
+    return mask is None or bool(mask.any(-1).all())
 
 
 def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:

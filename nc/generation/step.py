@@ -15,7 +15,7 @@ from nc.capture import rewrites
 from nc.capture.export_guards import exportable
 from nc.capture.flatten import flatten_program
 from nc.errors import CaptureError
-from nc.generation.example import encoder_result
+from nc.generation.example import encoder_result, source_width
 from nc.generation.memory import Memory
 from nc.generation.names import cache_argument, step_names
 from nc.process.lock import LOCK
@@ -117,19 +117,19 @@ class _Step(torch.nn.Module):
             cache = _with_source(cache, source_keys, source_values)
             # keys and values are read in place of these states, of which only the sizes are
             unread = source_keys.new_zeros(
-                source_keys.shape[1], source_keys.shape[3], self.model.config.hidden_size
+                source_keys.shape[1], source_keys.shape[3], source_width(self.model)
             )
             more = {
                 "encoder_outputs": encoder_result(self.model, unread),
                 self._names.source_mask: source_mask,
             }
-        elif "position_ids" in self._takes:
+            more = {name: value for name, value in more.items() if name in self._takes}
+        else:
             more = {"position_ids": positions}
         if "cache_position" in self._takes:
             more["cache_position"] = place
         given = {self._names.ids: ids, self._names.mask: mask, self._cache: cache, "use_cache": True}
-        known = {name: value for name, value in more.items() if name in self._takes}
-        result: torch.Tensor = self.model(**given, **known).logits
+        result: torch.Tensor = self.model(**given, **more).logits
         return result
 
 

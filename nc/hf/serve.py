@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from huggingface_hub import constants
 
 from nc.errors import BackendUnavailableError, InputError, UnsupportedError
 from nc.hf.at_load import ATTENTION, METHOD
-from nc.hf.attention import register_attention
+from nc.hf.attention import NAME, register_attention
+from nc.text.json_text import parsed
 
 #: What the server of transformers imports.
 _NEEDED = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
@@ -19,11 +20,11 @@ _NEEDED = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 BLOCK = 256
 
 
-def check_servable(folder: Path) -> None:
-    """Raise an error where a folder can't be served here.
+def check_servable(folder: Path, host: str, port: int) -> None:
+    """Raise an error where a folder can't be served here; before its model is loaded.
 
     Raises:
-        InputError: it has no model with low-bit weights, or no tokenizer.
+        InputError: it has no model with low-bit weights, or no tokenizer; or nothing can listen there.
         UnsupportedError: this version of transformers has no such server.
         BackendUnavailableError: a package is missing, or the attention can't run here.
     """
@@ -36,6 +37,11 @@ def check_servable(folder: Path) -> None:
         msg = f"transformers {transformers.__version__} has no server: install transformers 5.23 or newer."
         raise UnsupportedError(msg)
     register_attention()
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        msg = f"Nothing can listen on {host}, port {port}: {error.strerror}. Choose another one."
+        raise InputError(msg) from error
 
 
 def serve(folder: Path, host: str, port: int, cache_tokens: int, batch_tokens: int) -> None:
@@ -54,13 +60,13 @@ def serve(folder: Path, host: str, port: int, cache_tokens: int, batch_tokens: i
     Raises:
         InputError, UnsupportedError, BackendUnavailableError: see `check_servable`.
     """
-    check_servable(folder)
+    check_servable(folder, host, port)
     from transformers.cli.serve import Serve
 
     # its list of models is an error where this folder is missing
     Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     blocks = max(1, -(-cache_tokens // BLOCK))
-    asked = ATTENTION.set(register_attention())
+    asked = ATTENTION.set(NAME)
     try:
         Serve(
             str(folder),
@@ -80,7 +86,7 @@ def _check_folder(folder: Path) -> None:
     """Raise InputError for a folder that has no model with low-bit weights, or no tokenizer."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parsed(path.read_bytes())
         method = config["quantization_config"]["quant_method"]
     except (OSError, ValueError, KeyError, TypeError):
         method = None

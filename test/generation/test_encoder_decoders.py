@@ -5,13 +5,14 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from suites.encoder_decoders import MODELS, OLD, source, translated, translator
 from suites.generation import by_plan, same
 
 import nc
 from nc.backends import available_backends
 from nc.backends.native.plans import c_functions
-from nc.errors import InputError, NCWarning
+from nc.errors import InputError, NCWarning, UnsupportedError
 from nc.generation import status
 from nc.generation.names import cache_argument, cache_field
 
@@ -150,9 +151,48 @@ def test_a_mask_of_a_prefix_of_the_decoder_hides_it():
         same(translated(model, inputs, **prefix), expected)
 
 
-def test_a_model_that_is_not_quantized_is_an_error():
-    import transformers
+def low_bit(model):
+    model.generation_config.decoder_start_token_id = 2
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return nc.quantize(model.eval(), nc.WeightOnlyConfig("int8", group_size=-1))
 
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+
+
+def test_an_encoder_of_pictures_and_a_decoder_that_were_put_together():
+    vit = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
+    gpt = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, add_cross_attention=True)
+    parts = transformers.ViTModel(vit), transformers.GPT2LMHeadModel(gpt)
+    model = low_bit(transformers.VisionEncoderDecoderModel(encoder=parts[0], decoder=parts[1]))
+    pixels = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    expected = translated(model, pixels)
+    nc.accelerate_generation(model)
+    same(translated(model, pixels), expected)
+    assert "by a plan" in status(model)
+
+
+def test_what_has_no_plan_is_a_typed_error_and_stays_as_it_was():
+    config = transformers.ProphetNetConfig(
+        **{"vocab_size": 96, "hidden_size": 64, "num_encoder_layers": 1, "num_decoder_layers": 1},
+        **{"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4},
+        **{"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "decoder_start_token_id": 2},
+    )
+    model = low_bit(transformers.ProphetNetForConditionalGeneration(config))
+    expected = translated(model, source(model))
+    with pytest.raises(UnsupportedError, match="logits_ngram"):
+        nc.accelerate_generation(model)
+    same(translated(model, source(model)), expected)
+
+
+def test_a_model_that_fails_for_the_example_is_a_typed_error(monkeypatch):
+    model = translator()
+    monkeypatch.setattr(model, "forward", lambda **_: {}["missing"])
+    with pytest.raises(UnsupportedError, match="can't be run on an example"):
+        nc.accelerate_generation(model)
+
+
+def test_a_model_that_is_not_quantized_is_an_error():
     config = transformers.T5Config(**MODELS["T5ForConditionalGeneration"])
     with pytest.raises(InputError, match="no low-bit linear"):
         nc.accelerate_generation(transformers.T5ForConditionalGeneration(config).eval())

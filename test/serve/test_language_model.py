@@ -100,3 +100,11 @@ def test_chat_streams(folder, address):
     given = {"model": str(folder), "messages": messages, "max_tokens": TOKENS}
     pieces = list(client.chat.completions.create(**given, stream=True))
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(folder, address, unused_port):
+    command = (sys.executable, "-m", "nc", "serve", str(folder), "--port", str(unused_port))
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 2
+    assert f"Nothing can listen on 127.0.0.1, port {unused_port}" in run.stderr
+    assert "Loading" not in run.stderr

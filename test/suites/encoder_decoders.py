@@ -34,6 +34,12 @@ MODELS = {
     "BlenderbotForConditionalGeneration": _SIZES,
     "BlenderbotSmallForConditionalGeneration": _SIZES,
     "WhisperForConditionalGeneration": {**_SIZES, **_SOUND, **_NO_TOKENS},
+    "MoonshineForConditionalGeneration": {
+        **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96},
+        **{"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2},
+        **{"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4},
+        **{"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2},
+    },
 }
 OLD = transformers.__version__.startswith("4")
 
@@ -58,6 +64,8 @@ def source(model, batch=1, length=9):
     generator = torch.Generator().manual_seed(length)
     if model.main_input_name == "input_features":
         return {"input_features": torch.randn(batch, 16, 100, generator=generator)}
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.randn(batch, 400 * length, generator=generator)}
     ids = torch.randint(3, 96, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
     for text in range(1, batch):
