@@ -332,7 +332,7 @@ def _follows(kwargs: Mapping[str, Any], count: Any, batch: int, names: StepNames
 
 
 def _reads_something(kwargs: Mapping[str, Any], names: StepNames) -> bool:
-    """Return whether there is an encoder's result without a mask of its own, and a part of each text is seen.
+    """Return whether there is an encoder's result that holds no mask, and a part of each text is seen.
 
     A text of which a mask hides all gets the mean of all places, and a plan has more of them.
     """
