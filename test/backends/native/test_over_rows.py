@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
-from nc.backends.native.plans import any_sizes
+from nc.backends.native.plans import any_sizes, row_linears
 from nc.backends.native.plans.affine import Affine, Unfit, fitted, placed
 from nc.backends.native.plans.family import on_line
 from nc.backends.rewrites.ragged import rewrite
@@ -39,6 +39,8 @@ CONFIGS = {
     "dynamic": nc.DynamicQuantConfig,
     "bf16": functools.partial(nc.StaticQuantConfig, w_dtype="bf16", act_dtype="bf16"),
 }
+if row_linears.why_unavailable(row_linears.BF16):
+    del CONFIGS["bf16"]
 
 
 def converted(name, config, **options):
@@ -398,7 +400,9 @@ def test_forms_of_constants(kind):
     config = nc.StaticQuantConfig(w_dtype="fp32", act_dtype="fp32").set_local("q", nc.StaticQuantConfig())
     rows = nc.quantize(model, config, example_inputs=example, run_fn=lambda m: m(**example), backend="native")
     said = rows.engine.report().details["padding"]
-    assert said.startswith("not computed") or "no kernel" in said
+    # oneDNN's product with a vector sums in another order for other numbers of rows on AVX2
+    refusals = "no kernel", "something else for fewer texts"
+    assert said.startswith("not computed") or any(refusal in said for refusal in refusals)
     inputs = texts(50, 31, 1)
     real = inputs["attention_mask"].bool()
     assert_alike(rows(**inputs)[real], model(**inputs)[real], 1e-3)
