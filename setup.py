@@ -170,7 +170,10 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=["nc", "nc.*"]),
     package_data={"nc": ["py.typed", "kernels/c_code/*.c", "kernels/c_code/*.h"]},
-    entry_points={"console_scripts": ["nc-quant = nc.__main__:run"]},
+    entry_points={
+        "console_scripts": ["nc-quant = nc.__main__:run"],
+        "torch_dynamo_backends": ["nc = nc.api.compiled:backend"],
+    },
     install_requires=REQUIRES,
     extras_require={
         "hf": ["sentence-transformers>=5", "transformers>=4.55.4,<6"],

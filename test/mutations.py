@@ -2260,6 +2260,14 @@ MUTATIONS = (
         "j->sums[g] = sum;",
         ("low_bit_blocks_c",),
     ),
+    Mutation(
+        "compiled-strides",
+        "a compiler is told how the outputs of a quantized model are in memory",
+        "api/compiled.py",
+        "[output.contiguous() for output in _found(model).run(read)]",
+        "list(_found(model).run(read))",
+        ("compiled",),
+    ),
 )
 
 

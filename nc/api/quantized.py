@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
+from nc.api.compiled import call_model, is_operator, number
 from nc.api.flattened import MASK, STARTS, of_tokens, padded
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
@@ -97,6 +98,7 @@ class QuantizedModel(FixedModule):
         self.backend = backend
         self.chosen = chosen
         self.verdict = verdict
+        self._number = number(self)
         self.eval()
 
     if TYPE_CHECKING:
@@ -134,12 +136,22 @@ class QuantizedModel(FixedModule):
             UnsupportedError: torch.jit.trace, torch.export or torch.func calls it, and the engine can't
                 compute with their tensors.
         """
-        if (
-            torch.compiler.is_compiling()
-        ):  # torch.compile would look into the engine, and go on with what calls this
-            return torch.compiler.disable(self._call)(args, kwargs)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():  # torch.compile would look into the engine
+            return self._compiled(args, kwargs)
         leave_threads_of_parent()
         return self._call(args, kwargs)
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the outputs by one operator in a graph of `torch.compile`, or by a call outside of a graph.
+
+        Torch 2.8 takes `is_exporting()` for true in `torch.compile` too.
+        """
+        signature = self._graph.signature
+        in_graph = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        if in_graph and is_operator(signature) and STARTS not in kwargs:
+            outputs = call_model(signature.bind(args, kwargs), self._number)
+            return signature.result(outputs, args, kwargs)
+        return torch.compiler.disable(self._call)(args, kwargs)  # type: ignore[no-untyped-call]
 
     def _call_flattened(self, kwargs: dict[str, Any], names: Sequence[str]) -> Any:
         """Return the outputs for texts in one row: rows of tokens in one row, and one row for each text."""
@@ -148,7 +160,7 @@ class QuantizedModel(FixedModule):
         if texts is not None and texts.mask is not None:
             mask = [leaf.path for leaf in signature.leaves if leaf.used][texts.mask]
         given = padded(kwargs, names, mask)
-        outputs = self._run(signature.bind((), dict(given.inputs)))
+        outputs = self.run(signature.bind((), dict(given.inputs)))
         has_rows = of_tokens(self._graph.module)
         outputs = [given.row(v) if rows else v for v, rows in zip(outputs, has_rows, strict=True)]
         return signature.result(outputs, (), dict(given.inputs))
@@ -159,10 +171,11 @@ class QuantizedModel(FixedModule):
             names = [p.name for p in signature.parameters if p.captured]
             if STARTS not in names:
                 return self._call_flattened(kwargs, names)
-        outputs = self._run(signature.bind(args, kwargs))
+        outputs = self.run(signature.bind(args, kwargs))
         return signature.result(outputs, args, kwargs)
 
-    def _run(self, tensors: list[torch.Tensor]) -> Sequence[Any]:
+    def run(self, tensors: list[torch.Tensor]) -> Sequence[Any]:
+        """Return the flat outputs for the flat inputs of the signature; raises as `forward`."""
         try:
             with without_autocast():
                 return self.engine.run(tensors)

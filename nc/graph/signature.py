@@ -146,9 +146,7 @@ class Signature:
             if leaf.used:
                 # engines read memory, where a lazy sign or conjugate is not yet; each question gives Python's
                 # lock up and takes it back
-                tensors.append(
-                    value.resolve_conj().resolve_neg() if value.dtype.is_complex or value.is_neg() else value
-                )
+                tensors.append(_read(value))
         if self.conditions:
             self._check_sizes(flat)
         if self.effects:
@@ -441,6 +439,13 @@ def _is_object(spec: pytree.TreeSpec) -> bool:
         and issubclass(spec.type, Mapping)
         and all(isinstance(name, str) for name in spec.context)
     )
+
+
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without a lazy sign or conjugate; dynamo can't ask for the sign, and keeps both."""
+    if torch.compiler.is_dynamo_compiling() or not (tensor.dtype.is_complex or tensor.is_neg()):
+        return tensor
+    return tensor.resolve_conj().resolve_neg()
 
 
 def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:

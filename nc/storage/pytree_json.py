@@ -89,8 +89,8 @@ pytree.register_pytree_node(
 class ModelOutputs:
     """A placeholder in a structure for a class of transformers, whose import takes half of a cold start.
 
-    It has no instances. Each call returns an instance of the class itself if the process has imported
-    transformers, else an `OutputDict`.
+    It is for caches, and for artefacts that are loaded before transformers. It has no instances. Each call
+    returns an instance of the class itself if the process has imported transformers, else an `OutputDict`.
     """
 
 
@@ -215,7 +215,8 @@ def _decode_object(
     The class of the object is one that is not known here.
     """
     is_cache = tuple(members) == caches.MEMBERS.get(name)
-    if not inputs and (is_cache or _TRANSFORMERS.fullmatch(name)):
+    is_late = is_cache or (_TRANSFORMERS.fullmatch(name) and "transformers" not in sys.modules)
+    if not inputs and is_late:
         return pytree.TreeSpec(ModelOutputs, (name, members), items)
     if is_cache:
         return pytree.TreeSpec(caches.class_of(name) or OutputDict, members, items)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +11,12 @@ from torch import fx
 
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.native.torch_library import ACCUMULATOR, SUM, functional_sum
-from nc.errors import BackendError, BackendUnavailableError
+from nc.errors import BackendError
 from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import inline, retarget
 from nc.graph.views import set_argument
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
-from nc.process import env
+from nc.process.cxx import check_compiler
 
 #: The operator of all convolutions that Inductor knows, under the name that it knows.
 _CONVOLUTION = torch.ops.onednn.qconv_pointwise.default
@@ -62,17 +61,6 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
             raise BackendError(msg) from error
 
     return run
-
-
-def check_compiler(what: str) -> None:
-    """Raise BackendUnavailableError when there is no C++ compiler for what needs one."""
-    compiler = env.CXX.get("g++")
-    if shutil.which(compiler) is None:
-        msg = (
-            f"{what} needs a C++ compiler, and {compiler!r} is not found: install g++, or name one by the "
-            "variable CXX."
-        )
-        raise BackendUnavailableError(msg)
 
 
 class _Freezing:

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel
-from nc.backends.native.compiled import check_compiler
 from nc.backends.native.lower import executed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.torch_library import in_place
@@ -27,6 +26,7 @@ from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.ops import quant_linear
+from nc.process.cxx import check_compiler
 from nc.process.warn import warn
 
 #: Constants stay constants, so that weights are packed at compile time.

@@ -23,8 +23,8 @@ from nc import (
 )
 from nc.backends import get_backend
 from nc.backends.native import fuse, passes
-from nc.backends.native.compiled import check_compiler
 from nc.graph.catalogue import kind_of_node
+from nc.process.cxx import check_compiler
 
 try:
     check_compiler("a test")
