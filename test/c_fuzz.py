@@ -296,6 +296,7 @@ def case_place() -> str:
 def case_attention() -> str:
     batch, group, shared = random.choice((1, 2)), random.choice((1, 2, 3)), random.choice((1, 2))
     heads, keys = group * shared, random.choice((1, 5, 17, 511, 512, 513, 600))
+    rows = random.choice((1, 1, 2, 7))
     width, wide, kind = (
         random.choice((1, 8, 33, 64, 512)),
         random.choice((1, 8, 33, 64, 512)),
@@ -303,18 +304,20 @@ def case_attention() -> str:
     )
     types = random.choices(FLOATS, k=4)
     q, k, v = (
-        rows_of((batch, heads, width), types[0]),
+        rows_of((batch, heads, rows, width), types[0]),
         rows_of((batch, shared, keys, width), types[1]),
         rows_of((batch, shared, keys, wide), types[2]),
     )
-    y = torch.empty(batch, heads, wide, dtype=types[3])
-    shape = (batch if random.random() < 0.5 else 1, heads if random.random() < 0.5 else 1, keys)
+    y = torch.empty(batch, heads, rows, wide, dtype=types[3])
+    sizes = (batch, heads, rows, keys)
+    shape = (*(size if random.random() < 0.5 else 1 for size in sizes[:3]), keys)
     masks = [], [torch.rand(shape) < 0.8], [torch.randn(shape).to(random.choice(FLOATS))]
-    mask = [m.expand(batch, heads, keys) for m in masks[kind]]
+    mask = [m.expand(sizes) for m in masks[kind]]
     factor = width**-0.5
     fields = {
         "batch": batch,
         "heads": heads,
+        "rows": rows,
         "group": group,
         "keys": keys,
         "width": width,
@@ -322,20 +325,20 @@ def case_attention() -> str:
         "mask": kind,
         **{f"{name}_dtype": DTYPES[dtype] for name, dtype in zip("qkvy", types, strict=True)},
         "mask_dtype": DTYPES[mask[0].dtype] if mask else DTYPES[torch.float32],
-        "q_strides": q.stride()[:2],
+        "q_strides": q.stride()[:3],
         "k_strides": k.stride()[:3],
         "v_strides": v.stride()[:3],
-        "y_strides": y.stride()[:2],
-        "mask_strides": mask[0].stride() if mask else (0, 0, 0),
+        "y_strides": y.stride()[:3],
+        "mask_strides": mask[0].stride() if mask else (0, 0, 0, 0),
         "factor": factor,
         "threads": threads(),
     }
     call(c_functions.function("attention"), fields, [y, q, k, v, *mask])
-    scores = torch.einsum("bhw,bhkw->bhk", q.double(), k.double().repeat_interleave(group, 1)) * factor
+    scores = torch.einsum("bhrw,bhkw->bhrk", q.double(), k.double().repeat_interleave(group, 1)) * factor
     if kind:
         scores = scores.masked_fill(~mask[0], -math.inf) if kind == 1 else scores + mask[0].double()
     expected = torch.einsum(
-        "bhk,bhkv->bhv", torch.softmax(scores, -1).nan_to_num(0), v.double().repeat_interleave(group, 1)
+        "bhrk,bhkv->bhrv", torch.softmax(scores, -1).nan_to_num(0), v.double().repeat_interleave(group, 1)
     )
     close(y, expected, 8e-3 if types[3] is torch.bfloat16 else 2e-5, 1e-5)
     return f"{fields}"

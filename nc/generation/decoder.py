@@ -1,6 +1,6 @@
 """The replacement of a language model's `forward`.
 
-It computes single tokens by plans, and calls the model for all else.
+It computes single tokens, and a few at once, by plans, and calls the model for all else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -44,9 +44,31 @@ _EXACT_DB, _ROUNDED_DB = 60.0, 20.0
 
 
 _INTEGERS = (torch.int64, torch.int32)
-#: Whether places of the cache are hidden, whether there are several texts, and whether the model itself
-#: counts the positions of texts with hidden places: some models leave those out.
-_Kind = tuple[bool, bool, bool]
+#: Tokens of a text that are computed at once: drafts that a model confirms.
+MOST_TOKENS = 16
+
+
+class _Kind(NamedTuple):
+    """A kind of step, each of which is compared with the model.
+
+    Attributes:
+        masked: places of the cache are hidden.
+        several: there are several texts.
+        counted: the model itself counts the positions of texts with hidden places: some leave those out.
+        drafted: there are several tokens of each text.
+    """
+
+    masked: bool
+    several: bool
+    counted: bool
+    drafted: bool
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        what = f"{'several tokens of ' * self.drafted}{'batches' if self.several else 'one text'}"
+        return what + ", some places hidden" * self.masked + ", positions not given" * self.counted
+
+
 #: What outputs of steps hold.
 _GIVEN = ("logits", "encoder_last_hidden_state", *CACHE_NAMES)
 #: Tokens that are compared: what a plan would keep wrongly from one token to the next is not seen in one.
@@ -100,7 +122,8 @@ class Decoder:
         self._of, self._names = Snapshot(model), step_names(model)
         #: For each kind of step what computes it, or why it is left to the model.
         self._found: dict[_Kind, _Compared | Unavailable] = {}
-        self._steps: dict[bool, _Step] = {}
+        #: By whether places are hidden, and whether there are several tokens.
+        self._steps: dict[tuple[bool, bool], _Step] = {}
         self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
 
@@ -108,9 +131,10 @@ class Decoder:
         """Return what the model gives."""
         if args or not self._is_step(kwargs):
             return self._forward(*args, **kwargs)
-        cache, kind = cache_of(kwargs), _kind(kwargs, self._names)
+        cache, kind, tokens = cache_of(kwargs), _kind(kwargs, self._names), kwargs[self._names.ids].shape[1]
         count, memory = cache.get_seq_length(), self._memories.get(cache)
-        if memory is None or count >= memory.places or not memory.is_of(cache):  # another text, or more of it
+        if memory is None or count + tokens > memory.places or not memory.is_of(cache):
+            # another text, or more of it
             self._follow()
             memory = None
         found = self._found.get(kind)
@@ -118,7 +142,7 @@ class Decoder:
             return self._compare(kind, kwargs, strict=False)
         if isinstance(found, Unavailable) or (memory is None and why_unknown(cache)):
             return self._forward(**kwargs)
-        memory = memory or memory_of(cache, fills=found.step.reads_source_mask)
+        memory = memory or memory_of(cache, tokens, fills=found.step.reads_source_mask)
         try:
             logits = _run(found.step, kwargs, memory, count, self._names)
         except (
@@ -131,7 +155,7 @@ class Decoder:
             )  # an index that is out of range is torch's error, as without plans
             self._leave(kind, f"a plan failed: {str(error).splitlines()[0]}")
             return output
-        memory.show(cache, count + 1)
+        memory.show(cache, count + tokens)
         self._memories[cache] = memory
         return _output(logits, cache, kwargs)
 
@@ -161,15 +185,13 @@ class Decoder:
     def status(self) -> str:
         """Return what computes tokens, in words."""
         lines = []
-        for (masked, several, counted), found in sorted(self._found.items()):
-            more = (", some places hidden" if masked else "") + (", positions not given" if counted else "")
-            what = ("batches" if several else "one text") + more
+        for kind, found in sorted(self._found.items()):
             how = (
                 f"the model itself ({found})"
                 if isinstance(found, Unavailable)
                 else f"by a plan, {found.db:.0f} dB to the model"
             )
-            lines.append(f"{what}: {how}")
+            lines.append(f"{kind}: {how}")
         return "; ".join(lines)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -181,9 +203,9 @@ class Decoder:
         return _own_forward, (self._model(),)
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a call computes one token that follows others, and asks for nothing else."""
+        """Return whether a call computes few tokens that follow others, and asks for nothing else."""
         ids, cache, model = kwargs.get(self._names.ids), cache_of(kwargs), self._model()
-        if cache is None or not _is_one_token(ids):
+        if cache is None or not _are_few_tokens(ids):
             return False
         if model is None or model.training or _is_watched(ids):
             return False
@@ -199,7 +221,7 @@ class Decoder:
             return False
         if self._names.source_mask and not _reads_something(kwargs, self._names):
             return False
-        return _follows(kwargs, cache.get_seq_length(), len(ids), self._names)
+        return _follows(kwargs, cache.get_seq_length(), ids.shape, self._names)
 
     def _follow(self) -> None:
         """Forget what was proved of a model that has other weights or modules now."""
@@ -216,7 +238,7 @@ class Decoder:
             cache = cache_of(kwargs)
             why = why_unknown(cache)
             memory = (
-                None if why else self._memory_to_compare(cache, kind)
+                None if why else self._memory_to_compare(cache, kind, kwargs[self._names.ids].shape[1])
             )  # before the model runs: layers with a window forget
             count = 0 if why else cache.get_seq_length()
             output = self._forward(**kwargs)
@@ -231,10 +253,10 @@ class Decoder:
                 self._leave(kind, str(error).splitlines()[0])
             return output
 
-    def _memory_to_compare(self, cache: Any, kind: _Kind) -> Memory:
-        """Return memory for one token; what an encoder has read has the places that a plan gives it."""
-        step = self._steps.get(kind[0])
-        return memory_of(cache, fills=step is not None and step.reads_source_mask)
+    def _memory_to_compare(self, cache: Any, kind: _Kind, tokens: int) -> Memory:
+        """Return memory for a step; what an encoder has read has the places that a plan gives it."""
+        step = self._steps.get((kind.masked, kind.drafted))
+        return memory_of(cache, tokens, fills=step is not None and step.reads_source_mask)
 
     def _leave(self, kind: _Kind, why: str) -> None:
         """Leave such steps to the model."""
@@ -244,16 +266,17 @@ class Decoder:
     def _agreement(
         self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int
     ) -> _Compared:
-        """Return a token by a plan, and how it agrees with the model's own output."""
+        """Return a step by a plan, and how it agrees with the model's own output."""
         name = type(self._model()).__name__
         more = sorted(key for key, value in output.items() if value is not None and key not in _GIVEN)
         if more:
             msg = f"{name} gives {', '.join(more)} too, which plans don't."
             raise UnsupportedError(msg)
-        if kind[0] not in self._steps:
-            self._steps[kind[0]] = self._step(memory, kind[0])
+        of_kind = kind.masked, kind.drafted
+        if of_kind not in self._steps:
+            self._steps[of_kind] = self._step(memory, *of_kind)
         before = self._found.get(kind)
-        before = before if isinstance(before, _Compared) else _Compared(self._steps[kind[0]])
+        before = before if isinstance(before, _Compared) else _Compared(self._steps[of_kind])
         try:
             logits = _run(before.step, kwargs, memory, count, self._names)
         except (
@@ -263,13 +286,17 @@ class Decoder:
         ) as error:  # of an operator, with sizes that the graph is not for
             msg = f"A token of {name} can't be computed by a plan: {error}"
             raise BackendError(msg) from error
-        layers = own_part(cache_of(kwargs)).layers
-        expected = [
-            output.logits,
-            *(layer.keys[:, :, -1] for layer in layers),
-            *(layer.values[:, :, -1] for layer in layers),
+        tokens = kwargs[self._names.ids].shape[1]
+        # layers with a short window keep fewer
+        sides = [
+            (side[:, :, -tokens:], own[:, :, count : count + tokens])
+            for layer, *owns in zip(
+                own_part(cache_of(kwargs)).layers, memory.keys, memory.values, strict=True
+            )
+            for side, own in zip((layer.keys, layer.values), owns, strict=True)
         ]
-        new = [side[:, :, count] for sides in (memory.keys, memory.values) for side in sides]
+        expected = [output.logits, *(side for side, _ in sides)]
+        new = [own[:, :, -side.shape[2] :] for side, own in sides]
         found = worst_sqnr_db(expected, [logits, *new])
         rounded = output.logits.dtype != torch.float32 or any(
             layer.act_dtype != "fp32" for layer in self.layers
@@ -283,20 +310,20 @@ class Decoder:
             raise VerificationError(msg)
         return _Compared(before.step, min(before.db, found), before.tokens + 1)
 
-    def _step(self, memory: Memory, masked: bool) -> _Step:
-        """Return what computes a token.
+    def _step(self, memory: Memory, masked: bool, drafted: bool) -> _Step:
+        """Return what computes a step.
 
         Some models can be captured only with a mask, which hides nothing then.
         """
         model = self._model()
         assert model is not None
         try:
-            module = captured(model, memory, masked)
+            module = captured(model, memory, masked, drafted)
         except CaptureError as error:
             if masked:
                 raise
             try:
-                module = captured(model, memory, True)
+                module = captured(model, memory, True, drafted)
             except CaptureError:
                 raise error from None
         inputs = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
@@ -306,12 +333,15 @@ class Decoder:
 def _kind(kwargs: Mapping[str, Any], names: StepNames) -> _Kind:
     mask = kwargs.get(names.mask)
     masked = mask is not None and not bool(mask.all())
-    return masked, len(kwargs[names.ids]) > 1, masked and kwargs.get("position_ids") is None
+    texts, tokens = kwargs[names.ids].shape
+    return _Kind(masked, texts > 1, masked and kwargs.get("position_ids") is None, tokens > 1)
 
 
-def _is_one_token(ids: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether ids are those of one token of each text, on the CPU."""
-    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.device.type == "cpu"
+def _are_few_tokens(ids: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether ids are those of few tokens of each text, on the CPU."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.device.type != "cpu":
+        return False
+    return 1 <= ids.shape[1] <= MOST_TOKENS
 
 
 def _is_watched(ids: torch.Tensor) -> bool:
@@ -319,15 +349,20 @@ def _is_watched(ids: torch.Tensor) -> bool:
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or in_trace(ids)
 
 
-def _follows(kwargs: Mapping[str, Any], count: Any, batch: int, names: StepNames) -> bool:
-    """Whether a token directly follows the `count` tokens in the cache, as far as its position is given."""
+def _follows(kwargs: Mapping[str, Any], count: Any, shape: Sequence[int], names: StepNames) -> bool:
+    """Whether tokens directly follow the `count` tokens in the cache, as far as their positions are given.
+
+    `shape`: of the ids, [batch, tokens].
+    """
     if not isinstance(count, int) or count <= 0:
         return False
+    batch, tokens = shape
     mask, positions, place = map(kwargs.get, (names.mask, "position_ids", "cache_position"))
+    fit = (batch, tokens), (1, tokens)
     return (
-        (mask is None or _is_plain(mask, (batch, count + 1)))
-        and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
-        and (place is None or place.tolist() == [count])
+        (mask is None or _is_plain(mask, (batch, count + tokens), tokens))
+        and (positions is None or (positions.dtype in _INTEGERS and positions.shape in fit))
+        and (place is None or place.tolist() == list(range(count, count + tokens)))
     )
 
 
@@ -342,14 +377,14 @@ def _reads_something(kwargs: Mapping[str, Any], names: StepNames) -> bool:
     return mask is None or bool(mask.any(-1).all())
 
 
-def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:
-    """Return whether a mask hides places of the cache, but not the token itself.
+def _is_plain(mask: Any, shape: tuple[int, int], tokens: int) -> bool:
+    """Return whether a mask hides places of the cache, but not the tokens themselves.
 
     In some models a text that sees nothing gets the mean of all places, and a plan has more of them.
     """
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return False
-    return not mask.is_floating_point() and bool(mask[:, -1].all())
+    return not mask.is_floating_point() and bool(mask[:, -tokens:].all())
 
 
 def _asks_for_more(kwargs: Mapping[str, Any], config: Any, names: StepNames) -> bool:
@@ -373,25 +408,29 @@ def _asks_for_more(kwargs: Mapping[str, Any], config: Any, names: StepNames) -> 
 def _run(
     step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int, names: StepNames
 ) -> torch.Tensor:
-    """Return the logits [batch, 1, vocabulary] of one token; its keys and values are written to `memory`."""
+    """Return the logits [batch, tokens, vocabulary]; keys and values of the tokens are written to `memory`.
+
+    There are those of the last tokens alone, as far as the call says so.
+    """
     ids, positions, mask = kwargs[names.ids], kwargs.get("position_ids"), kwargs.get(names.mask)
-    place = torch.tensor([count], dtype=torch.int64, device="cpu")
+    tokens, keep = ids.shape[1], kwargs.get("logits_to_keep", 0)
+    place = torch.arange(count, count + tokens, dtype=torch.int64, device="cpu")
     given = {"ids": ids.long(), "place": place, "keys": memory.keys, "values": memory.values}
-    given["positions"] = (place if positions is None else positions.long()).expand(len(ids), 1)
+    given["positions"] = (place if positions is None else positions.long()).expand(ids.shape)
     if "mask" in step.inputs:
         seen = (
-            torch.ones(len(ids), count + 1, dtype=torch.int64, device="cpu")
+            torch.ones(len(ids), count + tokens, dtype=torch.int64, device="cpu")
             if mask is None
             else mask.bool().long()
         )
-        given["mask"] = torch.nn.functional.pad(seen, (0, memory.places - count - 1))
+        given["mask"] = torch.nn.functional.pad(seen, (0, memory.places - count - tokens))
     if memory.source is not None:
         given |= {"source_keys": memory.source.keys, "source_values": memory.source.values}
         if step.reads_source_mask:
             given["source_mask"] = _source_mask(kwargs.get(names.source_mask), memory.source)
     with torch.no_grad():
         (logits,) = step.model(*(given[name] for name in step.inputs))
-    return logits
+    return logits[:, -keep:] if 0 < keep < tokens else logits
 
 
 def _source_mask(mask: torch.Tensor | None, source: SourceMemory) -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,13 +50,15 @@ class Memory:
         keys: [layers, batch, heads, places, width].
         values: likewise.
         shown: keys and values of each layer as the user's cache has them; other ones there mean that somebody
-            changed the cache.
+            changed the cache. Where one is gone, nobody kept it.
+        uses: how many tensors share the memory of keys, and of values, while these are shown.
         source: what an encoder has read, where there is one.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    shown: list[tuple[torch.Tensor, torch.Tensor]]
+    shown: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]]
+    uses: tuple[int, int] = (0, 0)
     source: SourceMemory | None = None
 
     @property
@@ -63,36 +67,59 @@ class Memory:
         return self.keys.shape[3]
 
     def is_of(self, cache: Any) -> bool:
-        """Tell whether the user's cache shows this memory.
+        """Tell whether the user's cache shows this memory, or the first tokens of it and nobody the others.
 
-        Layers with a window must not have been asked to keep more of it.
+        Layers with a window must not have been asked to keep more of it, nor less.
         """
         layers = own_part(cache).layers
         if self.source is not None and not self.source.is_of(cache):
             return False
         if any(getattr(layer, "record_past", False) for layer in layers):
             return False
-        return _show(layers, self.shown)
+        shown = [(keys(), values()) for keys, values in self.shown]
+        return _show(layers, shown) or (all(t is None for t in chain(*shown)) and self._begins_with(layers))
+
+    def _begins_with(self, layers: list[Any]) -> bool:
+        """Tell whether layers have the first tokens of this memory, and no other tensor is a part of it."""
+        count = layers[0].get_seq_length()
+        sides = zip(chain(self.keys, self.values), chain(*zip(*map(_pair, layers), strict=True)), strict=True)
+        return (
+            (_uses(self.keys), _uses(self.values)) == self.uses
+            and all(getattr(layer, "sliding_window", None) is None for layer in layers)
+            and all(_is_same(own[:, :, :count], side) for own, side in sides)
+        )
 
     def show(self, cache: Any, count: int) -> None:
         """Let the user's cache hold that many tokens."""
         layers = own_part(cache).layers
-        self.shown = list(
-            zip(self.keys[:, :, :, :count].unbind(0), self.values[:, :, :, :count].unbind(0), strict=True)
-        )
-        for index, layer in enumerate(layers):
+        sides = (side[:, :, :, :count].unbind(0) for side in (self.keys, self.values))
+        for layer, keys, values in zip(layers, *sides, strict=True):
+            layer.keys, layer.values = keys, values
             window = getattr(layer, "sliding_window", None)
             if window is not None:
-                keys, values = self.shown[index]
-                self.shown[index] = (
-                    keys[:, :, max(count - window + 1, 0) :],
-                    values[:, :, max(count - window + 1, 0) :],
-                )
+                first = max(count - window + 1, 0)
+                layer.keys, layer.values = keys[:, :, first:], values[:, :, first:]
                 layer.cumulative_length = count
-            layer.keys, layer.values = self.shown[index]
+        self.shown = [(weakref.ref(layer.keys), weakref.ref(layer.values)) for layer in layers]
+        self.uses = _uses(self.keys), _uses(self.values)
 
 
-def _show(layers: list[Any], shown: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+def _uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors share a tensor's memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether tensors are the same elements of the same memory."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _pair(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values
+
+
+def _show(layers: list[Any], shown: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> bool:
     """Tell whether layers of a cache have these keys and values, and no others."""
     return all(layer.keys is k and layer.values is v for layer, (k, v) in zip(layers, shown, strict=True))
 
@@ -134,17 +161,18 @@ def _why_unread(cache: Any, source: Any) -> str:
     return ""
 
 
-def memory_of(cache: Any, *, fills: bool = False) -> Memory:
+def memory_of(cache: Any, tokens: int = 1, *, fills: bool = False) -> Memory:
     """Return a copy of the tokens of a cache, in memory with room for more.
 
     Args:
         cache: the user's, of a kind that is known, see `why_unknown`.
+        tokens: those that come next.
         fills: whether a mask hides places after what an encoder has read, which may have more places then.
     """
     count, own, source = cache.get_seq_length(), own_part(cache), source_part(cache)
-    places = max(_LEAST_LENGTH, 1 << count.bit_length())
+    places = max(_LEAST_LENGTH, 1 << (count + tokens - 1).bit_length())
     keys, values = (_copied(side, count, places) for side in _sides(own))
-    return Memory(keys, values, [], None if source is None else _source_of(source, fills))
+    return Memory(keys, values, [], source=None if source is None else _source_of(source, fills))
 
 
 def _source_of(cache: Any, fills: bool) -> SourceMemory:

@@ -1,4 +1,4 @@
-"""One token of a language model as a graph.
+"""One token of a language model, or a few, as a graph.
 
 The key-value cache is an input that the graph changes in place.
 """
@@ -21,8 +21,7 @@ from nc.generation.names import cache_argument, step_names
 from nc.process.lock import LOCK
 
 #: Sizes of the example: none of them is a size of models, so the graph can't mistake one for the other.
-_BATCH, _LENGTH, _SOURCE = 3, 233, 151
-
+_BATCH, _LENGTH, _SOURCE, _TOKENS = 3, 233, 151, 5
 
 #: Inputs of a step, in order. A graph has those that the model reads.
 INPUTS = (
@@ -31,19 +30,20 @@ INPUTS = (
 )
 
 
-def captured(model: torch.nn.Module, memory: Memory, masked: bool) -> fx.GraphModule:
+def captured(model: torch.nn.Module, memory: Memory, masked: bool, several: bool) -> fx.GraphModule:
     """Return the graph of a decoding step, for any batch and any length of the cache.
 
-    Its inputs: token ids [batch, 1] and their positions [batch, 1]; the place [1] in the cache; with `masked`
-    a mask [batch, length] of the places that hold tokens, in int64; keys and values [layers, batch, heads,
-    length, width]; keys and values of what an encoder has read, likewise, and a mask of it [batch, source].
-    It writes the token's keys and values to that place, and gives the logits [batch, 1, vocabulary]. The
-    names of its placeholders are those of `INPUTS`.
+    Its inputs: token ids [batch, tokens] and their positions, likewise; their places [tokens] in the cache;
+    with `masked` a mask [batch, length] of the places that hold tokens, in int64; keys and values [layers,
+    batch, heads, length, width]; keys and values of what an encoder has read, likewise, and a mask of it
+    [batch, source]. It writes the tokens' keys and values to those places, and gives the logits [batch,
+    tokens, vocabulary]. The names of its placeholders are those of `INPUTS`.
 
     Args:
         model: a language model of transformers.
         memory: of a cache of this model; only sizes and dtype are read.
         masked: whether there is a mask of the tokens.
+        several: whether the graph is for any number of tokens from 2 on, or for one.
 
     Raises:
         CaptureError: torch.export can't express the step.
@@ -52,15 +52,17 @@ def captured(model: torch.nn.Module, memory: Memory, masked: bool) -> fx.GraphMo
     cache = [_example(t, _LENGTH) for t in (memory.keys, memory.values)]
     read = [None, None] if source is None else [_example(t, _SOURCE) for t in (source.keys, source.values)]
     source_mask = None if source is None else torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
-    ids, place = torch.zeros(_BATCH, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    count = _TOKENS if several else 1
+    ids, place = torch.zeros(_BATCH, count, dtype=torch.int64), torch.arange(1, count + 1, dtype=torch.int64)
     mask = torch.ones(_BATCH, _LENGTH, dtype=torch.int64) if masked else None
-    batch, length = torch.export.Dim.AUTO, torch.export.Dim.AUTO
+    batch = length = torch.export.Dim.AUTO
+    of_tokens = {0: batch, 1: length} if several else {0: batch}
     of_cache = {1: batch, 3: length}
     of_source = None if source is None else of_cache
     shapes = {
-        "ids": {0: batch},
-        "positions": {0: batch},
-        "place": None,
+        "ids": of_tokens,
+        "positions": of_tokens,
+        "place": {0: length} if several else None,
         "mask": {0: batch, 1: length} if masked else None,
         **{"keys": of_cache, "values": of_cache, "source_keys": of_source, "source_values": of_source},
         "source_mask": None if source is None else {0: batch, 1: length},
@@ -68,7 +70,7 @@ def captured(model: torch.nn.Module, memory: Memory, masked: bool) -> fx.GraphMo
     try:
         with LOCK, torch.no_grad(), exportable(False):
             step = _Step(model).eval()
-            arguments = (ids, ids + 1, place, mask, *cache, *read, source_mask)
+            arguments = (ids, place.repeat(_BATCH, 1), place, mask, *cache, *read, source_mask)
             program = torch.export.export(step, arguments, dynamic_shapes=shapes, strict=False)
         module, placeholders = flatten_program(program)
     except CaptureError:

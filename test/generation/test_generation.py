@@ -67,6 +67,24 @@ def test_texts_are_those_of_the_model(name):
     assert status(model) in " ".join(str(nc.report(model)).split())
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen3", "Mistral"])
+@pytest.mark.sample(2)
+def test_drafts_out_of_the_prompt(name):
+    """Texts that repeat themselves; where windows slide, the model itself confirms drafts."""
+    model = language_model(name)
+    prompt = texts().repeat(1, 3)
+    options = {"prompt_lookup_num_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+    expected = generated(model, prompt, 60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NCWarning)  # of windows
+        nc.accelerate_generation(model)
+        tokens = by_plan(model)
+        got = generated(model, prompt, 60, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    by_plans = name != "Mistral"
+    assert ("several tokens of one text: by a plan" in status(model)) == bool(tokens) == by_plans
+
+
 class _Pieces(list):
     """A streamer that keeps what it is given."""
 
@@ -79,7 +97,7 @@ class _Pieces(list):
 
 @pytest.mark.sample(2)
 def test_assistants_streams_and_static_caches_give_the_texts_of_the_model():
-    """An assistant proposes tokens by plans of its own; several tokens at once are the model's."""
+    """An assistant proposes tokens by plans of its own; the model computes several at once by plans."""
     model, assistant = language_model(), language_model(num_hidden_layers=1)
     assistant.generation_config.assistant_confidence_threshold = 0  # it goes on though it is never sure
     calls = [
@@ -94,6 +112,7 @@ def test_assistants_streams_and_static_caches_give_the_texts_of_the_model():
     for call, own in zip(calls, expected, strict=True):
         assert torch.equal(call(), own)
     assert proposed
+    assert "several tokens of one text: by a plan" in status(model)
     pieces = _Pieces()
     tokens = by_plan(model)
     text = generated(model, texts(), streamer=pieces).sequences

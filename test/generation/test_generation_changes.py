@@ -157,6 +157,62 @@ def test_what_was_kept_of_a_cache_stays():
             assert torch.equal(keys, expected)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_several_tokens_at_once(batch):
+    """Some are taken back, and others follow: what nobody kept is written over, without a copy."""
+    model, own = pair()
+    mask = torch.ones(batch, 60, dtype=torch.int64)
+    mask[0, :4] = 0
+    caches = [filled(each, texts(batch), attention_mask=mask[:, :9]) for each in (model, own)]
+    drafts, count, memories = torch.randint(3, 96, (batch, 16)), 9, set()
+    for tokens, taken in ((3, 1), (5, 5), (1, 1), (16, 7), (2, 1), (8, 3), (4, 0), (4, 4)):
+        more = {"attention_mask": mask[:, : count + tokens]}
+        with torch.no_grad():
+            got, expected = (
+                each(input_ids=drafts[:, :tokens], past_key_values=cache, **more).logits
+                for each, cache in zip((model, own), caches, strict=True)
+            )
+        assert worst_sqnr_db([expected], [got]) > 90
+        count += taken
+        for cache in caches:
+            if taken < tokens:
+                cache.crop(count if OLD else taken - tokens)
+            assert cache.get_seq_length() == count
+        if (memory := model.forward._memories.get(caches[0])) is not None:
+            memories.add(memory.keys.data_ptr())
+    assert len(memories) == 1
+    assert "several tokens of " in status(model)
+
+
+def test_drafts_that_were_kept_stay():
+    model, _ = pair()
+    cache = filled(model, texts(1, 5))
+    for token in range(5, 9):
+        step(model, cache, token)
+    for keep in (lambda layer: layer.keys, lambda layer: layer.values[:, :, 2:]):
+        with torch.no_grad():
+            model(input_ids=texts(1, 4), past_key_values=cache)
+        kept = [keep(layer) for layer in cache.layers]
+        before = [tensor.clone() for tensor in kept]
+        cache.crop(cache.get_seq_length() - 3 if OLD else -3)
+        step(model, cache, 50)
+        for tensor, expected in zip(kept, before, strict=True):
+            assert torch.equal(tensor, expected)
+
+
+def test_the_last_logits_alone():
+    model, own = pair()
+    caches = [filled(each, texts()) for each in (model, own)]
+    for keep in (0, 1, 2, 3, 7):
+        with torch.no_grad():
+            got, expected = (
+                each(input_ids=texts(1, 3), past_key_values=cache, logits_to_keep=keep).logits
+                for each, cache in zip((model, own), caches, strict=True)
+            )
+        assert got.shape == expected.shape
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_positions_that_the_model_counts():
     """OPT counts visible tokens where no positions are given, and a plan counts places.
 

@@ -485,48 +485,70 @@ INLINE void scale(float *y, float by, int64_t n)
 /* What a float mask adds for places that hold nothing, and lower numbers: a score of up to 1e29 does not change
  * them, so it is not computed. */
 #define HIDDEN -1e37f
+#define AHEAD 16 /* keys that are asked for before they are read */
+
+/* Elements from the first one of a tensor to that of row (i, j, k). */
+INLINE int64_t place_of(const int64_t *strides, int64_t i, int64_t j, int64_t k)
+{
+    return i * strides[0] + j * strides[1] + k * strides[2];
+}
 
 struct attention {
     const struct nc_attention *how;
     char *const *tensors;
 };
 
-/* One query of one head: softmax(q K^T * factor + mask) V, for ROW keys at a time; the largest score so far
- * is taken off all (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). */
-INLINE void any_attend(const struct attention *job, int64_t task)
+/* What the mask adds to a score at element m; -INFINITY where a bool hides it. */
+INLINE float masked(const struct nc_attention *h, const char *mask, int64_t m)
+{
+    float added = 0;
+    if (h->mask == MASK_BOOL)
+        return ((const uint8_t *)mask)[m] ? 0 : -INFINITY;
+    if (h->mask == MASK_FLOAT)
+        added = *load(mask + m * bytes_of(h->mask_dtype), h->mask_dtype, 1, 1, &added);
+    return added;
+}
+
+/* The keys of a query up to the last one that the mask does not hide; all where it hides all. */
+INLINE int64_t seen_keys(const struct nc_attention *h, const char *mask, int64_t at)
+{
+    int64_t keys = h->mask == MASK_NONE ? 0 : h->keys;
+    while (keys && masked(h, mask, at + (keys - 1) * h->mask_strides[3]) < HIDDEN)
+        keys--;
+    return keys ? keys : h->keys;
+}
+
+/* One query of a head: softmax(q K^T * factor + mask) V of its first keys, for ROW keys at a time; the largest
+ * score so far is taken off all (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). Returns that score. */
+INLINE float attend_keys(const struct attention *job, int64_t batch, int64_t head, int64_t of_head,
+    int64_t at, int64_t all)
 {
     const struct nc_attention *h = job->how;
-    const int64_t batch = task / h->heads, head = task % h->heads, shared = head / h->group;
-    const int64_t q_type = h->q_dtype, k_type = h->k_dtype, v_type = h->v_dtype, y_type = h->y_dtype,
-        m_type = h->mask_dtype;
+    const int64_t shared = head / h->group;
+    const int64_t q_type = h->q_dtype, k_type = h->k_dtype, v_type = h->v_dtype, y_type = h->y_dtype;
+    const int64_t k_row = h->k_strides[2] * bytes_of(k_type), v_row = h->v_strides[2] * bytes_of(v_type);
+    const int64_t k_bytes = h->width * bytes_of(k_type), v_bytes = h->value_width * bytes_of(v_type);
     const char *keys =
         job->tensors[2] + (batch * h->k_strides[0] + shared * h->k_strides[1]) * bytes_of(k_type);
     const char *values =
         job->tensors[3] + (batch * h->v_strides[0] + shared * h->v_strides[1]) * bytes_of(v_type);
     const char *mask = job->tensors[4];
-    const int64_t at = batch * h->mask_strides[0] + head * h->mask_strides[1];
+    const char *at_query = job->tensors[1] + place_of(h->q_strides, batch, head, of_head) * bytes_of(q_type);
     float query[ROW], row[ROW], sum[ROW] = {0}, largest = -INFINITY, total = 0;
-    const char *at_query =
-        job->tensors[1] + (batch * h->q_strides[0] + head * h->q_strides[1]) * bytes_of(q_type);
     const float *q = load(at_query, q_type, 1, h->width, query), factor = (float)h->factor;
-    for (int64_t start = 0; start < h->keys; start += ROW) {
-        const int64_t count = h->keys - start < ROW ? h->keys - start : ROW;
+    for (int64_t start = 0; start < all; start += ROW) {
+        const int64_t count = all - start < ROW ? all - start : ROW;
         float scores[ROW], most = largest;
         int unknown = 0; /* a score that is no number */
         for (int64_t i = 0; i < count; i++) {
-            const int64_t j = start + i, m = at + j * h->mask_strides[2];
-            if (h->mask == MASK_BOOL && !((const uint8_t *)mask)[m]) {
-                scores[i] = -INFINITY;
-                continue;
-            }
-            float added = 0;
-            if (h->mask == MASK_FLOAT)
-                added = *load(mask + m * bytes_of(m_type), m_type, 1, 1, &added);
+            const int64_t j = start + i;
+            const float added = masked(h, mask, at + j * h->mask_strides[3]);
             if (added < HIDDEN) {
                 scores[i] = added;
             } else {
-                const float *key =
-                    load(keys + j * h->k_strides[2] * bytes_of(k_type), k_type, 1, h->width, row);
+                const float *key = load(keys + j * k_row, k_type, 1, h->width, row);
+                for (int64_t line = 0; line < k_bytes; line += 64)
+                    __builtin_prefetch(keys + (j + AHEAD) * k_row + line);
                 scores[i] = factor * dot(q, key, h->width) + added;
             }
             most = scores[i] > most ? scores[i] : most;
@@ -548,22 +570,35 @@ INLINE void any_attend(const struct attention *job, int64_t task)
             if (scores[i] == 0)
                 continue;
             total += scores[i];
-            const float *value =
-                load(values + j * h->v_strides[2] * bytes_of(v_type), v_type, 1, h->value_width, row);
+            const float *value = load(values + j * v_row, v_type, 1, h->value_width, row);
+            for (int64_t line = 0; line < v_bytes; line += 64)
+                __builtin_prefetch(values + (j + AHEAD) * v_row + line);
             add_scaled(sum, value, scores[i], h->value_width);
         }
     }
     if (total != 0) /* a query that sees no key gets zeros, as from torch */
         scale(sum, 1.0f / total, h->value_width);
-    char *to = job->tensors[0] + (batch * h->y_strides[0] + head * h->y_strides[1]) * bytes_of(y_type);
+    char *to = job->tensors[0] + place_of(h->y_strides, batch, head, of_head) * bytes_of(y_type);
     store(to, y_type, 1, h->value_width, sum);
+    return largest;
+}
+
+INLINE void any_attend(const struct attention *job, int64_t task)
+{
+    const struct nc_attention *h = job->how;
+    const int64_t of_head = task % h->rows, head = task / h->rows % h->heads,
+        batch = task / h->rows / h->heads, at = place_of(h->mask_strides, batch, head, of_head);
+    int64_t keys = seen_keys(h, job->tensors[4], at);
+    /* where all that is seen has such a score, what a float hides counts, too */
+    while (attend_keys(job, batch, head, of_head, at, keys) < HIDDEN && keys < h->keys)
+        keys = h->keys;
 }
 FOR_EACH_CPU(void, attend, (const struct attention *job, int64_t task), (job, task))
 
 static void attend_all(void *data, int64_t part, int64_t parts)
 {
     const struct attention *job = data;
-    const int64_t tasks = job->how->batch * job->how->heads;
+    const int64_t tasks = job->how->batch * job->how->heads * job->how->rows;
     for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++)
         attend(job, task);
 }
@@ -573,12 +608,12 @@ int nc_attention(const struct nc_attention *how, void *unused, int count, char *
 {
     TAKES(nc_attention);
     struct attention job = {how, tensors};
-    const int64_t tasks = how->batch * how->heads;
+    const int64_t tasks = how->batch * how->heads * how->rows;
     /* as much work as a few thousand products is done before other threads wake up */
     const int64_t worth = 1 + tasks * how->keys * how->width / 65536;
     EXPECT(how->mask >= MASK_NONE && how->mask <= MASK_FLOAT, OTHER_OPERATION);
     EXPECT(how->mask == MASK_NONE || count == 5, OTHER_TENSORS);
-    EXPECT(how->batch >= 0 && how->heads >= 0 && how->keys >= 0 && how->group > 0, OTHER_SIZE);
+    EXPECT(how->batch >= 0 && how->heads >= 0 && how->rows >= 0 && how->keys >= 0 && how->group > 0, OTHER_SIZE);
     EXPECT(how->width >= 0 && how->width <= ROW && how->value_width >= 0 && how->value_width <= ROW,
         OTHER_SIZE);
     EXPECT(is_read(how->q_dtype) && is_read(how->k_dtype) && is_read(how->v_dtype)
@@ -593,12 +628,6 @@ struct rotation {
     char *const *tensors;
     struct codes codes;
 };
-
-/* Elements from the first one of a tensor to that of row (i, j, k). */
-INLINE int64_t place_of(const int64_t *strides, int64_t i, int64_t j, int64_t k)
-{
-    return i * strides[0] + j * strides[1] + k * strides[2];
-}
 
 INLINE void any_rotate_row(const struct rotation *job, int64_t row)
 {

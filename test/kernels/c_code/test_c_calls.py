@@ -278,6 +278,7 @@ WRONG = {
     "attention": [
         ("batch", (), -1, "size"),
         ("heads", (), -1, "size"),
+        ("rows", (), -1, "size"),
         ("group", (), 0, "size"),
         ("keys", (), -1, "size"),
         ("width", (), -1, "size"),

@@ -28,6 +28,8 @@ from nc.kernels.onednn.descriptions import (
 )
 
 _aten = torch.ops.aten
+#: Indices that are written one by one.
+_MOST_PLACES = 16
 _A_VIEW = "it is a view"
 
 
@@ -131,13 +133,11 @@ def concatenation_in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) 
 
 
 def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
-    """`aten::index_copy_` with one index, in C."""
+    """`aten::index_copy_` with few indices, in C."""
     x, index, source = recorder.read(a["self"]), recorder.read(a["index"]), recorder.read(a["source"])
     need(x.root is not None, "it writes into a constant")
-    need(
-        index.tensor.dtype is torch.int64 and index.tensor.numel() == 1,
-        "it has more than one index, or one that is not int64",
-    )
+    few = index.tensor.dim() <= 1 and index.tensor.numel() <= _MOST_PLACES
+    need(index.tensor.dtype is torch.int64 and few, "it has many indices, or one that is not int64")
     axis = a["dim"] % max(x.tensor.dim(), 1)
     need(
         not x.tensor.is_neg() and not source.tensor.is_neg(),
@@ -151,7 +151,10 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor
     one = source.tensor.select(axis, 0)
     to = x.tensor.select(axis, 0)
     check_sizes(
-        one.shape == to.shape and source.tensor.shape[axis] == 1, node, x.tensor.shape, source.tensor.shape
+        one.shape == to.shape and source.tensor.shape[axis] == index.tensor.numel(),
+        node,
+        x.tensor.shape,
+        source.tensor.shape,
     )
     sizes, (ys, xs) = merged(to.shape, [to.stride(), one.stride()])
     size = x.tensor.element_size()
@@ -169,7 +172,9 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor
         "one_index": True,
         "threads": recorder.threads,
     }
-    recorder.call_function(function("place"), fields, [x, source, index], node)
+    for i, at in enumerate(index.tensor.reshape(-1).split(1)):
+        written = PlanTensor(source.tensor.select(axis, i), source.root)
+        recorder.call_function(function("place"), fields, [x, written, PlanTensor(at, index.root)], node)
     return x
 
 

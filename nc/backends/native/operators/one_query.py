@@ -1,4 +1,4 @@
-"""Attention of one query per head, in graphs of one token; keys that heads share are read in place."""
+"""Attention of few queries per head, in graphs of few tokens; keys that heads share are read in place."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from nc.graph.catalogue import first_input, op_name
 from nc.kernels.c_code import abi
 
 _aten = torch.ops.aten
+#: Queries of a head: keys are read again for each of them.
+MOST_TOKENS = 16
 #: The widest head.
 _WIDEST = abi.CONSTANTS.row
 
@@ -25,10 +27,10 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     """`aten::scaled_dot_product_attention` in C."""
     query, mask = recorder.read(a["query"]), recorder.optional(a["attn_mask"])
     need(not a["dropout_p"] and not a["is_causal"], "it drops values, or is causal")
-    need(query.tensor.dim() == 4 and query.tensor.shape[2] == 1, "it has more than one query")
+    need(query.tensor.dim() == 4 and query.tensor.shape[2] <= MOST_TOKENS, "it has many queries")
     key, value = (_shared(recorder, a[name]) for name in ("key", "value"))
     need(key.tensor.dim() == value.tensor.dim() == 4, "its keys have other than four dimensions")
-    batch, heads, _, width = query.tensor.shape
+    batch, heads, rows, width = query.tensor.shape
     (_, of_key, keys, _), wide = key.tensor.shape, value.tensor.shape[3]
     check_sizes(key.tensor.shape[3] == width, node, query.tensor.shape, key.tensor.shape)
     sides = query, key, value
@@ -48,10 +50,11 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     shares = a["enable_gqa"] or isinstance(a["key"], Later)
     need(of_key == heads or shares, "heads share keys without `enable_gqa`")
     need(value.tensor.shape[2] == keys, "it has other numbers of keys and values")
-    result = new(recorder, (batch, heads, 1, wide), query.tensor.dtype)
-    fields = _mask(mask, (batch, heads, 1, keys)) | {
+    result = new(recorder, (batch, heads, rows, wide), query.tensor.dtype)
+    fields = _mask(mask, (batch, heads, rows, keys)) | {
         "batch": batch,
         "heads": heads,
+        "rows": rows,
         "group": heads // of_key,
         "keys": keys,
         "width": width,
@@ -60,10 +63,10 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
         "k_dtype": FLOATS[key.tensor.dtype],
         "v_dtype": FLOATS[value.tensor.dtype],
         "y_dtype": FLOATS[result.tensor.dtype],
-        "q_strides": query.tensor.stride()[:2],
+        "q_strides": query.tensor.stride()[:3],
         "k_strides": key.tensor.stride()[:3],
         "v_strides": value.tensor.stride()[:3],
-        "y_strides": result.tensor.stride()[:2],
+        "y_strides": result.tensor.stride()[:3],
         "factor": a["scale"] if a["scale"] is not None else width**-0.5,
         "threads": recorder.threads,
     }
@@ -75,14 +78,13 @@ def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str
     """Fields of a mask, or of none."""
     if mask is None:
         no_dtype = FLOATS[torch.float32]
-        return {"mask": abi.MASK.number("none"), "mask_dtype": no_dtype, "mask_strides": (0, 0, 0)}
+        return {"mask": abi.MASK.number("none"), "mask_dtype": no_dtype, "mask_strides": (0, 0, 0, 0)}
     need(mask.tensor.dtype in (torch.bool, *FLOATS), f"its mask is {mask.tensor.dtype}")
     need(mask.tensor.dim() <= len(sizes), "its mask has more than four dimensions")
-    spread = mask.tensor.expand(sizes).stride()
     return {
         "mask": abi.MASK.number("bool" if mask.tensor.dtype is torch.bool else "float"),
         "mask_dtype": DTYPES[mask.tensor.dtype],
-        "mask_strides": (spread[0], spread[1], spread[3]),
+        "mask_strides": mask.tensor.expand(sizes).stride(),
     }
 
 
