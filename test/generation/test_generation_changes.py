@@ -13,7 +13,7 @@ import nc
 from nc.backends import available_backends
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native.plans import c_functions
-from nc.errors import NCWarning
+from nc.errors import NCWarning, VerificationError
 from nc.generation import decoder as decoding
 from nc.generation import status
 from nc.generation.memory import empty_cache
@@ -211,6 +211,32 @@ def test_the_last_logits_alone():
             )
         assert got.shape == expected.shape
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("own", "factor", "says"),
+    [(45.0, 1.15, "expected at least 20"), (22.0, 1.15, ""), (22.0, 2.0, "expected at least 12"),
+     (3.0, 2.0, "expected at least 6")],
+)  # fmt: skip
+def test_a_model_that_rounds_is_compared_with_its_own_noise(own, factor, says, monkeypatch):
+    run = decoding._run
+    monkeypatch.setattr(decoding, "_run", lambda *args: factor * run(*args))
+    model = language_model(act_dtype="int8")
+    found = []
+
+    def db(*args):
+        found.append(own_db(*args))
+        return own
+
+    own_db = decoding.Decoder._own_db
+    monkeypatch.setattr(decoding.Decoder, "_own_db", db)
+    if says:
+        with pytest.raises(VerificationError, match=says):
+            nc.accelerate_generation(model)
+    else:
+        nc.accelerate_generation(model)
+        assert "by a plan" in status(model)
+    assert all(30 < each < 130 for each in found)
 
 
 def test_positions_that_the_model_counts():
