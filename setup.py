@@ -173,6 +173,7 @@ setup(
     entry_points={
         "console_scripts": ["nc-quant = nc.__main__:run"],
         "torch_dynamo_backends": ["nc = nc.api.compiled:backend"],
+        "vllm.general_plugins": ["nc = nc.vllm:register"],
     },
     install_requires=REQUIRES,
     extras_require={

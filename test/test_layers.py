@@ -23,6 +23,7 @@ DEFERRED = {
     "nc.cli.report": ("nc",),
     "nc.cli.serve": ("nc",),
     "nc.cli.shell": ("nc.backends",),
+    "nc.vllm": ("nc.vllm.linear",),  # it imports vLLM, which calls `register` in each process
 }
 
 

@@ -89,6 +89,62 @@ def test_w4a16_runs_and_is_as_near_to_fp32(floats, tmp_path):
     check(model, floats, of_vllm(tmp_path / "out", "bfloat16"))
 
 
+def _of_plugin(floats, folder, **fields):
+    """A model, whose folder only nc's plug-in can compute in vLLM."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(floats)).float()
+    model = nc.quantize(model, nc.WeightOnlyConfig(group_size=32, **fields), inplace=True)
+    nc_hf.export(model, folder, "compressed-tensors")
+    return model
+
+
+@pytest.mark.parametrize("w_dtype", ["int8", "uint8", "int2"])
+def test_the_plugin_computes_bits_for_which_vllm_has_no_kernel(floats, tmp_path, w_dtype):
+    model = _of_plugin(floats, tmp_path / "out", w_dtype=w_dtype, w_sym=w_dtype != "uint8")
+    found = of_vllm(tmp_path / "out", "float32")
+    schemes = importlib.import_module("vllm.model_executor.layers.quantization.compressed_tensors.schemes")
+    assert "NCLinearKernel" in schemes.CompressedTensorsWNA16._kernel_backends_being_used
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(floats))
+    for prompt, known in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = model(**tokenizer(prompt, return_tensors="pt")).logits[0, -1].float()
+        ours = logits.log_softmax(-1)
+        for token, value in known.items():
+            assert abs(ours[token].item() - value) < 1e-3
+
+
+def test_the_plugin_rounds_activations(floats, tmp_path, monkeypatch):
+    """vLLM's own kernel for 4 bits leaves them as they are."""
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CPUWNA16LinearKernel")
+    model = _of_plugin(floats, tmp_path / "out", w_dtype="int4", act_dtype="int8")
+    found = of_vllm(tmp_path / "out", "float32")
+    schemes = importlib.import_module("vllm.model_executor.layers.quantization.compressed_tensors.schemes")
+    assert "NCLinearKernel" in schemes.CompressedTensorsWNA8Int._kernel_backends_being_used
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(floats))
+    apart = []
+    for prompt, known in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = model(**tokenizer(prompt, return_tensors="pt")).logits[0, -1].float()
+        ours = logits.log_softmax(-1)
+        apart += [abs(ours[token].item() - value) for token, value in known.items()]
+    assert max(apart) < 1.0
+
+
+def test_what_the_plugin_does_not_compute_has_a_reason():
+    linear = importlib.import_module("nc.vllm.linear")
+    types, found = linear.scalar_types, linear.MPLinearLayerConfig((64, 48), (64, 48), None, None, 32, False)
+    for weight_type, act_type, group, says in (
+        (types.uint8b128, torch.float32, 32, None),
+        (types.uint2, torch.bfloat16, -1, None),
+        (types.uint3b4, torch.float32, 32, "no kernel for"),
+        (types.uint8b128, torch.float16, 32, "not in torch.float16"),
+        (types.uint8b128, torch.float32, 24, "groups of 24 do not divide 64"),
+    ):
+        found.weight_type, found.act_type, found.group_size = weight_type, act_type, group
+        is_able, why = linear.NCLinearKernel.can_implement(found)
+        assert is_able == (says is None)
+        assert says is None or says in why
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

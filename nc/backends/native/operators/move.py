@@ -172,7 +172,8 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor
         "one_index": True,
         "threads": recorder.threads,
     }
-    for i, at in enumerate(index.tensor.reshape(-1).split(1)):
+    for i in range(index.tensor.numel()):
+        at = index.tensor.reshape(-1)[i : i + 1]
         written = PlanTensor(source.tensor.select(axis, i), source.root)
         recorder.call_function(function("place"), fields, [x, written, PlanTensor(at, index.root)], node)
     return x
