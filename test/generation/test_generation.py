@@ -67,6 +67,7 @@ def test_texts_are_those_of_the_model(name):
     assert status(model) in " ".join(str(nc.report(model)).split())
 
 
+@pytest.mark.skipif(OLD, reason="transformers 4 needs a token that ends a text, and may give one token more")
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen3", "Mistral"])
 @pytest.mark.sample(2)
 def test_drafts_out_of_the_prompt(name):
