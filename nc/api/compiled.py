@@ -17,7 +17,8 @@ from torch._guards import detect_fake_mode
 
 from nc.errors import StateError
 from nc.graph.qdq import QDQGraph
-from nc.graph.signature import Signature
+from nc.graph.tensor_meta import TENSORS
+from nc.graph.views import returned
 from nc.kernels.c_code.openmp import leave_threads_of_parent
 from nc.process.cxx import check_compiler
 from nc.process.warn import warn
@@ -46,9 +47,14 @@ def number(model: Computes) -> int:
     return found
 
 
-def is_operator(signature: Signature) -> bool:
-    """Return whether a call can be an operator: the model reads no values and writes into no arguments."""
-    return not signature.reads and not signature.effects
+def is_operator(graph: QDQGraph) -> bool:
+    """Return whether calls can be an operator.
+
+    The model reads no values, writes into no arguments, and all its outputs are tensors.
+    """
+    outputs = (getattr(leaf, "meta", {}).get("val") for leaf in returned(graph.module))
+    plain = not graph.signature.reads and not graph.signature.effects
+    return plain and all(isinstance(val, TENSORS) for val in outputs)
 
 
 def _found(model: int) -> Computes:

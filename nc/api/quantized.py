@@ -98,7 +98,7 @@ class QuantizedModel(FixedModule):
         self.backend = backend
         self.chosen = chosen
         self.verdict = verdict
-        self._number = number(self)
+        self._number, self._is_operator = number(self), is_operator(graph)
         self.eval()
 
     if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class QuantizedModel(FixedModule):
         """
         signature = self._graph.signature
         in_graph = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-        if in_graph and is_operator(signature) and STARTS not in kwargs:
+        if in_graph and self._is_operator and STARTS not in kwargs:
             outputs = call_model(signature.bind(args, kwargs), self._number)
             return signature.result(outputs, args, kwargs)
         return torch.compiler.disable(self._call)(args, kwargs)  # type: ignore[no-untyped-call]

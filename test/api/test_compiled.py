@@ -101,6 +101,26 @@ def test_outputs_that_are_inputs_or_one_tensor():
         assert torch.equal(a, b)
 
 
+def test_outputs_that_are_no_tensors():
+    """A graph breaks there, as an operator gives tensors."""
+
+    class Sizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 8)
+
+        def forward(self, x):
+            return {"y": self.linear(x), "rows": x.shape[0], "none": None, "three": 3}
+
+    q = quantized(Sizes(), torch.randn(4, 64))
+    call = torch.compile(q, backend="aot_eager")
+    for batch in (4, 2, 1):
+        x = torch.randn(batch, 64)
+        got, wanted = call(x), q(x)
+        assert torch.equal(got.pop("y"), wanted.pop("y"))
+        assert got == wanted == {"rows": batch, "none": None, "three": 3}
+
+
 @pytest.mark.filterwarnings("error:nc_models::call")
 def test_gradients_go_past_the_model():
     q = quantized(mlp(), torch.randn(4, 64))
