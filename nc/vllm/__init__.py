@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 
+from nc.process.warn import warn
+
 
 @functools.cache
 def register() -> None:
@@ -15,10 +17,16 @@ def register() -> None:
 
     vLLM takes the first kernel that can compute a layer: nc's for 2 and 8 bits, for sizes that are no
     multiples of 32, and for 4 bits where `VLLM_DISABLED_KERNELS=CPUWNA16LinearKernel` is set.
+
+    vLLM calls this wherever nc is installed. One that has no such kernels goes on without nc's, with an
+    `NCWarning`.
     """
-    from vllm.model_executor.kernels.linear import register_linear_kernel
-    from vllm.platforms.interface import PlatformEnum
+    try:
+        from vllm.model_executor.kernels.linear import register_linear_kernel
+        from vllm.platforms.interface import PlatformEnum
 
-    from nc.vllm.linear import NCLinearKernel
-
+        from nc.vllm.linear import NCLinearKernel
+    except ImportError as error:
+        warn(f"nc's kernels are not used in vLLM, which has to be 0.32 or alike: {error}.")
+        return
     register_linear_kernel(NCLinearKernel, PlatformEnum.CPU)
