@@ -27,6 +27,18 @@ from nc.graph.placement import works_in_place
 from nc.graph.views import Conv, Weighted, set_argument
 
 
+def drop_neutral_numbers(module: fx.GraphModule) -> None:
+    """Leave out numbers that change nothing but the sign of a zero: `x * 1`, `x + 0`, of a new value x."""
+    if works_in_place(module):
+        return  # the two may become different
+    for node in list(module.graph.nodes):
+        source = next((n for n in node.all_input_nodes if n.op == "call_function"), None)
+        numbers = None if source is None else numbers_of(module, node, source)
+        if source is not None and numbers is not None and bool((numbers[0] == 1).all() and not numbers[1].any()):
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+
+
 def fold_numbers_behind(module: fx.GraphModule) -> None:
     """Fold what a layer's result alone is multiplied by, and what is added to it, into the layer."""
     for node in list(module.graph.nodes):

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from nc.capture.decompose import decompose_attention
-from nc.capture.fold_numbers import fold_numbers_behind, fold_numbers_in_front
+from nc.capture.fold_numbers import drop_neutral_numbers, fold_numbers_behind, fold_numbers_in_front
 from nc.capture.recurrent import steps_as_one
 from nc.errors import CaptureError
 from nc.graph.catalogue import (
@@ -635,6 +635,7 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     batched_convolutions,
     fold_padding,
     single_slopes,
+    drop_neutral_numbers,
     factors_of_sums,
     fold_numbers_behind,
     fold_batch_norm,

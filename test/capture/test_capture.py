@@ -503,6 +503,33 @@ def test_batch_norm_without_running_statistics():
     )
 
 
+def test_numbers_that_change_nothing_are_left_out():
+    def forward(self, x):
+        x = self.a(x).relu()
+        return torch.softmax(1 * (x + 0) - 0.0, -1) / 1.0
+
+    graph = check(Function(forward, a=nn.Linear(4, 4)), torch.randn(2, 4))
+    assert not {"add", "sub", "mul", "div"} & {op_name(node) for node in graph.module.graph.nodes}
+
+
+def test_numbers_that_change_a_dtype_a_shape_or_a_value_stay():
+    def forward(self, x):
+        x = self.a(x).relu()
+        return (x > 0) + 0, x.half() * torch.ones(()), x.sum() + torch.zeros(3), x - 1, x + 0.0001
+
+    check(Function(forward, a=nn.Linear(4, 4)), torch.randn(2, 4))
+
+
+def test_a_sum_with_0_is_a_copy_where_something_is_written():
+    def forward(self, x):
+        y = self.a(x)
+        z = y + 0
+        z[:, 0] = 7.0
+        return y, z
+
+    check(Function(forward, a=nn.Linear(4, 4)), torch.randn(2, 4))
+
+
 def add_to_first(self, x):
     y = self.a(x)
     y[:, 0] += 1.0

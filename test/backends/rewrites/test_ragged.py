@@ -68,6 +68,7 @@ def assert_same(graph, form, inputs):
             "m2m100",
             "clip",
             "deberta",
+            "deberta-plain",
             "deberta-v2",
             "deberta-v2-tags",
         ),
