@@ -31,6 +31,7 @@ import torch
 from results_rows import Figure
 
 import nc
+from nc.backends.low_bit.engine import set_backend
 from nc.kernels.low_bit.aten import INT4PACK
 from nc.kernels.low_bit.bag import BAG
 from nc.kernels.low_bit.blocks import BLOCKS, BLOCKS_BF16
@@ -63,7 +64,7 @@ def ours(act_dtype: str) -> Engine:
 
     def make(weight: PackedWeight) -> Call:
         layer = QuantLinear(weight, None, act_dtype)
-        nc.backends.low_bit.engine.set_backend(layer, "native")
+        set_backend(layer, "native")
         return layer
 
     name = next((row.name for row in KERNELS if act_dtype in row.activations), act_dtype)

@@ -308,7 +308,7 @@ def of_file(path: str) -> Any:
     sys.path.insert(0, str(HERE.parent / "examples"))
     import smollm2
 
-    import nc
+    from nc.backends.low_bit.engine import set_backend
     from nc.interchange import gguf
     from nc.nn import QuantLinear
     from nc.numerics.packed_weight import PackedWeight
@@ -335,7 +335,7 @@ def of_file(path: str) -> Any:
         model.set_submodule(
             target, QuantLinear(stored(name, heads.get(target.rpartition(".")[2])), None, ACTIVATIONS)
         )
-    return nc.backends.low_bit.engine.set_backend(model, "native")
+    return set_backend(model, "native")
 
 
 def requantized() -> Any:

@@ -34,7 +34,11 @@ def drop_neutral_numbers(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         source = next((n for n in node.all_input_nodes if n.op == "call_function"), None)
         numbers = None if source is None else numbers_of(module, node, source)
-        if source is not None and numbers is not None and bool((numbers[0] == 1).all() and not numbers[1].any()):
+        if (
+            source is not None
+            and numbers is not None
+            and bool((numbers[0] == 1).all() and not numbers[1].any())
+        ):
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
 

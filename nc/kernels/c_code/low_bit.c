@@ -946,6 +946,138 @@ INLINE FOR_AVX2 void fp32_rows_256(const struct job *j, int64_t p, const int bit
 DEFINE_FP32_256(tiles_fp32_4_256, 4)
 DEFINE_FP32_256(tiles_fp32_8_256, 8)
 
+#define CODES 4096        /* inputs whose codes stay in the first caches: the longest block */
+#define CODE_ROWS 4       /* rows whose sums fit the registers */
+/* Rows from which on codes become bytes first: without VNNI, and with it. */
+#define SOME_ROWS 3
+#define SOME_ROWS_VNNI 16
+#define ROWS_OF_CODES 120 /* rows for which they are made once */
+
+/* GCC would compute the products of all rows first, and has no registers for them. */
+#define KEEP(a, b) __asm__ volatile("" : "+x"(a), "+x"(b))
+
+/* Codes of inputs k to k + count of panel p as bytes, [count / 4][16 outputs][4]: as they are, or in `bytes`. */
+INLINE FOR_AVX2 const uint8_t *codes_of_256(const struct job *j, int64_t p, int64_t k, int64_t count,
+    const int bits, uint8_t *bytes)
+{
+    const __m256i half = _mm256_set1_epi8(15);
+    const uint8_t *codes = j->w.codes + (p * j->w.padded + k) * 2 * bits;
+    if (bits == 8)
+        return codes;
+    for (int64_t u = 0; u < count; u += 8)
+        UNROLL for (int v = 0; v < 2; v++)
+        {
+            const __m256i both = _mm256_loadu_si256((const __m256i *)(codes + u * 8 + v * 32));
+            uint8_t *to = bytes + u * 16 + v * 32;
+            _mm256_storeu_si256((__m256i *)to, _mm256_and_si256(both, half));
+            _mm256_storeu_si256((__m256i *)(to + 64), _mm256_and_si256(_mm256_srli_epi32(both, 4), half));
+        }
+    return bytes;
+}
+
+/* sums += x times `codes`, those of inputs k to k + count of panel p, for R rows from m on: whole blocks, `one`:
+ * of 32 inputs. As in int8_256, eight products of 4-bit codes fit into 16 bits. */
+INLINE FOR_AVX2 void add_codes_256(const struct job *j, int64_t p, int64_t m, int64_t k, int64_t count,
+    const uint8_t *codes, float (*sums)[PANEL], const int R, const int vnni, const int one)
+{
+    const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups, end = k + count;
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int64_t b = k / j->block; b * j->block < end; b++) {
+        const int64_t g = b / each, at = (p * groups + g) * PANEL, start = b * j->block,
+            stop = one ? start + 32 : start + j->block < end ? start + j->block : end;
+        const int adds = j->w.offset && (b + 1) % each == 0;
+        __m256i acc[CODE_ROWS][2];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++)
+            acc[r][v] = _mm256_setzero_si256();
+        for (int64_t u = start; u < stop; u += 32) {
+            __m256i words[CODE_ROWS][2];
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++)
+                words[r][v] = vnni ? acc[r][v] : _mm256_setzero_si256();
+            for (int64_t i = u; i < u + 32; i += 4) {
+                const __m256i *from = (const __m256i *)(codes + (i - k) * 16);
+                const __m256i low = _mm256_loadu_si256(from), high = _mm256_loadu_si256(from + 1);
+                UNROLL for (int r = 0; r < R; r++)
+                {
+                    const __m256i x = _mm256_set1_epi32(word(j->codes + (m + r) * j->row + i));
+                    if (vnni) {
+                        words[r][0] = dot_vnni(words[r][0], low, x);
+                        words[r][1] = dot_vnni(words[r][1], high, x);
+                    } else {
+                        words[r][0] = _mm256_add_epi16(words[r][0], _mm256_maddubs_epi16(low, x));
+                        words[r][1] = _mm256_add_epi16(words[r][1], _mm256_maddubs_epi16(high, x));
+                    }
+                    KEEP(words[r][0], words[r][1]);
+                }
+            }
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++)
+                if (vnni || one)
+                    acc[r][v] = words[r][v];
+                else
+                    acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(words[r][v], ones));
+        }
+        UNROLL for (int r = 0; r < R; r++)
+        {
+            const __m256i first = _mm256_set1_epi32(j->block_start[(m + r) * j->blocks + b]);
+            const __m256 by = _mm256_set1_ps(j->block_scale[b * j->held + m + r]);
+            UNROLL for (int v = 0; v < 2; v++)
+            {
+                const __m256i total = one && !vnni ? _mm256_madd_epi16(acc[r][v], ones) : acc[r][v];
+                const __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(total, first)), by);
+                __m256 sum = _mm256_fmadd_ps(value, scales_256(&j->w, at + 8 * v),
+                    _mm256_loadu_ps(sums[r] + 8 * v));
+                if (adds)
+                    sum = _mm256_fmadd_ps(_mm256_loadu_ps(j->w.offset + at + 8 * v),
+                        _mm256_set1_ps(j->group_sums[g * j->held + m + r]), sum);
+                _mm256_storeu_ps(sums[r] + 8 * v, sum);
+            }
+        }
+    }
+}
+
+#define ADD_CODES(R) \
+    case R: add_codes_256(j, p, first + m, k, count, codes, sums + m, R, vnni, 0); break
+
+/* As int8_256, bit for bit, for all rows: codes become bytes once for many of them. */
+INLINE FOR_AVX2 void int8_rows_256(const struct job *j, int64_t p, int64_t first, const int bits,
+    const int vnni)
+{
+    const int64_t left = j->rows - first, rows = left < ROWS_OF_CODES ? left : ROWS_OF_CODES,
+        most = CODES / j->block * j->block;
+    float sums[ROWS_OF_CODES][PANEL];
+    uint8_t bytes[16 * CODES];
+    memset(sums, 0, (size_t)rows * sizeof *sums);
+    for (int64_t k = 0, count; k < j->w.padded; k += count) {
+        count = j->w.padded - k < most ? j->w.padded - k : most;
+        const uint8_t *codes = codes_of_256(j, p, k, count, bits, bytes);
+        int64_t m = 0;
+        for (; m + CODE_ROWS <= rows; m += CODE_ROWS)
+            if (j->block == 32)
+                add_codes_256(j, p, first + m, k, count, codes, sums + m, CODE_ROWS, vnni, 1);
+            else
+                add_codes_256(j, p, first + m, k, count, codes, sums + m, CODE_ROWS, vnni, 0);
+        switch (rows - m) {
+            ADD_CODES(3);
+            ADD_CODES(2);
+            ADD_CODES(1);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = 0; v < 2; v++)
+            finish_256(j, p * PANEL + v * 8, first + r, _mm256_loadu_ps(sums[r] + 8 * v));
+}
+
+#define DEFINE_ROWS_256(name, bits, vnni)                                        \
+    FOR_AVX2 static void name(const struct job *j, int64_t start, int64_t stop)  \
+    {                                                                            \
+        for (int64_t p = start; p < stop; p++)                                   \
+            for (int64_t m = 0; m < j->rows; m += ROWS_OF_CODES)                 \
+                int8_rows_256(j, p, m, bits, vnni);                              \
+    }
+
+DEFINE_ROWS_256(rows_4_256, 4, 0)
+DEFINE_ROWS_256(rows_4_vnni, 4, 1)
+DEFINE_ROWS_256(rows_8_vnni, 8, 1)
+
 /* ---- the call ---- */
 
 /* What a caller must see to. */
@@ -1001,8 +1133,13 @@ static const struct kernel kernels[] = {
     {OF_VNNI, IN_INT8, 8, .intel = 1, .digits = 1, .part = int8_8_intel, .prepare = round_rows},
     {OF_VNNI, IN_INT8, 4, .digits = 1, .part = int8_4_512, .prepare = round_rows},
     {OF_VNNI, IN_INT8, 8, .digits = 1, .part = int8_8_512, .prepare = round_rows},
+    {OF_AVX_VNNI, IN_INT8, 4, .least = SOME_ROWS_VNNI, .digits = 1, .part = rows_4_vnni,
+        .prepare = round_rows},
+    {OF_AVX_VNNI, IN_INT8, 8, .least = SOME_ROWS_VNNI, .digits = 1, .part = rows_8_vnni,
+        .prepare = round_rows},
     {OF_AVX_VNNI, IN_INT8, 4, .digits = 1, .part = int8_4_vnni, .prepare = round_rows},
     {OF_AVX_VNNI, IN_INT8, 8, .digits = 1, .part = int8_8_vnni, .prepare = round_rows},
+    {OF_ANY, IN_INT8, 4, .least = SOME_ROWS, .digits = 1, .part = rows_4_256, .prepare = round_rows},
     {OF_ANY, IN_INT8, 4, .digits = 1, .part = int8_4_256, .prepare = round_rows},
     {OF_ANY, IN_INT8, 8, .digits = 1, .part = int8_8_256, .prepare = round_rows},
     {OF_AMX, IN_BF16, 4, .least = 5, .tiles = 1, .part = bf16_4_amx, .prepare = order_rows},

@@ -20,7 +20,7 @@ import nc
 from nc.backends import get_backend
 from nc.backends.low_bit.engine import LowBitEngine, set_backend
 from nc.kernels import cpu
-from nc.kernels.c_code import build, limit
+from nc.kernels.c_code import build, emulation, limit
 from nc.kernels.low_bit import compiled
 from nc.kernels.low_bit.bag import BAG
 from nc.kernels.low_bit.compiled import (
@@ -93,6 +93,19 @@ def test_int8_is_exact_for_the_rounded_activations(name, group, kind, best, bloc
             ).all()
 
 
+@pytest.mark.parametrize("block", [-1, 32])
+@pytest.mark.parametrize("best", TESTED)
+@pytest.mark.parametrize(("name", "kind"), [("int4", "zero point"), ("int8", "symmetric")])
+def test_int8_gives_a_row_the_same_bits_alone_and_among_others(name, kind, best, block):
+    """Weights that are read in several pieces, for more rows than codes become bytes for at once."""
+    for group, inputs in ((32, 4640), (928, 4640), (-1, 4640)):
+        packed = weight(form(name, group, kind), 20, inputs)
+        layout, x = compiled.pack(packed, HERE[best]), torch.randn(125, inputs)
+        alone = torch.cat([compiled.linear(row[None], layout, packed, None, block) for row in x])
+        for rows in (2, 3, 16, 125):
+            assert torch.equal(compiled.linear(x[:rows], layout, packed, None, block), alone[:rows])
+
+
 @pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("scale_dtype", ["fp16", "bf16", "e8m0"])
 def test_scales_of_16_bits_are_packed_as_they_are_stored(scale_dtype, best):
@@ -138,6 +151,7 @@ def test_the_largest_products_do_not_saturate(name, best):
 
 @pytest.mark.parametrize("name", ["int4", pytest.param("int8", marks=pytest.mark.exhaustive)])
 @pytest.mark.skipif("avx512_vnni" not in HERE, reason="needs AVX512-VNNI")
+@pytest.mark.skipif(bool(emulation.emulated()), reason="needs the instruction of a CPU")
 def test_the_code_of_avx_vnni_with_the_instruction_of_avx512(name, tmp_path, monkeypatch):
     """AVX-VNNI and AVX512-VNNI encode the same instruction differently.
 
