@@ -12,8 +12,9 @@ of the last one. "step N": one more token of each of N texts, after 16 others; t
 * `ik-Q4_1`: ik_llama.cpp with the same file. `ik-Q4_0` and `ik-Q8_0`: with the file that its own
   `llama-quantize` makes of that one, and with rows that it interleaves when it loads them.
 
-ik_llama.cpp needs the package `ik-llama-cpp-python`, in this environment or in that of `--ik-python`. Its wheel is
-compiled for AVX2: `NC_MAX_ISA=avx2`, `ONEDNN_MAX_CPU_ISA=AVX2` and `ATEN_CPU_CAPABILITY=avx2` let nc use the same.
+ik_llama.cpp needs the package `ik-llama-cpp-python`, in this environment or in that of `--ik-python`. Its
+wheel is compiled for AVX2: `NC_MAX_ISA=avx2`, `ONEDNN_MAX_CPU_ISA=AVX2` and `ATEN_CPU_CAPABILITY=avx2` let nc
+use the same.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from typing import Any
 import results_rows
 from lowbit_tokens import HERE, Worker, of_file
 from results_markdown import markdown
-from results_rows import Figure
 
 SCRIPT = Path(__file__).resolve()
 WORK = ("prompt 128", "prompt 512", "step 1", "step 4", "step 16")
@@ -213,7 +213,8 @@ def in_ik(given: dict[str, Any]) -> Compute:
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, place, 1
             batch.seq_id[i][0], batch.logits[i] = text, last[i]
         if api.llama_decode(of, batch):
-            raise SystemExit("ik_llama.cpp failed")
+            msg = "ik_llama.cpp failed"
+            raise SystemExit(msg)
         api.llama_get_logits_ith(of, len(places) - 1)
         api.llama_batch_free(batch)
 

@@ -19,6 +19,7 @@ from nc.backends.native.plans.affine import Affine, Unfit, fitted, placed
 from nc.backends.native.plans.family import on_line
 from nc.backends.rewrites.ragged import rewrite
 from nc.errors import InputError
+from nc.kernels import cpu
 from nc.kernels.onednn import primitives
 
 pytestmark = [pytest.mark.needs_plans, pytest.mark.isas]
@@ -39,7 +40,7 @@ CONFIGS = {
     "dynamic": nc.DynamicQuantConfig,
     "bf16": functools.partial(nc.StaticQuantConfig, w_dtype="bf16", act_dtype="bf16"),
 }
-if row_linears.why_unavailable(row_linears.BF16):
+if row_linears.why_unavailable(row_linears.BF16) or cpu.machine_lacks([cpu.BF16]):
     del CONFIGS["bf16"]
 
 

@@ -13,6 +13,7 @@ from nc.backends import available_backends
 from nc.backends.native.operators import row_chain
 from nc.backends.native.plans import row_linears as row_format
 from nc.errors import BackendError
+from nc.kernels import cpu
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.calls import call_once
 from nc.kernels.c_code.isas import NUMBERS
@@ -139,7 +140,10 @@ def test_another_number_of_rows_and_of_threads():
     assert all(torch.equal(results[0], each) for each in results[1:])
 
 
-@pytest.mark.skipif(bool(row_format.why_unavailable(row_format.BF16)), reason="no product in bf16")
+@pytest.mark.skipif(
+    bool(row_format.why_unavailable(row_format.BF16) or cpu.machine_lacks([cpu.BF16])),
+    reason="no product in bf16",
+)
 @pytest.mark.parametrize("rows", [5, 300])
 def test_rows_in_bf16(rows):
     x = torch.randn(rows, 48)
