@@ -46,6 +46,9 @@ _SCALES = {
     for long, short in (("float16", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32"))
     for prefix in ("", "torch.")
 }
+#: What is done instead of what parameters ask for.
+_NO_FULL_RANGE = "symmetric ranges are those of use_full_range=False"
+_MEASURED = "which layers are in front is measured"
 _MX_FLOATS = ("float32", "bfloat16", "float16")
 _DOUBLE_QUANT_TYPES: dict[str, dict[str, Any]] = {
     "BNB_NF4": {
@@ -114,15 +117,9 @@ def RTNConfig(
         ConfigError: a value that does not exist.
         UnsupportedError: a value that is Neural Compressor's only.
     """
-    _no_effect(
-        "RTNConfig",
-        use_full_range=(use_full_range, False, "symmetric ranges are those of use_full_range=False"),
-    )
-    del use_layer_wise, model_path, double_quant_use_sym
-    double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
-    return _weights(
-        dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search
-    )
+    given = locals()
+    _no_effect("RTNConfig", use_full_range=(use_full_range, False, _NO_FULL_RANGE))
+    return _weights(given)
 
 
 @with_alternatives
@@ -166,7 +163,7 @@ def GPTQConfig(
 
     The other parameters and the errors are those of `RTNConfig`.
     """
-    del use_layer_wise, use_block_wise, model_path, double_quant_use_sym
+    given = locals()
     _no_effect(
         "GPTQConfig",
         true_sequential=(true_sequential, False, "all layers of a block are solved from the same inputs"),
@@ -177,21 +174,9 @@ def GPTQConfig(
     if act_order and hybrid_order:
         msg = "act_order and hybrid_order ask for two orders of the columns; set one of them."
         raise ConfigError(msg)
-    double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
     order: Any = "static" if act_order else "groups" if hybrid_order else "none"
     solver = GPTQ(damp=percdamp, block=block_size, order=order, static_groups=static_groups)
-    return _weights(
-        dtype,
-        bits,
-        use_sym,
-        group_size,
-        1,
-        double,
-        quant_lm_head,
-        white_list,
-        mse=use_mse_search,
-        solver=solver,
-    )
+    return _weights(given, solver=solver)
 
 
 @with_alternatives
@@ -231,28 +216,15 @@ def AWQConfig(
 
     The other parameters and the errors are those of `RTNConfig`.
     """
-    del use_layer_wise, double_quant_use_sym, folding
+    given = locals()
     _no_effect(
         "AWQConfig",
-        use_full_range=(use_full_range, False, "symmetric ranges are those of use_full_range=False"),
-        absorb_layer_dict=(absorb_layer_dict or {}, {}, "which layers are in front is measured"),
+        use_full_range=(use_full_range, False, _NO_FULL_RANGE),
+        absorb_layer_dict=(absorb_layer_dict or {}, {}, _MEASURED),
     )
-    double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
-    rule = "wls" if use_auto_clip else None
+    rule = "wls" if use_auto_clip else "minmax"
     transforms = (AWQ(clip=None if use_auto_clip else False),) if use_auto_scale else ()
-    return _weights(
-        dtype,
-        bits,
-        use_sym,
-        group_size,
-        group_dim,
-        double,
-        quant_lm_head,
-        white_list,
-        mse=use_mse_search,
-        rule=rule,
-        transforms=transforms,
-    )
+    return _weights(given, rule=rule, transforms=transforms)
 
 
 @with_alternatives
@@ -288,26 +260,14 @@ def TEQConfig(
 
     The other parameters and the errors are those of `RTNConfig`.
     """
-    del use_layer_wise, double_quant_use_sym
+    given = locals()
     _no_effect(
         "TEQConfig",
-        use_full_range=(use_full_range, False, "symmetric ranges are those of use_full_range=False"),
-        absorb_to_layer=(absorb_to_layer or {}, {}, "which layers are in front is measured"),
+        use_full_range=(use_full_range, False, _NO_FULL_RANGE),
+        absorb_to_layer=(absorb_to_layer or {}, {}, _MEASURED),
         folding=(folding, True, "scales are always folded into the layer in front"),
     )
-    double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
-    return _weights(
-        dtype,
-        bits,
-        use_sym,
-        group_size,
-        group_dim,
-        double,
-        quant_lm_head,
-        white_list,
-        mse=use_mse_search,
-        transforms=(TEQ(),),
-    )
+    return _weights(given, transforms=(TEQ(),))
 
 
 @with_alternatives
@@ -332,6 +292,7 @@ def HQQConfig(
 
     The other parameters and the errors are those of `RTNConfig`.
     """
+    given = locals()
     if quant_scale and quant_zero:
         msg = (
             "HQQConfig(quant_scale=True) stores minima as codes beside the scales; set quant_zero=False "
@@ -339,18 +300,7 @@ def HQQConfig(
         )
         raise UnsupportedError(msg)
     double = DoubleQuant(bits=8, group_size=scale_quant_group_size) if quant_scale else None
-    return _weights(
-        dtype,
-        bits,
-        False,
-        group_size,
-        1,
-        double,
-        quant_lm_head,
-        white_list,
-        solver=HQQ(),
-        float_zero=not quant_zero,
-    )
+    return _weights({**given, "use_sym": False}, double, solver=HQQ(), float_zero=not quant_zero)
 
 
 @with_alternatives
@@ -404,6 +354,7 @@ def AutoRoundConfig(
 
     The other parameters and the errors are those of `RTNConfig`.
     """
+    given = locals()
     found = re.fullmatch(r"W([2-8])A(8|16)", str(scheme))
     if found is None:
         msg = (
@@ -447,15 +398,10 @@ def AutoRoundConfig(
     )
     solver = AutoRound(steps=iters, batch=batch_size, samples=nsamples, lr=lr, range_lr=minmax_lr, seed=seed)
     double = None if super_bits is None else DoubleQuant(bits=super_bits, group_size=super_group_size or -1)
+    scheme_says = {"dtype": "int", "bits": int(found[1]), "use_sym": True, "group_size": 128}
     return _weights(
-        "int" if dtype is None else dtype,
-        int(found[1]) if bits is None else bits,
-        True if use_sym is None else use_sym,
-        128 if group_size is None else group_size,
-        1,
+        {name: scheme_says.get(name) if value is None else value for name, value in given.items()},
         double,
-        quant_lm_head,
-        white_list,
         solver=solver,
         scale_dtype=_SCALES.get(str(scale_dtype), scale_dtype),
         act_dtype="int8" if act_bits == 8 else "fp32",
@@ -540,19 +486,16 @@ def MXQuantConfig(
 
 def get_default_rtn_config(processor_type: Any = None) -> WeightOnlyConfig:
     """`RTNConfig()`. The machine makes no difference: layers are always quantized in sequence."""
-    del processor_type
     return RTNConfig()
 
 
 def get_default_gptq_config(processor_type: Any = None) -> WeightOnlyConfig:
     """`GPTQConfig()`."""
-    del processor_type
     return GPTQConfig()
 
 
 def get_default_AutoRound_config(processor_type: Any = None) -> WeightOnlyConfig:
     """`AutoRoundConfig()`."""
-    del processor_type
     return AutoRoundConfig()
 
 
@@ -658,47 +601,45 @@ def _called(factory: Callable[..., QuantConfig], fields: Mapping[str, Any]) -> Q
 
 
 def _weights(
-    dtype: str,
-    bits: int,
-    use_sym: bool,
-    group_size: int,
-    group_dim: int,
-    double: DoubleQuant | None,
-    quant_lm_head: bool,
-    white_list: Any,
-    *,
-    mse: bool = False,
-    rule: str | None = None,
-    **fields: Any,
+    given: Mapping[str, Any], double: DoubleQuant | None = None, *, rule: str = "minmax", **fields: Any
 ) -> WeightOnlyConfig:
-    """Return the configuration with all fields given."""
-    if dtype == "fp32":
+    """Return the configuration with all fields given.
+
+    Args:
+        given: what a factory takes, by its names.
+        double: how scales are quantized, where `given` does not have the names for it.
+        rule: the range rule, without `use_mse_search`.
+        fields: of the configuration, in place of those that follow from `given`.
+    """
+    white_list, use_sym, group_dim = given["white_list"], given["use_sym"], given.get("group_dim", 1)
+    if given.get("use_double_quant"):
+        double = _double_quant(*(given[f"double_quant_{name}"] for name in ("dtype", "bits", "group_size")))
+    if given["dtype"] == "fp32":
         return WeightOnlyConfig(w_dtype="fp32", white_list=white_list)
     if group_dim != 1:
         require(group_dim == 0, "group_dim", "1", group_dim)
         msg = "group_dim=0: groups along the output channels have no kernel; use group_dim=1."
         raise UnsupportedError(msg)
-    name = _format(dtype, bits)
+    name = _format(given["dtype"], given["bits"])
     is_integer = name.startswith("int")
-    given: dict[str, Any] = {
+    found: dict[str, Any] = {
         "w_dtype": name,
-        "group_size": group_size,
+        "group_size": given["group_size"],
         "w_sym": use_sym or not is_integer,
-        "w_algo": "mse" if mse else rule or "minmax",
+        "w_algo": "mse" if given.get("use_mse_search") else rule,
         "scale_dtype": "fp32",
         "act_dtype": "fp32",
         "solver": RTN(),
-        "float_zero": double is not None
-        and is_integer
-        and not use_sym,  # codes of scales go with codes of minima
+        # codes of scales go with codes of minima
+        "float_zero": double is not None and is_integer and not use_sym,
         "double_quant": False if double is None else double,
         "scale_mode": "floor",
         "transforms": (),
         **fields,
     }
-    if quant_lm_head:
-        given["lm_head"] = name
-    return WeightOnlyConfig(white_list=white_list, **given)
+    if given["quant_lm_head"]:
+        found["lm_head"] = name
+    return WeightOnlyConfig(white_list=white_list, **found)
 
 
 def _format(dtype: str, bits: int) -> str:
@@ -726,9 +667,7 @@ def _format(dtype: str, bits: int) -> str:
     return _FORMATS[dtype]
 
 
-def _double_quant(use: bool, dtype: str, bits: int, group_size: int) -> DoubleQuant | None:
-    if not use:
-        return None
+def _double_quant(dtype: str, bits: int, group_size: int) -> DoubleQuant:
     found = re.fullmatch(r"int([1-8]?)", str(dtype))
     if found is None:
         msg = (
