@@ -371,10 +371,32 @@ _ROW_PRODUCT = (
     Field("alpha", "of the activation", kind="double"),
     Field("beta", "of the activation", kind="double"),
 )
+_FLOAT_ROWS = (Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next"))
 _FOLLOWERS = (
     Field("norm", "NORM_..."),
     Field("epsilon", "of the norm", kind="double"),
     Field("symmetric", "whether the zero point of rounded rows is 128"),
+)
+#: Of attentions.
+_OF_TEXTS = (
+    Field("texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"),
+    *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
+    *(Field("width", "of q and k"), Field("wide", "of v and y")),
+)
+_STRIDES = tuple(
+    Field(f"{name}_strides", f"of batch, head and {last}", (3,))
+    for name, last in (("q", "row"), ("k", "key"), ("v", "key"), ("y", "row"))
+)
+_MASK_STRIDES = Field("mask_strides", "of batch, head, row and key", (4,))
+_FACTOR = Field("factor", "of the scores", kind="double")
+_TASKS = (
+    Field("parts", "of the rows of a head, each a task"),
+    *(Field("bytes", "of memory for each thread"), Field("threads")),
+)
+#: Of packed weights.
+_OF_WEIGHT = (
+    Field("isa", "ISA_..., one that the CPU has"),
+    Field("scale_dtype", "DTYPE_F32, DTYPE_F16 or DTYPE_BF16"),
 )
 _LOW_BIT = (
     Field("rows"),
@@ -501,12 +523,7 @@ _ROWS = (
                 *(Field("keys"), Field("width", "of keys"), Field("value_width")),
                 Field("mask", "MASK_..."),
                 *(Field(f"{name}_dtype") for name in ("q", "k", "v", "y", "mask")),
-                Field("q_strides", "of batch, head and row", (3,)),
-                Field("k_strides", "of batch, head and key", (3,)),
-                Field("v_strides", "of batch, head and key", (3,)),
-                Field("y_strides", "of batch, head and row", (3,)),
-                Field("mask_strides", "of batch, head, row and key", (4,)),
-                Field("factor", "of the scores", kind="double"),
+                *(*_STRIDES, _MASK_STRIDES, _FACTOR),
                 Field("threads"),
             ),
         ),
@@ -548,24 +565,15 @@ _ROWS = (
             "int8_attention",
             "Attention of int8 codes. Strides are in elements.",
             (
-                Field(
-                    "texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"
-                ),
-                *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
-                *(Field("width", "of q and k"), Field("wide", "of v and y")),
-                Field("q_strides", "of batch, head and row", (3,)),
-                Field("k_strides", "of batch, head and key", (3,)),
-                Field("v_strides", "of batch, head and key", (3,)),
-                Field("y_strides", "of batch, head and row", (3,)),
+                *_OF_TEXTS,
+                *_STRIDES,
                 *(Field(f"{name}_zero_point") for name in ("q", "k", "v", "y")),
                 Field("score", "what sums of products of q and k are multiplied by", kind="double"),
                 Field("inverse_probability", "1 / scale of the probabilities", kind="double"),
                 Field("value", "the same of sums of products of probabilities and v", kind="double"),
                 Field("inverse", "1 / scale of y", kind="double"),
                 Field("to", "dtype of y: DTYPE_U8 or DTYPE_F32"),
-                Field("parts", "of the rows of a head, each a task"),
-                Field("bytes", "of memory for each thread"),
-                Field("threads"),
+                *_TASKS,
                 Field("isa", "ISA_... of the products; the CPU has it"),
                 Field("before", "how many others follow the scores"),
                 Field("behind", "how many follow the sums of values"),
@@ -588,15 +596,8 @@ _ROWS = (
                 *(Field("width", "of q and k"), Field("wide", "of v and y")),
                 *(Field("mask", "MASK_..."), Field("causal", "whether a row sees keys up to its own only")),
                 Field("bf16", "whether both products' results, and the probabilities, are rounded to bf16"),
-                Field("q_strides", "of batch, head and row", (3,)),
-                Field("k_strides", "of batch, head and key", (3,)),
-                Field("v_strides", "of batch, head and key", (3,)),
-                Field("y_strides", "of batch, head and row", (3,)),
-                Field("mask_strides", "of batch, head, row and key", (4,)),
-                Field("factor", "of the scores", kind="double"),
-                Field("parts", "of the rows of a head, each a task"),
-                Field("bytes", "of memory for each thread"),
-                Field("threads"),
+                *(*_STRIDES, _MASK_STRIDES, _FACTOR),
+                *_TASKS,
             ),
         ),
         least=5,
@@ -644,21 +645,10 @@ _ROWS = (
             "dynamic_attention",
             "Attention in int8 with ranges of each call, see dynamic_attention.c. Strides are in elements.",
             (
-                Field(
-                    "texts", "whether texts follow each other: `batch` of `keys` rows at most, `rows` in all"
-                ),
-                *(Field("batch"), Field("heads"), Field("rows"), Field("keys")),
-                *(Field("width", "of q and k"), Field("wide", "of v and y")),
+                *_OF_TEXTS,
                 Field("mask", "MASK_..."),
-                Field("q_strides", "of batch, head and row", (3,)),
-                Field("k_strides", "of batch, head and key", (3,)),
-                Field("v_strides", "of batch, head and key", (3,)),
-                Field("y_strides", "of batch, head and row", (3,)),
-                Field("mask_strides", "of batch, head, row and key", (4,)),
-                Field("factor", "of the scores", kind="double"),
-                Field("parts", "of the rows of a head, each a task"),
-                Field("bytes", "of memory for each thread"),
-                Field("threads"),
+                *(*_STRIDES, _MASK_STRIDES, _FACTOR),
+                *_TASKS,
             ),
         ),
         least=5,
@@ -684,7 +674,7 @@ _ROWS = (
             "round_rows",
             "Rows of fp32 to uint8, each with a scale and a zero point, see rows.c.",
             (
-                *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
+                *_FLOAT_ROWS,
                 *(Field("symmetric", "whether the zero point is 128"), Field("threads")),
                 Field("per_row", "whether each row has its own range"),
                 Field("isa", "ISA_... of the product; the CPU has it"),
@@ -699,7 +689,7 @@ _ROWS = (
             "bf16_rows",
             "Rows of fp32 to bf16, see rows.c.",
             (
-                *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
+                *_FLOAT_ROWS,
                 Field("threads"),
             ),
         ),
@@ -722,7 +712,7 @@ _ROWS = (
             "norm_rows",
             "Norms of rows of fp32, rounded, see rows.c.",
             (
-                *(Field("rows"), Field("inputs"), Field("stride", "elements from one row to the next")),
+                *_FLOAT_ROWS,
                 *(Field("threads"), *_FOLLOWERS, Field("bf16", "whether rows are rounded to bf16")),
                 Field("isa", "ISA_... of the product that reads them; the CPU has it"),
             ),
@@ -796,10 +786,7 @@ LOW_BIT_WEIGHT = Structure(
             Field("group", "inputs that share a scale"),
         ),
         *(Field("bits", "of a code as it is stored: 4 or 8"), Field("middle", "the code of 0")),
-        *(
-            Field("isa", "ISA_..., one that the CPU has"),
-            Field("scale_dtype", "DTYPE_F32, DTYPE_F16 or DTYPE_BF16"),
-        ),
+        *_OF_WEIGHT,
     ),
 )
 LOW_BIT_BLOCKS_WEIGHT = Structure(
@@ -816,10 +803,7 @@ LOW_BIT_BLOCKS_WEIGHT = Structure(
             Field("coding", "CODING_..."),
             Field("parts", "numbers of bf16 that a decoded weight is the sum of; 0: not known to be one"),
         ),
-        *(
-            Field("isa", "ISA_..., one that the CPU has"),
-            Field("scale_dtype", "DTYPE_F32, DTYPE_F16 or DTYPE_BF16"),
-        ),
+        *_OF_WEIGHT,
     ),
 )
 #: Of `openmp.h`.
