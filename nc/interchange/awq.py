@@ -14,9 +14,9 @@ import torch
 
 from nc.errors import UnsupportedError
 from nc.interchange.layer import (
-    INT8,
     GroupCodes,
     StoredLayer,
+    check_of_words,
     check_settings,
     codes_in,
     codes_of,
@@ -70,32 +70,9 @@ def write(
 
 
 def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
-    outputs, inputs = codes.codes.shape
     if codes.bits != 4:
         refuse(name, NAME, f"it has 4 bits, and the weight {codes.bits}", 'Quantize with w_dtype="int4"')
-    if outputs % 8:
-        refuse(name, NAME, f"N = {outputs} outputs are not a multiple of 8", "Leave this layer out (exclude)")
-    if inputs % 32:
-        refuse(
-            name,
-            NAME,
-            f"K = {inputs} input channels are not a multiple of 32",
-            "Leave this layer out (exclude)",
-        )
-    if codes.group not in GROUPS and codes.scale.shape[1] != 1:
-        refuse(
-            name,
-            NAME,
-            f"its readers have no groups of {codes.group}",
-            f"Quantize with group_size one of {(-1, *GROUPS)}",
-        )
-    if layer.act_dtype in INT8:
-        refuse(
-            name,
-            NAME,
-            "it says nothing about activations, and this layer's are int8",
-            'Use format="compressed-tensors"',
-        )
+    check_of_words(name, NAME, layer, codes, 8, GROUPS)
 
 
 def packed(codes: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:

@@ -16,9 +16,9 @@ import torch
 
 from nc.errors import ArtefactCorruptError, UnsupportedError
 from nc.interchange.layer import (
-    INT8,
     GroupCodes,
     StoredLayer,
+    check_of_words,
     check_settings,
     codes_in,
     codes_of,
@@ -101,7 +101,6 @@ def write(
 
 
 def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
-    (outputs, inputs), fields = codes.codes.shape, 32 // codes.bits
     if codes.bits not in BITS:
         refuse(
             name,
@@ -109,34 +108,7 @@ def _check(name: str, layer: StoredLayer, codes: GroupCodes) -> None:
             f"{codes.bits} bits are packed in different ways by its readers",
             f"Quantize with one of {BITS} bits",
         )
-    if inputs % 32:
-        refuse(
-            name,
-            NAME,
-            f"K = {inputs} input channels are not a multiple of 32",
-            "Leave this layer out (exclude)",
-        )
-    if outputs % max(fields, 8):
-        refuse(
-            name,
-            NAME,
-            f"N = {outputs} outputs are not a multiple of {max(fields, 8)}",
-            "Leave this layer out (exclude)",
-        )
-    if codes.group not in GROUPS and codes.scale.shape[1] != 1:
-        refuse(
-            name,
-            NAME,
-            f"its readers have no groups of {codes.group}",
-            f"Quantize with group_size one of {(-1, *GROUPS)}",
-        )
-    if layer.act_dtype in INT8:
-        refuse(
-            name,
-            NAME,
-            "it says nothing about activations, and this layer's are int8",
-            'Use format="compressed-tensors"',
-        )
+    check_of_words(name, NAME, layer, codes, max(32 // codes.bits, 8), GROUPS)
 
 
 def _tensors(name: str, codes: GroupCodes, version_1: bool) -> dict[str, torch.Tensor]:

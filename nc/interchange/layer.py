@@ -158,6 +158,36 @@ def refuse(name: str, format_name: str, reason: str, way_out: str) -> NoReturn:
     raise UnsupportedError(msg)
 
 
+def check_of_words(
+    name: str, format_name: str, layer: StoredLayer, codes: GroupCodes, multiple: int, groups: Collection[int]
+) -> None:
+    """Check that a format whose words hold the codes of consecutive outputs or inputs can hold a layer.
+
+    Args:
+        name: of the layer.
+        format_name: for the message.
+        layer: the linear.
+        codes: of its weight.
+        multiple: what the outputs are a multiple of.
+        groups: sizes of groups that its readers have.
+
+    Raises:
+        UnsupportedError: it can't.
+    """
+    outputs, inputs = codes.codes.shape
+    leave = "Leave this layer out (exclude)"
+    if inputs % 32:
+        refuse(name, format_name, f"K = {inputs} input channels are not a multiple of 32", leave)
+    if outputs % multiple:
+        refuse(name, format_name, f"N = {outputs} outputs are not a multiple of {multiple}", leave)
+    if codes.group not in groups and codes.scale.shape[1] != 1:
+        way_out = f"Quantize with group_size one of {(-1, *groups)}"
+        refuse(name, format_name, f"its readers have no groups of {codes.group}", way_out)
+    if layer.act_dtype in INT8:
+        reason = "it says nothing about activations, and this layer's are int8"
+        refuse(name, format_name, reason, 'Use format="compressed-tensors"')
+
+
 def stored_scale(
     scale: torch.Tensor, dtypes: tuple[torch.dtype, ...], name: str, format_name: str
 ) -> torch.Tensor:
