@@ -50,6 +50,11 @@ def _engines(*names: str) -> list[Column]:
     return [Column(name, "speed", 2, {"engine": name}, beside=("latency", PART)) for name in names]
 
 
+def _same(digits: int | None, *headers: str) -> list[Column]:
+    """Return columns whose headers are names of figures, with their units."""
+    return [Column(header, header.partition(", ")[0], digits) for header in headers]
+
+
 #: Sections that the page has only once there are rows.
 _HEADED = {
     "serving-mixed": """## Texts of mixed lengths
@@ -172,9 +177,7 @@ TABLES: dict[str, dict[str, Table]] = {
             {**_MODEL, "engine": "engine"},
             [
                 Column("read, or check and lower, s", "read, or check and lower", 2),
-                Column("compile, s", "compile", 2),
-                Column("first call, s", "first call", 2),
-                Column("together, s", "together", 2),
+                *_same(2, "compile, s", "first call, s", "together, s"),
             ],
         ),
         "serving-throughput": Table(
@@ -202,8 +205,7 @@ TABLES: dict[str, dict[str, Table]] = {
             {"measured": "random lengths"},
             {"engine": "engine"},
             [
-                Column("p50, µs per real token", "p50", None),
-                Column("p99", "p99", None),
+                *_same(None, "p50, µs per real token", "p99"),
                 Column("memory after a tenth of the calls, MB", "early memory", 0),
                 Column("after all", "memory", 0),
             ],
@@ -225,9 +227,7 @@ TABLES: dict[str, dict[str, Table]] = {
             {"measured": "prepare and convert"},
             {**_MODEL, "backend": "backend"},
             [
-                Column("prepare, s", "prepare", 1),
-                Column("convert, s", "convert", 1),
-                Column("together, s", "together", 1),
+                *_same(1, "prepare, s", "convert, s", "together, s"),
                 Column("extra memory, MB", "extra memory", 0),
                 Column("extra memory, × fp32 bytes", "relative memory", 2),
             ],
@@ -256,12 +256,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 "threads": "threads",
                 "blocks": "blocks",
             },
-            [
-                Column("peak, MB", "peak", 0),
-                Column("bound, MB", "bound", 0),
-                Column("time, s", "time", 0),
-                Column("per block, s", "time per block", 0),
-            ],
+            [*_same(0, "peak, MB", "bound, MB", "time, s"), Column("per block, s", "time per block", 0)],
         ),
         "preparation-memory": Table(
             {"measured": "low-bit in memory"},
@@ -273,11 +268,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "kernels-rate": Table(
             {"measured": "rate"},
             {"threads": "threads"},
-            [
-                Column("int8", "int8", 0),
-                Column("fp32", "fp32", 0),
-                Column("function of nc in C, int8", "function in C", 0, spread=True),
-            ],
+            [*_same(0, "int8", "fp32"), Column("function of nc in C, int8", "function in C", 0, spread=True)],
         ),
         "kernels-limit": Table(
             {"measured": "limit"},
@@ -289,8 +280,7 @@ TABLES: dict[str, dict[str, Table]] = {
             {**_MODEL, "batch": "batch"},
             [
                 Column("1e9 multiply-adds", "work", 2),
-                Column("at least, ms", "at least", None),
-                Column("at the limit, ms", "at the limit", None),
+                *_same(None, "at least, ms", "at the limit, ms"),
                 Column("eager fp32, ms", "eager", 1),
                 Column("speed at most, × eager", "speed at most", None),
             ],
@@ -303,38 +293,32 @@ TABLES: dict[str, dict[str, Table]] = {
         "kernels-steps": Table(
             {"measured": "steps of bert-base"},
             {"step": "step"},
-            [Column("nc-native, ms", "nc-native", None), Column("OpenVINO, ms", "OpenVINO", None)],
+            _same(None, "nc-native, ms", "OpenVINO, ms"),
         ),
         "kernels-products": Table(
             {"measured": "product"},
             {"product": "product"},
-            [Column("oneDNN, µs", "oneDNN", 0), Column("function in C, µs", "function in C", 0)],
+            _same(0, "oneDNN, µs", "function in C, µs"),
         ),
         "kernels-attention": Table(
             {"measured": "attention"},
             {"layer": "layer"},
-            [
-                Column("scores, µs", "scores", 0),
-                Column("softmax, µs", "softmax", 0),
-                Column("sums of values, µs", "sums of values", 0),
-                Column("together, µs", "together", 0),
-                Column("function in C, µs", "function in C", 0),
-            ],
+            _same(0, "scores, µs", "softmax, µs", "sums of values, µs", "together, µs", "function in C, µs"),
         ),
         "kernels-attention-model": Table(
             {"measured": "attention in the model"},
             {**_MODEL, "batch": "batch", "ONEDNN_MAX_CPU_ISA": "limit"},
-            [Column("parts, ms", "parts", 1), Column("function in C, ms", "function in C", 1)],
+            _same(1, "parts, ms", "function in C, ms"),
         ),
         "kernels-image": Table(
             {"measured": "convolution of an image"},
             {"window": "window", "batch": "batch"},
-            [Column("AMX, µs", "AMX", 0), Column("VNNI, µs", "VNNI", 0)],
+            _same(0, "AMX, µs", "VNNI, µs"),
         ),
         "kernels-softmax": Table(
             {"measured": ("softmax", "softmax in the caches")},
             {"sizes": "sizes", "threads": "threads"},
-            [Column("oneDNN", "oneDNN", None), Column("function in C", "function in C", None)],
+            _same(None, "oneDNN", "function in C"),
             by={"": "measured"},
         ),
     },
@@ -345,8 +329,7 @@ TABLES: dict[str, dict[str, Table]] = {
             [
                 Column("mean cosine", "mean cosine", None),
                 Column("worst cosine", "worst cosine", 4),
-                Column("same neighbour, %", "same neighbour", 1),
-                Column("SQNR, dB", "SQNR", 1),
+                *_same(1, "same neighbour, %", "SQNR, dB"),
             ],
         ),
         "accuracy-noise": Table(
