@@ -139,23 +139,3 @@ def table(predictions: Sequence[Prediction]) -> str:
                 for step, share in each.alone_too_long()
             ]
     return "\n".join(lines)
-
-
-def steps_table(predictions: Sequence[Prediction]) -> str:
-    """Return a row for each step: time and parts for each number of threads.
-
-    Args:
-        predictions: as `summary` takes them; where their steps differ, each step of the last one has a row.
-    """
-    by_step = [{(i, s.name): s for i, s in enumerate(p.steps)} for p in predictions]
-    rows: list[tuple[str, ...]] = [("step", "operator", *(str(p.threads) for p in predictions))]
-    for key, step in (by_step[-1] if by_step else {}).items():
-        found = [steps.get(key) for steps in by_step]
-        cells = ("–" if each is None else _cell(each) for each in found)
-        rows.append((step.name, ", ".join(step.operators[:1]), *cells))
-    return format_table(rows)
-
-
-def _cell(step: DividedStep) -> str:
-    parts = "?" if not step.parts else f"{step.parts}{' assumed' if step.assumed else ''}"
-    return f"{1e3 * (step.alone_ms + step.divided_ms + step.unknown_ms):.0f} us, {parts}"

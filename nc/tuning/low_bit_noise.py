@@ -38,7 +38,6 @@ def noise_of(
     options: Mapping[str, Mapping[str, torch.nn.Module]],
     *,
     draws: int = 1,
-    seed: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Return what each option of each layer costs: nats per row of logits, or the part of the power.
 
@@ -49,12 +48,11 @@ def noise_of(
         calls: calibration data.
         options: layer → name of an option → the module that takes the layer's place.
         draws: number of random labels, or projections, for each call. All their gradients are held at once.
-        seed: seed of the draws.
 
     Raises:
         InputError: the outputs have no gradient, or are NaN; or all positions are padding.
     """
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     totals = {name: dict.fromkeys(each, 0.0) for name, each in options.items()}
     divisor, reached = 0.0, set()
     for call in calls:

@@ -83,13 +83,6 @@ class Link:
         return found
 
 
-def find_links(
-    module: torch.nn.Module, call: BlockCall, norms_only: bool = False, outside: Sequence[str] = ()
-) -> list[Link]:
-    """All links of a block, see `links_of`."""
-    return links_of(module, call, norms_only, outside)[0]
-
-
 def links_of(
     module: torch.nn.Module, call: BlockCall, norms_only: bool = False, outside: Sequence[str] = ()
 ) -> tuple[list[Link], dict[str, str]]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import nc
 from nc.algorithms.transforms import smooth
 from nc.algorithms.transforms.folding import fold, gain_offset, rewrite
-from nc.algorithms.transforms.structure import difference, find_links, links_of
+from nc.algorithms.transforms.structure import difference, links_of
 from nc.formats.tensor_format import low_bit
 from nc.planning.layer_plan import LayerDecision
 from nc.weights.block_validation import BlockValidation, Tokens, divided, held_out
@@ -154,7 +154,7 @@ def test_all_experts_read_what_some_tokens_of_a_sample_show():
     """Of 9 experts 2 tokens reach at most 2; the readers are known all the same."""
     block = Block(routed, 9).eval()
     call = ((data(1, rows=1)[:, :2],), {})
-    (link,) = [link for link in find_links(block, call) if link.norm]
+    (link,) = [link for link in links_of(block, call)[0] if link.norm]
     assert set(link.consumers) == {f"e.{i}" for i in range(9)}
     assert all(torch.equal(channels, torch.arange(WIDTH)) for channels in link.channels)
     x = data(1, seed=4)
@@ -193,7 +193,7 @@ def test_a_norm_with_a_gate(transform):
     block = Gated().eval()
     with torch.no_grad():
         block.norm.weight[::16] *= 30
-    (link,) = [link for link in find_links(block, ((data(1),), {})) if link.norm]
+    (link,) = [link for link in links_of(block, ((data(1),), {}))[0] if link.norm]
     assert link.consumers == ("out",)
     assert gain_offset(block.norm.double(), link.call) == 0
     block.float()

@@ -20,7 +20,7 @@ from nc.algorithms.transforms import TRANSFORMS, Scope, Target, folding, scale_s
 from nc.algorithms.transforms.float64 import Float64, WideCopy
 from nc.algorithms.transforms.folding import NotEquivalentError, fold, rewrite
 from nc.algorithms.transforms.rotation import orthogonal
-from nc.algorithms.transforms.structure import difference, find_links
+from nc.algorithms.transforms.structure import difference, links_of
 from nc.formats.tensor_format import low_bit
 from nc.modules.block_calls import Sample, record
 from nc.modules.layers import layers_of
@@ -145,7 +145,7 @@ def test_links_are_found_and_fold_without_a_change(name):
     model = tiny(name)
     before = output(model, tokens())
     block, call = first_block(name, model)
-    links = find_links(block, call)
+    links = links_of(block, call)[0]
     assert {link.producer: link.consumers for link in links} == LINKS[name]
     for i, link in enumerate(links):
         old = bytes_of(block)
@@ -163,7 +163,7 @@ def test_links_are_found_and_fold_without_a_change(name):
 
 
 def test_channels_of_grouped_query_attention_and_of_one_linear_for_all():
-    by_name = {link.producer: link for link in find_links(*first_block("llama"))}
+    by_name = {link.producer: link for link in links_of(*first_block("llama"))[0]}
     values = by_name["self_attn.v_proj"]
     heads = torch.arange(16).reshape(2, 8)
     assert torch.equal(
@@ -173,7 +173,7 @@ def test_channels_of_grouped_query_attention_and_of_one_linear_for_all():
         values.gather(torch.arange(32.0), 0)[:3], torch.tensor([4.0, 5.0, 6.0])
     )  # the mean of channels 0 and 8
     assert torch.equal(values.gather(torch.arange(32.0), 0, "amax")[:3], torch.tensor([8.0, 9.0, 10.0]))
-    fused = {link.producer: link for link in find_links(*first_block("gpt2"))}["attn.c_attn"]
+    fused = {link.producer: link for link in links_of(*first_block("gpt2"))[0]}["attn.c_attn"]
     assert torch.equal(fused.channels[0], torch.arange(64, 96))
     assert int(fused.read.sum()) == 32
 
@@ -184,7 +184,7 @@ def test_what_has_other_readers_is_no_link():
     A norm behind a linear is in the way.
     """
     bert, mixtral, gemma2 = (
-        {link.producer for link in find_links(*first_block(n))} for n in ("bert", "mixtral", "gemma2")
+        {link.producer for link in links_of(*first_block(n))[0]} for n in ("bert", "mixtral", "gemma2")
     )
     assert not any("LayerNorm" in name for name in bert)
     assert "post_attention_layernorm" not in mixtral
@@ -214,7 +214,7 @@ def test_a_block_that_cannot_run_in_float64_is_checked_in_fp32_and_says_so():
 
     block, call = Fp32Only().eval(), ((torch.randn(4, 8),), {})
     assert WideCopy(block, call).dtype == torch.float32
-    link = find_links(block, call)[0]
+    link = links_of(block, call)[0][0]
     checked = rewrite(block, call, lambda wide: fold(wide, link, torch.rand(8) + 0.5))
     assert "fp32 (no float64 kernels)" in str(checked)
     with pytest.raises(NotEquivalentError):
@@ -251,7 +251,7 @@ def other_channels(module, link, scale):
 )
 def test_a_wrong_folding_is_caught_and_not_made(name, index, wrong):
     block, call = first_block(name)
-    link = find_links(block, call)[index]
+    link = links_of(block, call)[0][index]
     old = bytes_of(block)
     scale = 1 + torch.arange(link.size) * 1e-6  # so little that fp32 would hide it
     rewrite(copy.deepcopy(block), call, lambda wide: fold(wide, link, scale))
@@ -275,7 +275,7 @@ def test_dividing_the_weight_of_a_norm_that_multiplies_by_one_plus_weight_is_cau
 
 def test_a_folding_that_the_dtype_cannot_hold_is_undone():
     block, call = first_block("llama", tiny("llama").half())
-    link = find_links(block, call)[0]
+    link = links_of(block, call)[0][0]
     old = bytes_of(block)
     with pytest.raises(
         NotEquivalentError, match=r"rounded to torch.float16 the new weights would change the output by inf"
