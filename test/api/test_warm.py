@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from suites.small_llama import random_llama
 
 import nc
 from nc.api.quantized import QuantizedModel
@@ -96,10 +97,7 @@ def test_what_does_not_fit_is_an_error(saved, entry, says):
 
 
 def test_low_bit_models_take_inputs(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **sizes)).eval()
-    nc.save(nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32)), tmp_path / "m")
+    nc.save(nc.quantize(random_llama(), nc.WeightOnlyConfig("int4", group_size=32)), tmp_path / "m")
     assert nc.load(tmp_path / "m", warm=[{"input_ids": torch.ones(1, 4, dtype=torch.int64)}]) is not None
     with pytest.raises(InputError, match="give inputs"):
         nc.load(tmp_path / "m", warm=[(1, 4)])

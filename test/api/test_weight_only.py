@@ -5,17 +5,18 @@ From configuration to report, against float64 brute force.
 
 import copy
 import dataclasses
+import functools
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from suites.small_llama import random_llama
 from torch import nn
 from torch.nn.utils import prune
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
@@ -56,16 +57,7 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10)).eval()
 
 
-def llama(**options):
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, **options)).eval()
+llama = functools.partial(random_llama, num_hidden_layers=3)
 
 
 def texts(count=4, rows=2, length=16, seed=0):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from suites.small_llama import random_llama
 
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends
@@ -399,15 +400,7 @@ class TestLowBitWeights:
         assert "its 2 low-bit layers need no special CPU features" in run("doctor", "low").stdout
 
     def test_bench_says_what_to_do(self, run, folder):
-        transformers = pytest.importorskip("transformers")
-        sizes = {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "vocab_size": 50,
-        }
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+        model = random_llama(num_hidden_layers=1)
         nc.save(nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=16)), folder / "low")
         result = run("bench", "low")
         assert result.exit_code == 2, result.output

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-import transformers
+from suites.small_llama import random_llama
 
 import nc
 from nc import (
@@ -49,12 +49,7 @@ IDS = torch.arange(48).reshape(4, 12) % 50
 
 
 def llama(blocks):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(
-        **sizes, num_hidden_layers=blocks, vocab_size=50, max_position_embeddings=64
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return random_llama(num_hidden_layers=blocks, vocab_size=50, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 import torch
 from models import call, sqnr_db
+from suites.small_llama import random_llama
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -312,14 +313,7 @@ def test_kept_samples_are_the_inputs():
 
 def test_cache_of_transformers():
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 50,
-    }
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2)).eval()
+    model = random_llama()
     ids = torch.arange(12).reshape(2, 6)
 
     def filled():

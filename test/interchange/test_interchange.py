@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from suites.small_llama import random_llama
 
 from nc.errors import (
     ArtefactCorruptError,
@@ -770,16 +771,7 @@ class TestModels:
         assert all(torch.equal(value, after[name]) for name, value in before.items())
 
     def test_a_transformers_model_gets_its_own_config(self, tmp_path):
-        transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            tie_word_embeddings=True,
-        )
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = random_llama(intermediate_size=96, tie_word_embeddings=True)
         for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 model.set_submodule(name, QuantLinear(quantized(module.weight.detach(), group_size=32)))
@@ -791,7 +783,7 @@ class TestModels:
             True,
         )
         assert found["quantization_config"]["ignore"] == ["lm_head"]
-        again = transformers.LlamaForCausalLM(config)
+        again = type(model)(model.config)
         ids = torch.arange(10)[None]
         with torch.no_grad():
             assert torch.equal(import_weights(tmp_path / "tied", again)(ids).logits, model(ids).logits)

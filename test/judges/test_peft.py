@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from suites.small_llama import random_llama
 
 import nc
 from nc import UnsupportedError, WeightOnlyConfig
@@ -12,18 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def adapted(dtype=torch.float32):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = nc.quantize(
-        transformers.LlamaForCausalLM(config).to(dtype).eval(), WeightOnlyConfig("int4", group_size=16)
-    )
+    model = nc.quantize(random_llama(vocab_size=50).to(dtype), WeightOnlyConfig("int4", group_size=16))
     lora = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
     )

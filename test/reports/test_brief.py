@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from suites.small_llama import random_llama
 from torch import nn
 from transformers import (
     BertConfig,
     BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MobileNetV2Config,
     MobileNetV2ForImageClassification,
 )
@@ -54,8 +53,7 @@ def mobilenet():
 
 
 def llama():
-    sizes = {"hidden_size": 64, "num_hidden_layers": 9, "num_attention_heads": 4, "intermediate_size": 128}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=200, **sizes)), torch.randint(5, 200, (2, 12))
+    return random_llama(num_hidden_layers=9, vocab_size=200), torch.randint(5, 200, (2, 12))
 
 
 def pixels():

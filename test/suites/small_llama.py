@@ -1,21 +1,22 @@
-"""A language model of two blocks with random weights."""
+"""Language models of few blocks with random weights."""
 
+import pytest
 import torch
-import transformers
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def random_llama(**options):
+    """A model of two blocks; options are those of its configuration."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2, "vocab_size": 100, **options})
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def small_llama():
-    """Return it; its weights are large, so that rounding them shows in the logits."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    """The same with large weights, so that rounding them shows in the logits."""
+    model = random_llama(vocab_size=64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)

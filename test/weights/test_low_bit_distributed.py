@@ -18,8 +18,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from models import run_ranks
+from suites.small_llama import random_llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import nc
 from nc import (
@@ -60,15 +60,7 @@ SPLITS = {
 
 
 def llama():
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, tie_word_embeddings=True)).eval()
+    model = random_llama(intermediate_size=96, tie_word_embeddings=True)
     with torch.no_grad():  # rows that differ, so that transforms have something to do
         for norm in (m for name, m in model.named_modules() if name.endswith("layernorm")):
             norm.weight.copy_(torch.linspace(0.2, 3, 64))

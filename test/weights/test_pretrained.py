@@ -18,13 +18,13 @@ import torch
 import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from suites.small_llama import random_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -51,15 +51,7 @@ CONFIG = WeightOnlyConfig("int4", group_size=32, solver=GPTQ())
 
 
 def llama(tied=False):
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, tie_word_embeddings=tied)).eval()
+    return random_llama(num_hidden_layers=3, tie_word_embeddings=tied)
 
 
 def samples():
@@ -224,13 +216,8 @@ class TestMemory:
     def deep(self, tmp_path, monkeypatch):
         monkeypatch.setattr("nc.numerics.groups.CHUNK", 1024)
         monkeypatch.setattr("nc.modules.statistics._ROWS", 16)
-        sizes = {
-            "hidden_size": self.HIDDEN,
-            "intermediate_size": self.INNER,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=self.BLOCKS, vocab_size=100))
+        sizes = {"hidden_size": self.HIDDEN, "intermediate_size": self.INNER}
+        model = random_llama(num_hidden_layers=self.BLOCKS, **sizes)
         model.save_pretrained(tmp_path / "deep", max_shard_size="300KB")
         return tmp_path / "deep"
 
@@ -683,15 +670,8 @@ def test_the_size_on_disk_is_that_of_the_formula(fields, bits, tmp_path):
 
     A row has fewer than 256 scales.
     """
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100)).eval()
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    model = random_llama(hidden_size=512, intermediate_size=1024, **heads)
     model.save_pretrained(tmp_path / "source")
     config = WeightOnlyConfig(**{**fields, "w_algo": "minmax"})
     quantize_folder(tmp_path / "source", config, tmp_path / "out")

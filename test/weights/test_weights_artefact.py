@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from suites.small_llama import random_llama
 from torch import nn
 
 import nc
@@ -29,15 +30,8 @@ IDS = torch.tensor([[1, 5, 9, 2, 7], [4, 4, 8, 3, 6]])
 
 
 def llama(**options):
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    config = transformers.LlamaConfig(**{**sizes, "vocab_size": 50, "max_position_embeddings": 64, **options})
-    return transformers.LlamaForCausalLM(config).eval()
+    sizes = {"intermediate_size": 96, "vocab_size": 50, "max_position_embeddings": 64}
+    return random_llama(**{**sizes, **options})
 
 
 class Net(nn.Module):

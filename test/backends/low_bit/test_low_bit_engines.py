@@ -16,6 +16,7 @@ import pytest
 import torch
 from suites.low_bit import exact, form, layer_with, native, ran, weight
 from suites.reports import said
+from suites.small_llama import random_llama
 from torch import nn
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
@@ -479,17 +480,7 @@ def test_what_new_tensors_are_changes_nothing(backend, act_dtype, warm):
 
 @pytest.fixture(scope="module")
 def llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=99,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = random_llama(vocab_size=99)
     mask = (
         torch.full((7, 7), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 7, 7)
     )  # transformers 4.55 exports none

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from models import Function, quantized
+from suites.small_llama import random_llama
 from torch import nn
 
 import nc
@@ -329,17 +330,7 @@ def test_linears_of_nothing_keep_their_dimensions(monkeypatch, script):
 
 
 def test_generation_without_plans_is_refused_with_the_reason_and_the_model_stays_as_it_is():
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)
-    ).eval()
+    model = random_llama(vocab_size=32, pad_token_id=0, eos_token_id=None)
     model = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32))
     ids = torch.randint(1, 32, (1, 5))
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
