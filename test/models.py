@@ -1,5 +1,6 @@
 """Small models shared by the tests, and the few helpers that every test file would repeat."""
 
+import json
 import os
 import subprocess
 import sys
@@ -248,6 +249,14 @@ def assert_close(expected, got, relative):
 def path():
     """Return `PYTHONPATH` for a child process that imports these modules."""
     return os.pathsep.join([str(TEST), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def run_as_rank(ranks, rank, folder):
+    """Run the program of a test file as one rank; what it was told goes to a file."""
+    program = ranks(rank, folder)
+    program.run()
+    (folder / f"told-{rank}.json").write_text(json.dumps(program.told))
+    os._exit(0)  # without the group's farewell, which waits for the other ranks
 
 
 def run_ranks(file, count, folder, timeout):

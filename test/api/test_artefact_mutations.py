@@ -4,7 +4,6 @@
 """
 
 import copy
-import hashlib
 import json
 import os
 import random
@@ -16,6 +15,7 @@ import pytest
 import torch
 from models import TEST, Attention, quantized
 from safetensors.torch import load_file
+from suites.artefacts import places, sign
 
 import nc
 from nc import ArtefactError, InputError, UnsupportedError, load
@@ -25,7 +25,6 @@ from nc.kernels import cpu
 KEPT = TEST / "data" / "schema1"
 #: `NC_MUTATIONS=1000` tries that many of each model.
 COUNT = int(os.environ.get("NC_MUTATIONS", "75"))
-FILES = ("model.json", "weights.safetensors")
 VALUES = [
     None,
     True,
@@ -85,23 +84,9 @@ def test_a_kept_artefact_is_read_and_computes_what_it_did(name, backend):
         torch.testing.assert_close(value, expected[f"output.{i}"], rtol=0, atol=1e-2 if narrowed else 1e-6)
 
 
-def places(value, found, path=()):
-    """Every place of a document: (container, key)."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in items:
-        found.append((value, key, (*path, key)))
-        places(child, found, (*path, key))
-    return found
-
-
 def change_value(document, rng):
-    found = places(
-        {
-            key: document[key]
-            for key in rng.choice([["nodes"], ["nodes"], ["signature"], ["plan"], ["sizes", "memory_order"]])
-        },
-        [],
-    )
+    parts = rng.choice([["nodes"], ["nodes"], ["signature"], ["plan"], ["sizes", "memory_order"]])
+    found = places({key: document[key] for key in parts})
     container, key, path = rng.choice(found[1:])
     old = container[key]
     if isinstance(old, bool) or not isinstance(old, (int, float)) or rng.random() < 0.5:
@@ -128,7 +113,7 @@ def change_arguments(document, rng):
 
 
 def change_reference(document, rng):
-    found = [(c, k) for c, k, _ in places(document["nodes"], []) if k == "node"]
+    found = [(c, k) for c, k, _ in places(document["nodes"]) if k == "node"]
     container, key = rng.choice(found)
     container[key] = rng.choice(document["nodes"])["name"]
     return "reference", container[key]
@@ -159,7 +144,7 @@ def change_nodes(document, rng):
 
 
 def drop_entry(document, rng):
-    container, key, path = rng.choice(places(document, []))
+    container, key, path = rng.choice(places(document))
     if path[0] in ("format", "schema", "versions"):
         return "nothing", path
     del container[key]
@@ -175,13 +160,6 @@ CHANGES = (
     change_nodes,
     drop_entry,
 )
-
-
-def forge(folder, document):
-    (folder / "model.json").write_text(json.dumps(document))
-    raws = {name: (folder / name).read_bytes() for name in FILES}
-    sums = {name: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)} for name, raw in raws.items()}
-    (folder / "checksums.json").write_text(json.dumps(sums, indent=2, sort_keys=True) + "\n")
 
 
 class Writes(torch.nn.Module):
@@ -204,7 +182,7 @@ def arguments():
 
 
 def change_effects(effects, rng):
-    container, key, path = rng.choice(places(effects, []))
+    container, key, path = rng.choice(places(effects))
     how = rng.choice(["value", "value", "drop", "double"])
     if how == "value":
         container[key] = copy.deepcopy(
@@ -237,7 +215,7 @@ def test_changed_effects_are_refused_or_run(tmp_path):
         document = copy.deepcopy(original)
         effects = document["signature"]["effects"]
         whats = [change_effects(effects, rng) for _ in range(rng.choice([1, 1, 2])) if effects]
-        forge(tmp_path / "saved", document)
+        sign(tmp_path / "saved", document)
         try:
             load(tmp_path / "saved", backend="reference")(*arguments())
         except (ArtefactError, InputError):
@@ -249,7 +227,7 @@ def test_changed_effects_are_refused_or_run(tmp_path):
     keys = document["signature"]["effects"]["after"]["items"][1]["keys"]
     for wrong in ([[1]], keys[1]):
         keys[0] = wrong
-        forge(tmp_path / "saved", document)
+        sign(tmp_path / "saved", document)
         with pytest.raises(ArtefactError, match="not what nc writes"):
             load(tmp_path / "saved", backend="reference")
 
@@ -284,7 +262,7 @@ def try_changes(name, backend, tmp_path):
         rng = random.Random(f"{name} {seed}")  # which change to try
         document = copy.deepcopy(original)
         what = rng.choice(CHANGES)(document, rng)
-        forge(folder, document)
+        sign(folder, document)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

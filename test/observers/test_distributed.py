@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import FP32, MLP, Function, run_ranks
+from models import FP32, MLP, Function, run_as_rank, run_ranks
 from torch import nn
 
 from nc import StateError, StaticQuantConfig, convert, prepare, save
@@ -118,13 +118,6 @@ class Ranks:
             self.told[what] = str(error)
 
 
-def main(rank, folder):
-    program = Ranks(rank, folder)
-    program.run()
-    (folder / f"told-{rank}.json").write_text(json.dumps(program.told))
-    os._exit(0)  # without the group's farewell, which waits for the other rank
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
@@ -222,4 +215,4 @@ def test_a_rank_that_ended(folder):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    run_as_rank(Ranks, int(sys.argv[1]), Path(sys.argv[2]))

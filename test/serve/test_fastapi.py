@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from suites.real_minilm import minilm
-from suites.served import EXAMPLES, fastapi_of, free_port
+from suites.served import EXAMPLES, fastapi_of, free_port, rows
 
 import nc
 
@@ -35,12 +35,6 @@ served = importlib.import_module("served")
 def server(words, tmp_path_factory):
     with fastapi_of(words[0], tmp_path_factory.mktemp("log") / "log", "--most_tokens", "24") as found:
         yield found[0]
-
-
-def rows(count, length=6, seed=0):
-    chance = np.random.default_rng(seed)
-    ids = chance.integers(0, 50, (count, length), dtype=np.int64)
-    return {"ids": ids, "weights": chance.random((count, length), dtype=np.float32)}
 
 
 def body(given):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from suites.real_minilm import minilm
-from suites.served import EXAMPLES, free_port, kserve_of, running
+from suites.served import EXAMPLES, free_port, kserve_of, rows, running
 
 if importlib.util.find_spec("kserve") is None:  # its messages and those of tritonclient have the same names
     pytest.skip("no kserve", allow_module_level=True)
@@ -38,13 +38,6 @@ def text_server(sentences, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
     with kserve_of(sentences[0], log) as found:
         yield found
-
-
-def rows(count, length=6, seed=0):
-    """Inputs of `Words`."""
-    chance = np.random.default_rng(seed)
-    ids = chance.integers(0, 50, (count, length), dtype=np.int64)
-    return {"ids": ids, "weights": chance.random((count, length), dtype=np.float32)}
 
 
 def expected(words, given):

@@ -11,7 +11,7 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
-from suites.served import free_port, running
+from suites.served import free_port, rows, running
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("no ray", allow_module_level=True)
@@ -30,12 +30,6 @@ def server(words, tmp_path_factory):
             if post(url, {"instances": instances(rows(1))})[0] == 200:
                 break
         yield url
-
-
-def rows(count, length=6, seed=0):
-    chance = np.random.default_rng(seed)
-    ids = chance.integers(0, 50, (count, length), dtype=np.int64)
-    return {"ids": ids, "weights": chance.random((count, length), dtype=np.float32)}
 
 
 def instances(given):

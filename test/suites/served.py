@@ -11,6 +11,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serve"
 
 
@@ -18,6 +20,13 @@ def free_port():
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return opened.getsockname()[1]
+
+
+def rows(count, length=6, seed=0):
+    """Inputs of `Words`."""
+    chance = np.random.default_rng(seed)
+    ids = chance.integers(0, 50, (count, length), dtype=np.int64)
+    return {"ids": ids, "weights": chance.random((count, length), dtype=np.float32)}
 
 
 @contextlib.contextmanager

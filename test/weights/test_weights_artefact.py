@@ -4,7 +4,6 @@ What comes back, in this process and a new one, and what is refused.
 """
 
 import copy
-import hashlib
 import json
 import os
 import random
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from suites.artefacts import places, sign
 from suites.small_llama import random_llama
 from torch import nn
 
@@ -62,13 +62,6 @@ def config(**fields):
     return nc.WeightOnlyConfig(**{"w_dtype": "int4", "group_size": 32, **fields})
 
 
-def forge(folder, document):
-    (folder / "model.json").write_text(json.dumps(document))
-    raws = {name: (folder / name).read_bytes() for name in FILES}
-    sums = {name: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)} for name, raw in raws.items()}
-    (folder / "checksums.json").write_text(json.dumps(sums, indent=2, sort_keys=True) + "\n")
-
-
 def document(folder):
     return json.loads((folder / "model.json").read_text())
 
@@ -76,7 +69,7 @@ def document(folder):
 def changed(folder, change):
     data = document(folder)
     change(data)
-    forge(folder, data)
+    sign(folder, data)
     return folder
 
 
@@ -557,14 +550,6 @@ VALUES = [
 ]
 
 
-def places(value, found, path=()):
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in items:
-        found.append((value, key, (*path, key)))
-        places(child, found, (*path, key))
-    return found
-
-
 def test_a_changed_artefact_with_correct_checksums_is_refused_or_loads(saved, tmp_path):
     original = document(saved)
     folder = shutil.copytree(saved, tmp_path / "changed")
@@ -573,12 +558,12 @@ def test_a_changed_artefact_with_correct_checksums_is_refused_or_loads(saved, tm
         rng = random.Random(seed)  # which change to try
         data = copy.deepcopy(original)
         part = rng.choice(["layers", "layers", "tensors", "transformers", "record", None])
-        container, key, path = rng.choice(places(data if part is None else data[part], []))
+        container, key, path = rng.choice(places(data if part is None else data[part]))
         if rng.random() < 0.25:
             del container[key]
         else:
             container[key] = copy.deepcopy(rng.choice(VALUES))
-        forge(folder, data)
+        sign(folder, data)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -607,7 +592,7 @@ def test_packed_tensors_of_another_size_are_refused(part, how, folder):
             tensors[name][:, :-1].contiguous() if how == "shorter" else tensors[name].to(torch.int32)
         )
     save_file(tensors, folder / "weights.safetensors")
-    forge(folder, document(folder))
+    sign(folder, document(folder))
     with pytest.raises(nc.ArtefactCorruptError):
         nc.load(folder)
 
