@@ -68,63 +68,17 @@ def small(factory):
 @pytest.mark.parametrize(
     ("factory", "expected"),
     [
-        (
-            RTNConfig,
-            {
-                "dtype": "int",
-                "bits": 4,
-                "use_sym": True,
-                "group_size": 32,
-                "group_dim": 1,
-                "use_layer_wise": True,
-            },
-        ),
-        (
-            GPTQConfig,
-            {
-                "percdamp": 0.01,
-                "block_size": 2048,
-                "act_order": False,
-                "static_groups": False,
-                "true_sequential": False,
-            },
-        ),
-        (
-            AWQConfig,
-            {"use_auto_scale": True, "use_auto_clip": True, "folding": False, "double_quant_use_sym": True},
-        ),
-        (TEQConfig, {"folding": True, "use_layer_wise": False, "double_quant_group_size": 256}),
-        (
-            HQQConfig,
-            {
-                "bits": 4,
-                "group_size": 64,
-                "quant_zero": True,
-                "quant_scale": False,
-                "scale_quant_group_size": 128,
-            },
-        ),
-        (
-            AutoRoundConfig,
-            {
-                "iters": 200,
-                "nsamples": 128,
-                "batch_size": 8,
-                "seed": 42,
-                "scheme": "W4A16",
-                "scale_dtype": "fp16",
-            },
-        ),
-        (
-            MXQuantConfig,
-            {
-                "w_dtype": "int8",
-                "act_dtype": "int8",
-                "out_dtype": "bfloat16",
-                "blocksize": 32,
-                "round_method": "nearest",
-            },
-        ),
+        (RTNConfig, dict(dtype="int", bits=4, use_sym=True, group_size=32, group_dim=1, use_layer_wise=True)),
+        (GPTQConfig, dict(percdamp=0.01, block_size=2048, act_order=False, static_groups=False)),
+        (GPTQConfig, dict(true_sequential=False)),
+        (AWQConfig, dict(use_auto_scale=True, use_auto_clip=True, folding=False, double_quant_use_sym=True)),
+        (TEQConfig, dict(folding=True, use_layer_wise=False, double_quant_group_size=256)),
+        (HQQConfig, dict(bits=4, group_size=64, quant_zero=True, quant_scale=False)),
+        (HQQConfig, dict(scale_quant_group_size=128)),
+        (AutoRoundConfig, dict(iters=200, nsamples=128, batch_size=8, seed=42)),
+        (AutoRoundConfig, dict(scheme="W4A16", scale_dtype="fp16")),
+        (MXQuantConfig, dict(w_dtype="int8", act_dtype="int8", out_dtype="bfloat16")),
+        (MXQuantConfig, dict(blocksize=32, round_method="nearest")),
     ],
 )
 def test_parameters_have_neural_compressors_defaults(factory, expected):

@@ -34,46 +34,34 @@ SEQ2SEQ = {
 }
 EXPERTS = {**DECODER, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 
-#: Class → (class of its configuration, its settings, what it reads).
+#: Class → (settings of its configuration, what it reads).
 MODELS = {
-    "BertForSequenceClassification": ("BertConfig", SHORT, "text"),
-    "BertForMultipleChoice": ("BertConfig", SHORT, "choices"),
-    "BertLMHeadModel": ("BertConfig", {**SHORT, "is_decoder": True}, "text"),
-    "RobertaForMaskedLM": ("RobertaConfig", SHORT, "text"),
-    "DistilBertModel": (
-        "DistilBertConfig",
-        {**TEXT, "n_layers": 2, "dim": 64, "n_heads": 4, "hidden_dim": 64},
-        "text",
-    ),
-    "ElectraForTokenClassification": ("ElectraConfig", {**SHORT, "embedding_size": 64}, "text"),
-    "AlbertModel": ("AlbertConfig", {**SHORT, "embedding_size": 64}, "text"),
+    "BertForSequenceClassification": (SHORT, "text"),
+    "BertForMultipleChoice": (SHORT, "choices"),
+    "BertLMHeadModel": ({**SHORT, "is_decoder": True}, "text"),
+    "RobertaForMaskedLM": (SHORT, "text"),
+    "DistilBertModel": ({**TEXT, "n_layers": 2, "dim": 64, "n_heads": 4, "hidden_dim": 64}, "text"),
+    "ElectraForTokenClassification": ({**SHORT, "embedding_size": 64}, "text"),
+    "AlbertModel": ({**SHORT, "embedding_size": 64}, "text"),
     "DebertaV2ForSequenceClassification": (
-        "DebertaV2Config",
         {**SHORT, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]},
         "text",
     ),
-    "MPNetModel": ("MPNetConfig", SHORT, "text"),
-    "XLMRobertaModel": ("XLMRobertaConfig", SHORT, "text"),
-    "ModernBertForMaskedLM": ("ModernBertConfig", {**SHORT, "cls_token_id": 1, "sep_token_id": 2}, "text"),
+    "MPNetModel": (SHORT, "text"),
+    "XLMRobertaModel": (SHORT, "text"),
+    "ModernBertForMaskedLM": ({**SHORT, "cls_token_id": 1, "sep_token_id": 2}, "text"),
     "FunnelModel": (
-        "FunnelConfig",
         {**TEXT, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 64, "block_sizes": [1, 1]},
         "text",
     ),
-    "GPT2LMHeadModel": (
-        "GPT2Config",
-        {**TEXT, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64},
-        "text",
-    ),
-    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SHORT, "text"),
+    "GPT2LMHeadModel": ({**TEXT, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64}, "text"),
+    "GPTNeoXForCausalLM": (SHORT, "text"),
     "GPTJForCausalLM": (
-        "GPTJConfig",
         {**TEXT, "n_layer": 2, "n_embd": 64, "n_head": 4, "rotary_dim": 8, "n_positions": 64},
         "text",
     ),
-    "BloomForCausalLM": ("BloomConfig", {**TEXT, "n_layer": 2, "hidden_size": 64, "n_head": 4}, "text"),
+    "BloomForCausalLM": ({**TEXT, "n_layer": 2, "hidden_size": 64, "n_head": 4}, "text"),
     "OPTForCausalLM": (
-        "OPTConfig",
         {
             **TEXT,
             "num_hidden_layers": 2,
@@ -85,27 +73,21 @@ MODELS = {
         },
         "text",
     ),
-    "LlamaForCausalLM": ("LlamaConfig", DECODER, "text"),
-    "LlamaForSequenceClassification": ("LlamaConfig", DECODER, "text"),
-    "MistralForCausalLM": ("MistralConfig", DECODER, "text"),
-    "Qwen2ForCausalLM": ("Qwen2Config", {**DECODER, "tie_word_embeddings": True}, "text"),
-    "Qwen3ForCausalLM": ("Qwen3Config", DECODER, "text"),
-    "GemmaForCausalLM": ("GemmaConfig", DECODER, "text"),
-    "PhiForCausalLM": ("PhiConfig", SHORT, "text"),
-    "Phi3ForCausalLM": ("Phi3Config", DECODER, "text"),
+    "LlamaForCausalLM": (DECODER, "text"),
+    "LlamaForSequenceClassification": (DECODER, "text"),
+    "MistralForCausalLM": (DECODER, "text"),
+    "Qwen2ForCausalLM": ({**DECODER, "tie_word_embeddings": True}, "text"),
+    "Qwen3ForCausalLM": (DECODER, "text"),
+    "GemmaForCausalLM": (DECODER, "text"),
+    "PhiForCausalLM": (SHORT, "text"),
+    "Phi3ForCausalLM": (DECODER, "text"),
     "FalconForCausalLM": (
-        "FalconConfig",
         {**TEXT, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
         "text",
     ),
-    "StableLmForCausalLM": ("StableLmConfig", DECODER, "text"),
-    "MambaForCausalLM": (
-        "MambaConfig",
-        {**TEXT, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
-        "text",
-    ),
+    "StableLmForCausalLM": (DECODER, "text"),
+    "MambaForCausalLM": ({**TEXT, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, "text"),
     "Mamba2ForCausalLM": (
-        "Mamba2Config",
         {
             **TEXT,
             "hidden_size": 64,
@@ -117,14 +99,9 @@ MODELS = {
         },
         "text",
     ),
-    "Qwen2MoeForCausalLM": (
-        "Qwen2MoeConfig",
-        {**EXPERTS, "shared_expert_intermediate_size": 64},
-        "text",
-    ),
-    "MixtralForCausalLM": ("MixtralConfig", {**DECODER, "num_local_experts": 4}, "text"),
+    "Qwen2MoeForCausalLM": ({**EXPERTS, "shared_expert_intermediate_size": 64}, "text"),
+    "MixtralForCausalLM": ({**DECODER, "num_local_experts": 4}, "text"),
     "T5ForConditionalGeneration": (
-        "T5Config",
         {
             **TEXT,
             "num_layers": 2,
@@ -136,20 +113,18 @@ MODELS = {
         },
         "seq2seq",
     ),
-    "BartForConditionalGeneration": ("BartConfig", SEQ2SEQ, "seq2seq"),
-    "MarianMTModel": ("MarianConfig", SEQ2SEQ, "seq2seq"),
-    "PegasusForConditionalGeneration": ("PegasusConfig", SEQ2SEQ, "seq2seq"),
+    "BartForConditionalGeneration": (SEQ2SEQ, "seq2seq"),
+    "MarianMTModel": (SEQ2SEQ, "seq2seq"),
+    "PegasusForConditionalGeneration": (SEQ2SEQ, "seq2seq"),
     "WhisperForConditionalGeneration": (
-        "WhisperConfig",
         {**SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 64},
         "mel",
     ),
-    "ViTForImageClassification": ("ViTConfig", PICTURE, "picture"),
-    "DeiTForImageClassification": ("DeiTConfig", PICTURE, "picture"),
-    "BeitForImageClassification": ("BeitConfig", PICTURE, "picture"),
-    "Dinov2Model": ("Dinov2Config", PICTURE, "picture"),
+    "ViTForImageClassification": (PICTURE, "picture"),
+    "DeiTForImageClassification": (PICTURE, "picture"),
+    "BeitForImageClassification": (PICTURE, "picture"),
+    "Dinov2Model": (PICTURE, "picture"),
     "SwinForImageClassification": (
-        "SwinConfig",
         {
             "image_size": 32,
             "patch_size": 4,
@@ -162,7 +137,6 @@ MODELS = {
         "picture",
     ),
     "SegformerForSemanticSegmentation": (
-        "SegformerConfig",
         {
             "hidden_sizes": [32, 32, 64, 64],
             "depths": [1, 1, 1, 1],
@@ -173,12 +147,10 @@ MODELS = {
         "picture",
     ),
     "ConvNextForImageClassification": (
-        "ConvNextConfig",
         {"hidden_sizes": [32, 64], "depths": [1, 1], "num_stages": 2, "num_labels": 3},
         "picture",
     ),
     "CLIPModel": (
-        "CLIPConfig",
         {
             "text_config": SHORT,
             "vision_config": {**SIZES, "image_size": 32, "patch_size": 8},
@@ -186,15 +158,13 @@ MODELS = {
         },
         "pair",
     ),
-    "Wav2Vec2ForCTC": ("Wav2Vec2Config", WAVES, "wave"),
-    "HubertModel": ("HubertConfig", WAVES, "wave"),
+    "Wav2Vec2ForCTC": (WAVES, "wave"),
+    "HubertModel": (WAVES, "wave"),
     "ASTForAudioClassification": (
-        "ASTConfig",
         {**SIZES, "patch_size": 8, "max_length": 32, "num_mel_bins": 16, "num_labels": 3},
         "spectrum",
     ),
     "PatchTSTForPrediction": (
-        "PatchTSTConfig",
         {
             "d_model": 64,
             "num_hidden_layers": 2,
@@ -214,9 +184,9 @@ def build(name):
     """The model, whose values depend on nothing but the name."""
     import transformers
 
-    kind, settings, _ = MODELS[name]
+    kind = getattr(transformers, name)
     torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, kind)(**settings)).eval()
+    return kind(kind.config_class(**MODELS[name][0])).eval()
 
 
 def inputs(name):
@@ -234,7 +204,7 @@ def inputs(name):
         "wave": lambda: {"input_values": floats(2, 400)},
         "spectrum": lambda: {"input_values": floats(2, 32, 16)},
         "series": lambda: {"past_values": floats(2, 32, 1)},
-    }[MODELS[name][2]]()
+    }[MODELS[name][1]]()
 
 
 def outputs(model, name):
