@@ -119,6 +119,19 @@ HEADS, TOKENS = "dict(pre=nn.Linear(32, 32), mid=nn.Linear(32, 32), post=nn.Line
 INTO_A_PART = "(lambda b: (b[..., :7].add_(s / 8), b))(torch.tanh(y.reshape(y.shape[0], 4, 7, 8)))"
 EXPANDED, GAPS = "y[:1, None, :, :7].expand(y.shape[0], 1, 7, 7)", "operand_with_gaps"
 
+
+def _window(modules, shape, forward="self.mid(y)", whole="f(x)"):
+    return modules, shape, whole, forward, "", "wrong_window"
+
+
+def _scores(term):
+    return HEADS, TOKENS, "self.post(f(x))", SCORES.format(term), "", GAPS
+
+
+def _linears(forward, lint, whole="f(x)"):
+    return LINEARS, ROWS, whole, forward, "", lint
+
+
 #: name → (submodules, input shape, forward in terms of f, f, rule that asks explicitly, lint that must act)
 FAULTS = {
     "conv(y) + y": (CONVS, IMAGE, RELU, "F.relu(self.mid(y) + y)", "", "operand_is_source"),
@@ -145,136 +158,38 @@ FAULTS = {
     "x + x": (LINEARS, ROWS, "self.post(f(x))", "y + y", "add", "same_tensor_twice"),
     "linear(x) + x": (LINEARS, ROWS, "f(x)", "self.mid(F.gelu(self.pre(y))) + y", "", "operand_overwritten"),
     "x + linear(x)": (LINEARS, ROWS, "f(x)", "y + self.mid(F.gelu(self.pre(y)))", "", "operand_overwritten"),
-    "linear(x) + view of x": (
-        LINEARS,
-        ROWS,
-        "f(x)",
-        "self.mid(y) + y.reshape(1, -1, 16).view(y.shape)",
-        "",
-        "operand_overwritten",
+    "linear(x) + view of x": _linears(
+        "self.mid(y) + y.reshape(1, -1, 16).view(y.shape)", "operand_overwritten"
     ),
-    "linear(y) + stream, viewed later": (
-        LINEARS,
-        ROWS,
-        "f(x)",
+    "linear(y) + stream, viewed later": _linears(
         "(lambda s, v: (self.mid(y) + s, v * 2))(*(lambda s: (s, s.view(-1)))(torch.tanh(y)))",
-        "",
         "operand_overwritten",
     ),
-    "layer norm without weights": (
-        LINEARS,
-        ROWS,
-        "self.post(f(x))",
-        "F.layer_norm(self.pre(y), (16,))",
-        "",
-        "bare_layer_norm",
+    "layer norm without weights": _linears(
+        "F.layer_norm(self.pre(y), (16,))", "bare_layer_norm", "self.post(f(x))"
     ),
-    "maximum of a dimension": (
-        LINEARS,
-        ROWS,
-        "f(x)",
-        "self.pre(y).max(-1).values",
-        "",
-        "maximum_with_indices",
-    ),
-    "minimum and where it is": (
-        LINEARS,
-        ROWS,
-        "f(x)",
-        "self.pre(y).min(1, keepdim=True)",
-        "",
-        "maximum_with_indices",
-    ),
+    "maximum of a dimension": _linears("self.pre(y).max(-1).values", "maximum_with_indices"),
+    "minimum and where it is": _linears("self.pre(y).min(1, keepdim=True)", "maximum_with_indices"),
     "keys of torch's attention": (LINEARS, SQUARE, "f(x)", KEYS, "", "batch_within"),
-    "scaled scores + expanded mask": (
-        HEADS,
-        TOKENS,
-        "self.post(f(x))",
-        SCORES.format(f"s / 8 + {EXPANDED}"),
-        "",
-        GAPS,
-    ),
-    "scaled scores + row of a tensor": (
-        HEADS,
-        TOKENS,
-        "self.post(f(x))",
-        SCORES.format("s / 8 + y[:, None, :1, :7]"),
-        "",
-        GAPS,
-    ),
-    "scores * expanded weights": (
-        HEADS,
-        TOKENS,
-        "self.post(f(x))",
-        SCORES.format(f"{EXPANDED} * s"),
-        "",
-        GAPS,
-    ),
+    "scaled scores + expanded mask": _scores(f"s / 8 + {EXPANDED}"),
+    "scaled scores + row of a tensor": _scores("s / 8 + y[:, None, :1, :7]"),
+    "scores * expanded weights": _scores(f"{EXPANDED} * s"),
     "scores added to a part of a tensor": (HEADS, TOKENS, "f(x)", SCORES.format(INTO_A_PART), "", ""),
-    "wide window over few channels": (
-        "dict(mid=nn.Conv1d(32, 64, 16, groups=4))",
-        SIGNAL,
-        "f(x)",
-        "self.mid(y)",
-        "",
-        "wrong_window",
+    "wide window over few channels": _window("dict(mid=nn.Conv1d(32, 64, 16, groups=4))", SIGNAL),
+    "wide window, padded": _window(
+        "dict(mid=nn.Conv1d(12, 8, 16, padding='same'))", (2, 12, 40), "self.mid(y).relu()"
     ),
-    "wide window, padded": (
-        "dict(mid=nn.Conv1d(12, 8, 16, padding='same'))",
-        (2, 12, 40),
-        "f(x)",
-        "self.mid(y).relu()",
-        "",
-        "wrong_window",
-    ),
-    "wide window of images": (
+    "wide window of images": _window(
         "dict(mid=nn.Conv2d(16, 8, (3, 8), stride=2, padding=1), post=nn.Conv2d(8, 4, 1))",
         (2, 16, 9, 24),
-        PLAIN.replace("self.pre(x)", "x"),
         "self.mid(y).relu()",
-        "",
-        "wrong_window",
+        PLAIN.replace("self.pre(x)", "x"),
     ),
-    "long strides": (
-        "dict(mid=nn.Conv2d(32, 16, 4, stride=4))",
-        (1, 32, 32, 32),
-        "f(x)",
-        "self.mid(y)",
-        "",
-        "wrong_window",
-    ),
-    "strides of groups": (
-        "dict(mid=nn.Conv1d(6, 128, 5, 2, 1, groups=2))",
-        (1, 6, 62),
-        "f(x)",
-        "self.mid(y)",
-        "",
-        "wrong_window",
-    ),
-    "windows of groups": (
-        "dict(mid=nn.Conv1d(6, 192, 3, padding=1, groups=3))",
-        (2, 6, 15),
-        "f(x)",
-        "self.mid(y)",
-        "",
-        "wrong_window",
-    ),
-    "steps over values": (
-        "dict(mid=nn.Conv2d(12, 96, 11, stride=16))",
-        (1, 12, 60, 60),
-        "f(x)",
-        "self.mid(y)",
-        "",
-        "wrong_window",
-    ),
-    "one place behind a stride": (
-        "dict(mid=nn.Conv2d(80, 8, 3, 8, 1))",
-        (1, 80, 89, 1),
-        "f(x)",
-        "self.mid(y)",
-        "",
-        "wrong_window",
-    ),
+    "long strides": _window("dict(mid=nn.Conv2d(32, 16, 4, stride=4))", (1, 32, 32, 32)),
+    "strides of groups": _window("dict(mid=nn.Conv1d(6, 128, 5, 2, 1, groups=2))", (1, 6, 62)),
+    "windows of groups": _window("dict(mid=nn.Conv1d(6, 192, 3, padding=1, groups=3))", (2, 6, 15)),
+    "steps over values": _window("dict(mid=nn.Conv2d(12, 96, 11, stride=16))", (1, 12, 60, 60)),
+    "one place behind a stride": _window("dict(mid=nn.Conv2d(80, 8, 3, 8, 1))", (1, 80, 89, 1)),
     "y + flipped y": (LINEARS, ROWS, RELU, "y + y.flip(1)", "", ""),
 }
 
