@@ -174,72 +174,38 @@ def turned(x, first=0, second=1):
     return aten.cat.default([aten.neg.default(half(x, second)), half(x, first)], -1)
 
 
+def parts(x, dim, first, second):
+    """Two slices next to each other, the first one negative."""
+    slices = (aten.slice.Tensor(x, dim, *ends) for ends in (first, second))
+    return aten.cat.default([aten.neg.default(next(slices)), next(slices)], dim)
+
+
+def sums(x, c, other, s, **options):
+    return aten.add.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(other, s), **options)
+
+
 ROTARY = {
-    "as in Llama": lambda x, c, s: aten.add.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x), s)),
+    "as in Llama": lambda x, c, s: sums(x, c, turned(x), s),
     "sides exchanged": lambda x, c, s: aten.add.Tensor(aten.mul.Tensor(s, turned(x)), aten.mul.Tensor(c, x)),
-    "ends as they are": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c),
-        aten.mul.Tensor(
-            aten.cat.default(
-                [aten.neg.default(aten.slice.Tensor(x, 3, -4, 8)), aten.slice.Tensor(x, 3, 0, -4)], 3
-            ),
-            s,
-        ),
-    ),
+    "ends as they are": lambda x, c, s: sums(x, c, parts(x, 3, (-4, 8), (0, -4)), s),
 }
 OTHERS = {
-    "halves exchanged": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x, 1, 0), s)
-    ),
-    "of another tensor": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c), aten.mul.Tensor(turned(c), s)
-    ),
+    "halves exchanged": lambda x, c, s: sums(x, c, turned(x, 1, 0), s),
+    "of another tensor": lambda x, c, s: sums(x, c, turned(c), s),
     "a difference": lambda x, c, s: aten.sub.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x), s)),
-    "twice the second": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c), aten.mul.Tensor(turned(x), s), alpha=2
+    "twice the second": lambda x, c, s: sums(x, c, turned(x), s, alpha=2),
+    "other parts": lambda x, c, s: sums(x, c, parts(x, 3, (2, 8), (0, 2)), s),
+    "another second part": lambda x, c, s: sums(
+        x, c, aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 2, 6)), half(x, 0)], 3), s
     ),
-    "other parts": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c),
-        aten.mul.Tensor(
-            aten.cat.default(
-                [aten.neg.default(aten.slice.Tensor(x, 3, 2, 8)), aten.slice.Tensor(x, 3, 0, 2)], 3
-            ),
-            s,
-        ),
+    "the second part of another tensor": lambda x, c, s: sums(
+        x,
+        c,
+        aten.cat.default([aten.neg.default(half(aten.expand.default(s, [1, 2, 8, 8]), 1)), half(x, 0)], 3),
+        s,
     ),
-    "another second part": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c),
-        aten.mul.Tensor(
-            aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 2, 6)), half(x, 0)], 3), s
-        ),
-    ),
-    "the second part of another tensor": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c),
-        aten.mul.Tensor(
-            aten.cat.default(
-                [aten.neg.default(half(aten.expand.default(s, [1, 2, 8, 8]), 1)), half(x, 0)], 3
-            ),
-            s,
-        ),
-    ),
-    "along another dimension": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c),
-        aten.mul.Tensor(
-            aten.cat.default(
-                [aten.neg.default(aten.slice.Tensor(x, 2, 4, 8)), aten.slice.Tensor(x, 2, 0, 4)], 2
-            ),
-            s,
-        ),
-    ),
-    "every second": lambda x, c, s: aten.add.Tensor(
-        aten.mul.Tensor(x, c),
-        aten.mul.Tensor(
-            aten.cat.default(
-                [aten.neg.default(aten.slice.Tensor(x, 3, 1, 8, 2)), aten.slice.Tensor(x, 3, 0, 8, 2)], 3
-            ),
-            s,
-        ),
-    ),
+    "along another dimension": lambda x, c, s: sums(x, c, parts(x, 2, (4, 8), (0, 4)), s),
+    "every second": lambda x, c, s: sums(x, c, parts(x, 3, (1, 8, 2), (0, 8, 2)), s),
 }
 
 
