@@ -100,9 +100,9 @@ def compare(options: argparse.Namespace) -> None:
         for engine, figure in found.items():
             row = {"CPU": figure, "time": ratios[engine]}
             named = {"measured": "batches of tokens", "model": "SmolLM2-135M", "engine": engine, "work": what}
-            results_rows.append(
-                options.results, {**named, "threads": 1, "rounds": options.rounds}, row, PACKAGES
-            )
+            limit = os.environ.get("NC_MAX_ISA")
+            named |= {"threads": 1, "rounds": options.rounds, **({"limit": limit} if limit else {})}
+            results_rows.append(options.results, named, row, PACKAGES)
     print(markdown(header, body, numbers=len(header) - 1))
 
 

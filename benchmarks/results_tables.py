@@ -84,6 +84,8 @@ _ENGINES = (
     "ONNX Runtime",
 )
 
+_OF_FILES = ("nc", "ik-Q4_1", "ik-Q4_0")
+
 #: File, and name of the part in the frames → the table.
 TABLES: dict[str, dict[str, Table]] = {
     "speed": {
@@ -404,6 +406,25 @@ TABLES: dict[str, dict[str, Table]] = {
                 Column("× llama.cpp", "prefill speed", 2),
                 Column("decode, tokens/s", "decode", 0),
                 Column("× llama.cpp", "decode speed", 2),
+            ],
+        ),
+        "batches": Table(
+            {"measured": "batches of tokens"},
+            {**_MODEL, "work": "work"},
+            [
+                *(Column(f"{name}, ms", "CPU", 1, {"engine": name}) for name in _OF_FILES),
+                *(Column(f"nc × {name}", "time", 2, {"engine": name}) for name in _OF_FILES[1:]),
+            ],
+            by={"NC_MAX_ISA": "limit"},
+        ),
+        "speech": Table(
+            {"measured": "speech"},
+            {"recordings": "recordings", "count": "count", "engine": "engine"},
+            [
+                Column("word errors, %", "word errors", 2),
+                Column("more than fp32, points", "more than fp32", 2),
+                Column("standard error", "standard error", 2),
+                Column("× fp32", "speed", 2),
             ],
         ),
         "translation": Table(
