@@ -9,7 +9,8 @@ import dataclasses
 
 import torch
 
-from nc.observers.base import State, Statistic, merge_each
+from nc.observers.base import State, Statistic
+from nc.observers.minmax import EXTREMES
 
 
 def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
@@ -21,15 +22,7 @@ def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor)
     }
 
 
-CHANNEL_EXTREMES = Statistic(
-    name="channel_extremes",
-    start={
-        "low": torch.tensor(float("inf"), dtype=torch.float32),
-        "high": torch.tensor(float("-inf"), dtype=torch.float32),
-    },
-    update=update,
-    merge=merge_each(low=torch.minimum, high=torch.maximum),
-)
+CHANNEL_EXTREMES = dataclasses.replace(EXTREMES, name="channel_extremes", update=update)
 
 
 def extremes_along(axis: int) -> Statistic:
