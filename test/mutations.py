@@ -377,6 +377,23 @@ MUTATIONS = (
         ("factors",),
     ),
     Mutation(
+        "numbers-that-change-something",
+        "only numbers that change nothing are left out",
+        "capture/fold_numbers.py",
+        "(numbers[0] == 1).all() and not numbers[1].any()",
+        "(numbers[0] == 1).all()",
+        ("capture",),
+    ),
+    Mutation(
+        "rows-of-codes",
+        "codes of another panel are not multiplied by rows",
+        "kernels/c_code/low_bit.c",
+        "codes = j->w.codes + (p * j->w.padded + k) * 2 * bits;",
+        "codes = j->w.codes + k * 2 * bits;",
+        ("low_bit_c",),
+        emulated="avx2",
+    ),
+    Mutation(
         "term-around-zeros",
         "a number that is added in front of a convolution that pads stays there",
         "capture/fold_numbers.py",
