@@ -30,6 +30,20 @@ def table(*, one_token: bool = False) -> Mapping[Any, PlannedOperator]:
     }
 
 
+@functools.cache
+def of_c() -> Mapping[Any, PlannedOperator]:
+    """Return the same for plans that call C only: of operators of all graphs, the ways of one token too."""
+    general, small = table(), table(one_token=True)
+    return {
+        target: dataclasses.replace(row, ways={**_named("", general.get(target)), **_named(" of few", row)})
+        for target, row in small.items()
+    }
+
+
+def _named(end: str, row: PlannedOperator | None) -> dict[str, Any]:
+    return {} if row is None else {f"{name}{end}": way for name, way in row.ways.items()}
+
+
 def _by_target(rows: Iterable[PlannedOperator]) -> dict[Any, PlannedOperator]:
     """Return rows by target; two files that claim one are a mistake."""
     found: dict[Any, PlannedOperator] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.code_products import Product, multiply
 from nc.backends.native.plans.layouts import in_rows
 from nc.backends.native.plans.operands import PlanTensor, check_sizes
@@ -23,6 +25,7 @@ from nc.kernels.onednn.descriptions import (
     WEIGHTS,
     BinaryOp,
     Desc,
+    Eltwise,
     PostOp,
     Sum,
     contiguous_strides,
@@ -65,8 +68,20 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
         tensors[POST_OP | SRC_1] = added
     product = Product(rows, flat, weight, scales, bias, post_ops, tensors.get(POST_OP | SRC_1))
 
+    is_tanh = post == (Eltwise("tanh"),)
+
     def in_rows_of_codes() -> PlanTensor:
-        multiply(recorder, node, a, product)
+        if not recorder.only_c or not is_tanh:
+            multiply(recorder, node, a, product)
+            return result
+        need(binary == "none", "a sum precedes its tanh")
+        values = c_functions.new(recorder, flat.tensor.shape, torch.float32)
+        multiply(recorder, node, a, dataclasses.replace(product, result=values, post_ops=()))
+        if result.tensor.dtype is torch.float32:
+            c_functions.apply(recorder, node, "tanh", flat, values)
+        else:
+            c_functions.apply(recorder, node, "tanh", values, values)
+            c_functions.to_codes(recorder, node, flat, values, a["output_scale"], a["output_zero_point"])
         return result
 
     def by_onednn() -> PlanTensor:

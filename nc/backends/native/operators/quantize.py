@@ -12,7 +12,6 @@ from torch import fx
 from nc.backends.native.operators.elementwise import apply
 from nc.backends.native.operators.int8_attention import is_probabilities
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.c_functions import function
 from nc.backends.native.plans.layouts import dense_strides, flat, is_dense
 from nc.backends.native.plans.operands import Later, PlanTensor
 from nc.backends.native.plans.products import with_qparams
@@ -61,16 +60,8 @@ def _apart(recorder: Recorder, node: fx.Node, value: Any, codes: OutputCodes) ->
     def in_c() -> PlanTensor:
         c_functions.available()
         images, channels, pixels = _planes(x.tensor, result.tensor)
-        fields = {
-            "to": c_functions.NUMBERS[codes.dtype],
-            "images": images,
-            "channels": channels,
-            "pixels": pixels,
-            "inverse": 1.0 / codes.scale,
-            "zero_point": codes.zero_point,
-            "threads": recorder.threads,
-        }
-        recorder.call_function(function("codes"), fields, [result, x], node)
+        sizes = images, channels, pixels
+        c_functions.to_codes(recorder, node, result, x, codes.scale, codes.zero_point, sizes)
         return result
 
     def converted() -> PlanTensor:

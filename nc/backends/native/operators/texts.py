@@ -64,8 +64,19 @@ def chosen(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     return rows_of_table(recorder, node, x, index, size, sizes[dim], shape)
 
 
+def gathered(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`aten::gather` along the only dimension that has a size."""
+    x, index = recorder.read(a["self"]), recorder.read(a["index"])
+    shape, size = index.tensor.shape, x.tensor.element_size()
+    places = x.tensor.numel()
+    is_row = shape and places == x.tensor.shape[a["dim"]] and index.tensor.numel() == shape[a["dim"]]
+    need(is_row and x.tensor.is_contiguous(), "it gathers from several rows")
+    return rows_of_table(recorder, node, x, index, size, places, shape)
+
+
 OPERATORS = (
     PlannedOperator((segment_bias,), {"C": refuse}, waits=lambda node: True),
     PlannedOperator((segment_sum,), {"C": sums}),
     PlannedOperator((torch.ops.aten.index_select.default,), {"C": chosen}),
+    PlannedOperator((torch.ops.aten.gather.default,), {"C": gathered}),
 )

@@ -20,7 +20,7 @@ from nc.kernels.onednn.runner import CompiledRunner
 
 #: Sizes for which plans are recorded: enough to choose the kernels of many rows, and few enough for what has
 #: to be computed meanwhile.
-_RECORDED: tuple[Sizes, ...] = ((256, 16), (320, 16), (256, 32), (384, 48))
+RECORDED: tuple[Sizes, ...] = ((256, 16), (320, 16), (256, 32), (384, 48))
 #: Sizes at which the family is compared with a separate plan, which has the kernels of many rows and texts,
 #: and how many of these texts are computed again without the others.
 _COMPARED: Sizes = (320, 128)
@@ -123,8 +123,8 @@ class AnySizes:
         kernels = FamilyKernels(self._maker)
         with torch.no_grad():
             try:
-                plans = [self._record(self._samples.make(*sizes)) for sizes in _RECORDED]
-                family = family_of(plans, _RECORDED)
+                plans = [self._record(self._samples.make(*sizes)) for sizes in RECORDED]
+                family = family_of(plans, RECORDED)
             except Unfit as error:
                 msg = f"its plans depend on sizes in a way that is not known: {error}"
                 raise BackendError(msg) from None

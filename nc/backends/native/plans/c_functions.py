@@ -139,6 +139,40 @@ def converted(recorder: Recorder, node: fx.Node, x: PlanTensor, dtype: torch.dty
     return result
 
 
+def to_codes(
+    recorder: Recorder,
+    node: fx.Node,
+    result: PlanTensor,
+    x: PlanTensor,
+    scale: float,
+    zero_point: int,
+    sizes: tuple[int, int, int] | None = None,
+) -> None:
+    """Append the rounding of fp32 to codes.
+
+    Args:
+        recorder: of the plan.
+        node: of the graph.
+        result: uint8 or int8.
+        x: fp32.
+        scale: of the codes.
+        zero_point: of the codes.
+        sizes: images, channels and pixels of `x`, which has channels last in `result`; None: both have the
+            same layout without gaps.
+    """
+    images, channels, pixels = sizes or (1, 1, x.tensor.numel())
+    fields = {
+        "to": NUMBERS[result.tensor.dtype],
+        "images": images,
+        "channels": channels,
+        "pixels": pixels,
+        "inverse": 1.0 / scale,
+        "zero_point": zero_point,
+        "threads": recorder.threads,
+    }
+    recorder.call_function(function("codes"), fields, [result, x], node)
+
+
 def new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> PlanTensor:
     """Memory for a result without gaps."""
     return recorder.new(tuple(sizes), contiguous_strides(sizes), dtype)

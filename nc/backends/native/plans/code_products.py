@@ -14,7 +14,7 @@ from nc.backends.native.plans import c_functions, row_linears
 from nc.backends.native.plans.operands import PlanTensor, WeightToPack
 from nc.backends.native.plans.products import After, after_of
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.ways import need
+from nc.backends.native.plans.ways import Refused, need
 from nc.kernels import cpu, tuning
 from nc.kernels.c_code import abi
 from nc.kernels.c_code.isas import NUMBERS
@@ -27,6 +27,8 @@ _NOT_POINTWISE = (
     "it is not a linear or 1 x 1 convolution whose number of inputs is a multiple of 4, at most "
     f"{abi.CONSTANTS.most_inputs}"
 )
+#: AMX multiplies so many inputs at once.
+AMX_STEP = 64
 #: Features for which oneDNN has kernels that are faster than code for AVX2.
 _BEYOND_AVX2 = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")
 
@@ -214,15 +216,18 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         product: what to compute.
     """
     why, found = why_unavailable(), row_linears.code(row_linears.CODES)
-    need(not why, why)
-    assert not isinstance(found, Unavailable), "refused above"
+    need(not why or recorder.only_c, why)
+    if isinstance(found, Unavailable):
+        raise Refused(found.reason)
     need(is_pointwise(product), _NOT_POINTWISE)
     finish, shapes, weight = finish_of(a, product), rows_of(product), product.weight
     plain = finish.plain() if product.result.tensor.dtype is not torch.float32 else finish
     packed, sums = recorder.weights.formed(weight, "rows ", lambda: _packed(recorder.in_memory(weight)))
     tensors = tensors_of(a, product, plain, packed, sums)
     more = [] if product.other is None else [product.other]
-    fields = fields_of(recorder, product, plain) | shapes | {"isa": NUMBERS[found.isa]}
+    fits_amx = weight.tensor.shape[1] % AMX_STEP == 0
+    isa = next(each for each in row_linears.isas(row_linears.CODES) if fits_amx or each != "amx")
+    fields = fields_of(recorder, product, plain) | shapes | {"isa": NUMBERS[isa]}
     recorder.call_function(found.codes, fields, [*tensors, *more], node, factors=2)
 
 

@@ -68,7 +68,7 @@ def _line(most: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Root:
+class Root:
     """Memory of a block by its number, or a tensor that is known at each call only, by its slot."""
 
     block: int | None
@@ -76,23 +76,23 @@ class _Root:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class FamilyTensor:
     """A tensor in such memory; numbers of `desc` and `offset` may be `Affine`."""
 
-    root: _Root
+    root: Root
     offset: Any
     desc: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class FamilyCall:
     """A call of a function in C: its structure as numbers of 8 bytes, and its tensors."""
 
     function: Function
     base: np.ndarray[Any, Any]
     of_row: np.ndarray[Any, Any]
     of_text: np.ndarray[Any, Any]
-    tensors: Sequence[_Part | torch.Tensor]
+    tensors: Sequence[FamilyTensor | torch.Tensor]
     where: str
 
 
@@ -110,7 +110,7 @@ class _Primitive:
     """
 
     made_by: Any
-    tensors: Mapping[int, tuple[Layout | None, _Part | torch.Tensor]]
+    tensors: Mapping[int, tuple[Layout | None, FamilyTensor | torch.Tensor]]
     of_rows: bool
     of_texts: bool
     kernel: str
@@ -128,7 +128,7 @@ class _Aten:
     results: tuple[int, ...]
 
 
-_Entry = _Call | _Primitive | _Aten
+_Entry = FamilyCall | _Primitive | _Aten
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +146,7 @@ class PlanFamily:
 
     entries: Sequence[_Entry]
     blocks: Sequence[tuple[int | Affine, int, int]]
-    outputs: Sequence[_Part]
+    outputs: Sequence[FamilyTensor]
     inputs: Sequence[int]
     slots: int
     room: Sizes
@@ -205,7 +205,7 @@ class _Normal:
         self._blocks: dict[Block, int] = {}
         self.entries = [self._entry(entry) for entry in plan.entries]
         self.outputs = [self._ref(ref) for ref in plan.outputs]
-        if not all(isinstance(ref, _Part) for ref in self.outputs):
+        if not all(isinstance(ref, FamilyTensor) for ref in self.outputs):
             msg = "an output is not computed"
             raise Unfit(msg)
         self.inputs = [slot.index for slot in plan.inputs]
@@ -234,12 +234,14 @@ class _Normal:
         if isinstance(ref, Constant):
             return ref.tensor
         if isinstance(ref, Slot):
-            return _Part(_Root(None, ref.index), 0, ref.desc)
+            return FamilyTensor(Root(None, ref.index), 0, ref.desc)
         if not isinstance(ref, MemoryPart):
             return ref
         if isinstance(ref.root, Slot):
-            return _Part(_Root(None, ref.root.index), ref.offset, ref.desc)
-        return _Part(_Root(self._blocks.setdefault(ref.root, len(self._blocks)), None), ref.offset, ref.desc)
+            return FamilyTensor(Root(None, ref.root.index), ref.offset, ref.desc)
+        return FamilyTensor(
+            Root(self._blocks.setdefault(ref.root, len(self._blocks)), None), ref.offset, ref.desc
+        )
 
 
 def _entry(found: Sequence[Any], sizes: Sequence[Sizes], shown: Entry) -> _Entry:
@@ -255,7 +257,7 @@ def _entry(found: Sequence[Any], sizes: Sequence[Sizes], shown: Entry) -> _Entry
         numbers = [np.frombuffer(each[1], dtype=np.int64) for each in found]
         base, of_row, of_text = _fitted_words(numbers, sizes, where)
         tensors = fitted([each[2] for each in found], sizes, where)
-        return _Call(found[0][0], base, of_row, of_text, tensors, where)
+        return FamilyCall(found[0][0], base, of_row, of_text, tensors, where)
     if isinstance(shown, PrimitiveCall):
         return _fitted_primitive(found, sizes, where)
     target, args, kwargs, results = fitted([tuple(each) for each in found], sizes, where)
@@ -291,7 +293,7 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
     tensors: dict[int, tuple[Layout | None, Any]] = {}
     for key, (layout, _) in found[0][1].items():
         ref = fitted([each[1][key][1] for each in found], sizes, where)
-        if isinstance(ref, _Part):
+        if isinstance(ref, FamilyTensor):
             if ref.root.slot is not None:
                 msg = f"{where} reads memory of torch, which has no room for more rows"
                 raise Unfit(msg)
@@ -299,7 +301,7 @@ def _fitted_primitive(found: Sequence[Any], sizes: Sequence[Sizes], where: str) 
         else:
             tensors[key] = layout, ref
     of_rows, of_texts = depends(
-        (made_by, [ref.desc for _, ref in tensors.values() if isinstance(ref, _Part)])
+        (made_by, [ref.desc for _, ref in tensors.values() if isinstance(ref, FamilyTensor)])
     )
     return _Primitive(made_by, tensors, of_rows, of_texts, primitives[-1].kernel, where)
 
@@ -486,7 +488,7 @@ class FamilyInstance:
         self._where: dict[int, tuple[int, int]] = {}
         count = 0
         for index, entry in enumerate(family.entries):
-            if not isinstance(entry, _Call):
+            if not isinstance(entry, FamilyCall):
                 continue
             addresses = [self._address(ref) for ref in entry.tensors]
             self._where[index] = count, count + len(entry.base)
@@ -500,7 +502,7 @@ class FamilyInstance:
         (changing,) = np.nonzero((rows != 0) | (texts != 0))
         self._changing = changing, self._memory[changing], rows[changing], texts[changing]
 
-    def _address(self, ref: _Part | torch.Tensor) -> Affine:
+    def _address(self, ref: FamilyTensor | torch.Tensor) -> Affine:
         """Return where a tensor is; 0 for one that is known at each call only."""
         if isinstance(ref, torch.Tensor):
             self._keep.append(ref.untyped_storage())
@@ -538,11 +540,11 @@ class FamilyInstance:
             if isinstance(entry, _Primitive):
                 calls.append((None, 0, 0, 0))
                 continue
-            assert isinstance(entry, _Call)
+            assert isinstance(entry, FamilyCall)
             how, addresses = (begin + 8 * word for word in self._where[index])
             calls.append((entry.function.address, how, addresses, len(entry.tensors)))
             for i, ref in enumerate(entry.tensors):
-                if isinstance(ref, _Part) and ref.root.slot is not None:
+                if isinstance(ref, FamilyTensor) and ref.root.slot is not None:
                     places.append(_Place(entry.function.set, addresses + 8 * i, ref.root.slot, ref.offset))
         slots = list(dict.fromkeys(place.slot for place in places))
         table = CallTable(runner, calls, len(places), len(slots), self._stream)
@@ -554,7 +556,7 @@ class FamilyInstance:
             return BackendError(f"a kernel failed: setting address {-failed}")
         index, status = failed_call(failed)
         entry = self._family.entries[indices[index]]
-        if isinstance(entry, _Call):
+        if isinstance(entry, FamilyCall):
             return function_error(entry.function, status, entry.where)
         return BackendError(f"a kernel failed: {getattr(entry, 'where', '')}, with oneDNN's status {status}")
 
@@ -605,7 +607,7 @@ class FamilyInstance:
             assert isinstance(entry, _Primitive)
             constants, parts = {}, []
             for key, (layout, ref) in entry.tensors.items():
-                if isinstance(ref, _Part):
+                if isinstance(ref, FamilyTensor):
                     parts.append((key, ref.desc, self._address(ref)))
                 else:
                     assert layout is not None, "constants have one"
@@ -655,7 +657,7 @@ class FamilyInstance:
 
     def tensor(self, ref: Any, tensors: Sequence[Any]) -> Any:
         """Return a tensor of this call."""
-        if not isinstance(ref, _Part):
+        if not isinstance(ref, FamilyTensor):
             return ref
         assert self._at is not None
         desc, offset = placed(ref.desc, *self._at), placed(ref.offset, *self._at)
@@ -694,7 +696,7 @@ class _AtenStep:
 
 
 def _filled(value: Any, instance: FamilyInstance, tensors: Sequence[Any]) -> Any:
-    if isinstance(value, _Part):
+    if isinstance(value, FamilyTensor):
         return instance.tensor(value, tensors)
     if isinstance(value, (list, tuple)):
         return [_filled(v, instance, tensors) for v in value]

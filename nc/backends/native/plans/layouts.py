@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.operands import PlanTensor
 from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.ways import need
 from nc.kernels.onednn.descriptions import (
     DST,
     SRC,
@@ -56,6 +58,11 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 def copy(recorder: Recorder, source: PlanTensor, target: PlanTensor, node: fx.Node) -> None:
     """Copy values to memory of another layout."""
+    if recorder.only_c:
+        dtype = source.tensor.dtype
+        need(dtype in c_functions.FLOATS, f"nothing in C copies {dtype} to another layout")
+        c_functions.apply(recorder, node, "copy", target, source)
+        return
     maker = recorder.maker
     primitive = maker.reorder(maker.layout(source.desc), maker.layout(target.desc), Attributes())
     recorder.call(primitive, {SRC: source, DST: target}, node)

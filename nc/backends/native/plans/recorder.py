@@ -121,6 +121,7 @@ class Recorder:
             of them are seen.
         threads: those that functions in C divide their work among; None: as many as torch uses.
         any_rows: the plan is one of those that a family is made of, for any number of rows.
+        only_c: functions in C compute all that they can, also what something else computes faster.
     """
 
     def __init__(
@@ -132,10 +133,11 @@ class Recorder:
         follow: bool = False,
         threads: int | None = None,
         any_rows: bool = False,
+        only_c: bool = False,
     ) -> None:
         self.threads = openmp.threads() if threads is None else threads
         self.module, self.maker, self.weights, self.follow = module, maker.keeping(), weights, follow
-        self.operators, self.any_rows = operators, any_rows
+        self.operators, self.any_rows, self.only_c = operators, any_rows, only_c
         self._entries: list[Entry] = []
         self._blocks: list[Block] = []
         #: For each slot, the bytes before its tensor.
