@@ -54,6 +54,7 @@ if _typing.TYPE_CHECKING:
     from nc.api.exports import export_onnx as export_onnx
     from nc.api.exports import export_openvino as export_openvino
     from nc.api.exports import export_pt2 as export_pt2
+    from nc.api.exports import export_runner as export_runner
     from nc.api.exports import export_torchscript as export_torchscript
     from nc.api.quantized import QuantizedModel as QuantizedModel
     from nc.api.workflow import convert as convert
@@ -117,7 +118,9 @@ _NAMES = {
     "nc.algorithms.transforms": "AWQ TEQ Rotation Smooth",
     "nc.algorithms.weight_rounding": "WeightRounding",
     "nc.api.artefact": "load save",
-    "nc.api.exports": "export_model export_onnx export_openvino export_pt2 export_torchscript",
+    "nc.api.exports": (
+        "export_model export_onnx export_openvino export_pt2 export_runner export_torchscript"
+    ),
     "nc.generation": "accelerate_generation",
     "nc.api.quantized": "QuantizedModel",
     "nc.tuning.autoquant": "autoquant",

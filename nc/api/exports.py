@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from nc.api.quantized import QuantizedModel, checked
@@ -148,6 +149,38 @@ def export_onnx(
     return report
 
 
+def export_runner(
+    q_model: QuantizedModel,
+    folder: str | os.PathLike[str],
+    *,
+    threads: Sequence[int] | None = None,
+    verify: str = "raise",
+) -> None:
+    """Write a folder for the package nc-run, which runs the model without torch and without `nc`.
+
+    It holds data only: a plan of calls of nc's functions in C, their constants, and the outputs for the
+    example inputs. Models of padded texts take texts of any number and length; all others take inputs of the
+    example's sizes. `nc_run.load(folder)` gives the same bits as the plan gives here, on a CPU with the
+    instruction sets of this one.
+
+    Args:
+        q_model: the result of `convert` or `load`, on any backend.
+        folder: created with its parents; an earlier one is replaced as a whole.
+        threads: numbers of threads, each of which gets its plan; None: 1, and those that torch uses.
+        verify: "raise" or "warn" if the plan disagrees with the reference on the example inputs, or "off".
+
+    Raises:
+        StateError: not a quantized model.
+        UnsupportedError: an operator has no function in C that computes it; the message names those operators
+            with the reasons.
+        ConfigError: an argument has no such value.
+        ArtefactError: something else is at the folder's path, or it can't be written.
+        BackendUnavailableError: there is no C code here.
+        VerificationError: the plan's outputs differ from those of the reference.
+    """
+    exported(q_model, folder, "runner", "export_runner", threads=threads, verify=verify)
+
+
 def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, **options: Any) -> None:
     """Write a program for serving without `nc` as one file, in any format that a backend declares.
 
@@ -155,8 +188,8 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
         q_model: the result of `convert` or `load`.
         path: the file; created with its parents, replaced as a whole.
         format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), "openvino" (see
-            `export_openvino`), "onnx" (see `export_onnx`, which also returns a report), or one of a
-            registered backend.
+            `export_openvino`), "onnx" (see `export_onnx`, which also returns a report), "runner" (see
+            `export_runner`, which writes a folder), or one of a registered backend.
         options: those of the format.
 
     Raises:

@@ -139,6 +139,19 @@ class Option:
             raise ConfigError(msg)
 
 
+class ThreadCounts(Option):
+    """An option that takes numbers of threads, or None."""
+
+    __slots__ = ()
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ConfigError for a value that is not None or some numbers from 1 to 1024."""
+        counts = value if isinstance(value, (list, tuple)) and value else (None,)
+        if value is not None and not all(type(count) is int and 1 <= count <= 1024 for count in counts):
+            msg = f"Expected {name} to be None or a list of numbers from 1 to 1024, but got {value!r}."
+            raise ConfigError(msg)
+
+
 #: The option `verify` of exports that compare the file with the quantized graph.
 VERIFY = Option(("raise", "warn", "off"))
 
@@ -156,12 +169,15 @@ class Exporter:
         options: those of `write`, by name.
         from_graph: it needs the quantized graph only, so that a model of any backend can be written by this
             one.
+        folder: it writes into an empty folder, of whose plan.json this is the format; "" where it writes
+            files.
     """
 
     write: Callable[..., object]
     suffix: str = ""
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     from_graph: bool = False
+    folder: str = ""
 
 
 def write_script(graph: QDQGraph, engine: EngineModel, file: Path) -> None:

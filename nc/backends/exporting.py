@@ -12,7 +12,7 @@ from nc.backends.base import EngineModel, Exporter
 from nc.errors import ArtefactError, ConfigError
 from nc.graph.qdq import QDQGraph
 from nc.storage import marks
-from nc.storage.atomic import check_first, check_no_directory, replaced, resolved, writing
+from nc.storage.atomic import check_first, check_no_directory, replaced, replaced_folder, resolved, writing
 
 
 def export(
@@ -46,6 +46,11 @@ def export(
     if exporter.suffix and path.suffix != exporter.suffix:
         msg = f"Expected a path that ends in {exporter.suffix!r}, but got {str(path)!r}."
         raise ConfigError(msg)
+    if exporter.folder:
+        ours = marks.of_format(exporter.folder, 1)
+        with replaced_folder(path, lambda folder: folder.is_dir() and ours(folder / "plan.json")) as staged:
+            staged.mkdir()
+            return exporter.write(graph, engine, staged, **options)
     check_no_directory(resolved(path))
     check_first(resolved(path), marks.program)
     with writing(path), tempfile.TemporaryDirectory(prefix="nc-") as folder:

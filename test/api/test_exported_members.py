@@ -19,7 +19,7 @@ PUBLIC = {
     "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "WeightRounding", "__version__",
     "accelerate_generation", "available_backends", "compare", "convert",
     "describe",
-    "export_model", "export_onnx", "export_openvino", "export_pt2", "export_torchscript",
+    "export_model", "export_onnx", "export_openvino", "export_pt2", "export_runner", "export_torchscript",
     "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
     "load", "prepare", "quantize", "register_backend", "report", "save", "QuantizedModel",
     "Front", "FrontPoint", "TuningConfig", "autoquant", "autotune", "get_all_config_set",

@@ -107,6 +107,7 @@ class Writer:
         write: (what is written, path).
         name: of the file or folder.
         folder: it writes a folder.
+        document: the file in it that has the schema.
         schema: the text of a newer schema in the place of today's; "" where files have none.
         cheap: it can be called as a whole here; others are only refused.
         says: what an error says, where it does not name the path.
@@ -116,6 +117,7 @@ class Writer:
     write: Callable[[Made, Path], object]
     name: str
     folder: bool = False
+    document: str = "model.json"
     schema: tuple[str, str] = ("", "")
     cheap: bool = True
     keeps: bool = False
@@ -177,6 +179,13 @@ WRITERS = {
     "nc.export_pt2": _of_model("export_pt2", ".pt2", cheap=False),
     "nc.export_torchscript": _of_model(
         "export_torchscript", ".pt", cheap=False, says="has no form 'torchscript'"
+    ),
+    "nc.export_runner": Writer(
+        lambda made, path: nc.export_runner(made.graph, path),
+        "m",
+        folder=True,
+        document="plan.json",
+        schema=('"schema": 1', '"schema": 2'),
     ),
     "nc.autoquant": Writer(cached, "cache.json", schema=('"schema": 1', '"schema": 2'), keeps=True),
     "nc.tune": Writer(tried, "trials", folder=True, cheap=False),
@@ -366,7 +375,7 @@ def test_a_result_of_a_newer_nc_stays(name, made, place):
     writer, path = WRITERS[name], place / WRITERS[name].name
     writer.write(made, path)
     today, newer = (text.encode() for text in writer.schema)
-    file = path / "model.json" if writer.folder else path
+    file = path / writer.document if writer.folder else path
     data = file.read_bytes()
     assert today in data
     changed = data.replace(today, newer, 1)
@@ -378,7 +387,7 @@ def test_a_result_of_a_newer_nc_stays(name, made, place):
 
 
 #: Pages and programs have their marks at one end, and artefacts in two files: half of one can be known.
-_KNOWN_BY_HALF = {"nc.save", "nc.save, low-bit", "QuantizedModel.save"}
+_KNOWN_BY_HALF = {"nc.save", "nc.save, low-bit", "QuantizedModel.save", "nc.export_runner"}
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5])

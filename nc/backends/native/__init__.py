@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option, check_available
-from nc.backends.native import decode, lower, package
+from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option, ThreadCounts, check_available
+from nc.backends.native import decode, lower, package, runner_folder
 from nc.backends.onednn_capabilities import onednn_capabilities
 from nc.formats import Capabilities, OpSupport
 from nc.graph.catalogue import RECURRENT
@@ -75,7 +75,13 @@ class NativeBackend(Backend):
     exports: Mapping[str, Exporter] = {
         "pt2": Exporter(
             package.write, options={"free_sizes": Option((False, True)), "verify": VERIFY}, from_graph=True
-        )
+        ),
+        "runner": Exporter(
+            runner_folder.write,
+            options={"threads": ThreadCounts(()), "verify": VERIFY},
+            from_graph=True,
+            folder=runner_folder.FORMAT,
+        ),
     }
 
     def why_unavailable(self) -> str:

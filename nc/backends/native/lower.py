@@ -116,15 +116,15 @@ def _lower(
 
     def again(products: bool) -> tuple[fx.GraphModule, PassesResult]:
         graph.intact()
-        return _lowered(graph.module, graph.example, products)
+        return lowered(graph.module, graph.example, products)
 
-    lowered = functools.cache(again)
+    made = functools.cache(again)
     reference = (
         None if verify == "off" else Reference(graph, new_sizes=verify_sizes, always=verify_kernels == ALWAYS)
     )
 
     def module_of(products: bool) -> fx.GraphModule:
-        return lowered(products)[0]
+        return made(products)[0]
 
     running, outputs, run_by = _running(module_of, graph.example, compile, reference, samples)
 
@@ -141,7 +141,7 @@ def _lower(
             return running.call(*inputs)
 
     def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
-        return _running(lambda products: _lowered(part, inputs, products)[0], inputs, compile)[1]
+        return _running(lambda products: lowered(part, inputs, products)[0], inputs, compile)[1]
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
     sqnr = verify_outputs(
@@ -149,7 +149,7 @@ def _lower(
     )
     judge_kernels(running.checked, verify, "The native backend")
     kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
-    nodes = lowered(running.products)[0].graph.nodes
+    nodes = made(running.products)[0].graph.nodes
     in_plans = {str(node.all_input_nodes[0].target) for node in nodes if node.target in PREPACKS}
     dynamic = packed_bytes(graph.module, in_plans)
 
@@ -157,7 +157,7 @@ def _lower(
     give_back_small_pieces()  # half of what a transformer needs is between its packed weights
 
     def report() -> EngineReport:
-        module, outcome = lowered(running.products)
+        module, outcome = made(running.products)
         wrong = running.refused()
         found = {name: how for name, how in executed(module).items() if name not in wrong} | dict.fromkeys(
             running.multiplied(), "int8"
@@ -207,7 +207,7 @@ def _lower(
     return EngineModel(run=run, report=report, profile=profile, steps=steps, verified=verify != "off")
 
 
-def _lowered(
+def lowered(
     part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool
 ) -> tuple[fx.GraphModule, PassesResult]:
     """Return the graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
