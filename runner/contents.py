@@ -6,4 +6,13 @@ ROOT = Path(__file__).parents[1]
 C_CODE = ROOT / "nc/kernels/c_code"
 MODULES = (C_CODE / "abi.py", C_CODE / "isas.py", ROOT / "nc/text/json_text.py")
 #: C sources of the functions that plans may call, and of what calls them.
-SOURCES = ("attention", "flash", "recurrent", "rows", "runner", "steps")
+SOURCES = (
+    "attention",
+    "dynamic_attention",
+    "flash",
+    "float_attention",
+    "recurrent",
+    "rows",
+    "runner",
+    "steps",
+)

@@ -237,6 +237,7 @@ class Document:
     format: Literal["nc-run"]
     schema: int
     nc: str
+    c_code: str
     inputs: list[Named]
     outputs: list[str]
     texts: Texts | None

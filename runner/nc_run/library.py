@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 from pathlib import Path
 
-from nc_run.abi import FUNCTIONS
+from nc_run.abi import FUNCTIONS, header
 from nc_run.errors import BackendUnavailableError
-from nc_run.isas import ISAS, compiled
+from nc_run.isas import ISAS
 
 _FOLDER = Path(__file__).parent / "lib"
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -29,11 +30,20 @@ def library(source: str) -> ctypes.CDLL:
     except OSError as error:
         msg = f"nc-run's library {source}.so can't be loaded: {error}. Install nc-run again."
         raise BackendUnavailableError(msg) from error
+    found.nc_permit.argtypes = (ctypes.c_int64,)
+    # its functions refuse all others, also where a damaged plan names them
+    found.nc_permit(sum(1 << i for i, flags in enumerate(ISAS.values()) if _flags().issuperset(flags)))
     openmp = _openmp()
     if openmp is not None and hasattr(found, "nc_threads"):
         found.nc_threads.argtypes = (ctypes.c_void_p,) * 3
         found.nc_threads(*(ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value for name in _OPENMP))
     return found
+
+
+@functools.cache
+def c_code() -> str:
+    """Return a hash of what functions take: names, fields and their numbers."""
+    return hashlib.sha256(header().encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -85,20 +95,9 @@ def why_not(function: str, isa: str) -> str:
     lacks = [flag for flag in ISAS[isa or "avx2"] if flag not in _flags()]
     if lacks:
         return f"this CPU lacks {', '.join(lacks)}"
-    found = library(FUNCTIONS[function].source)
-    if isa == "amx":
-        rows = library("rows")
-        if not rows.nc_rows_amx():
-            return "the system does not let this process use AMX"
-    usable = compiled(found)
-    # some functions take each instruction set from one on
-    if isa and list(ISAS).index(isa) > max((list(ISAS).index(name) for name in usable), default=-1):
-        return "" if function in _ABOVE else f"{function} was compiled without {isa}"
+    if isa == "amx" and not library("rows").nc_rows_amx():
+        return "the system does not let this process use AMX"
     return ""
-
-
-#: Functions that take better instruction sets than those they have code for.
-_ABOVE = ("round_rows", "norm_rows", "int8_attention", "recurrent", "flash")
 
 
 def cores() -> int:

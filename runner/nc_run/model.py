@@ -123,9 +123,14 @@ def _check_sums(folder: Path, files: dict[str, Any]) -> None:
 
 
 def _check_schema(folder: Path, value: Any) -> None:
-    schema = value.get("schema") if isinstance(value, dict) else None
+    """Raise ArtefactSchemaError for a folder of another version, whose numbers may mean something else."""
+    found = value if isinstance(value, dict) else {}
+    schema, c_code = found.get("schema"), found.get("c_code")
     if type(schema) is int and schema > SCHEMA:
         msg = f"{folder} has schema {schema}, and this nc-run knows {SCHEMA}. Install a newer nc-run."
+        raise ArtefactSchemaError(msg)
+    if isinstance(c_code, str) and c_code != library.c_code():
+        msg = f"{folder} is for functions of nc {found.get('nc')!s:.20}. Install its nc-run, or export again."
         raise ArtefactSchemaError(msg)
 
 

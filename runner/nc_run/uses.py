@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nc_run.abi import CELL, CONSTANTS, DTYPE, FUNCTIONS, NORM
+from nc_run.abi import CELL, CONSTANTS, DTYPE, FUNCTIONS, MASK, NORM
 
 #: Bytes of a dtype, by its number.
 _BYTES = {"f32": 4, "bf16": 2, "bool": 1, "i64": 8, "u8": 1, "s8": 1, "f16": 2}
@@ -254,19 +254,57 @@ def _rooms(f: Fields) -> Use:
 
 
 def _int8_attention(f: Fields, count: int) -> list[Use]:
-    batch, keys = (1, f.rows) if f.texts else (f.batch, f.keys)
-    _positive(f.batch, f.before, f.behind)
-    heads = (batch, f.heads)
-    _each_once((*heads, f.rows), f.y_strides)
-    y = Use(_size(f.to) * _span((*heads, f.rows), f.y_strides, f.wide), True)
-    q = Use(_span((*heads, f.rows), f.q_strides, f.width), align=1)
-    k = Use(_span((*heads, keys), f.k_strides, f.width), align=1)
-    v = Use(_span((*heads, keys), f.v_strides, f.wide), align=1)
-    rows, found = f.keys if f.texts else f.rows, [y, q, k, v, _rooms(f)]
+    _positive(f.before, f.behind)
+    rows, found = f.keys if f.texts else f.rows, _of_heads(f, f.texts, (_size(f.to), 1, 1, 1))
     for i in range(min(f.before + f.behind, CONSTANTS.most_followers)):
-        last = f.keys if i < f.before else f.wide
-        found.append(Use(4 * _span((*heads, rows, last), f.follower_strides[4 * i : 4 * i + 4])))
-    return [*found, Use(4 * (f.batch + 1), decides=True)] if f.texts else found
+        last, strides = f.keys if i < f.before else f.wide, f.follower_strides[4 * i : 4 * i + 4]
+        found.append(Use(4 * _span((1 if f.texts else f.batch, f.heads, rows, last), strides)))
+    return [*found, *_starts(f, f.texts)]
+
+
+def _dynamic_attention(f: Fields, count: int) -> list[Use]:
+    return [*_of_heads(f, f.texts, (4,) * 4), *_mask(f, f.texts), *_starts(f, f.texts)]
+
+
+def _float_attention(f: Fields, count: int) -> list[Use]:
+    return [*_of_heads(f, 0, (4,) * 4, _groups(f)), *_mask(f, 0)]
+
+
+def _of_heads(f: Fields, texts: int, sizes: Sequence[int], of_key: int | None = None) -> list[Use]:
+    """Results, queries, keys and values, and memory for threads.
+
+    Args:
+        f: of the call.
+        texts: whether texts follow each other: then there are as many keys as rows.
+        sizes: bytes of an element of each of the four.
+        of_key: heads of keys; None: as many as of queries.
+    """
+    _positive(f.batch)
+    batch, keys = (1, f.rows) if texts else (f.batch, f.keys)
+    queries, others = (batch, f.heads, f.rows), (batch, f.heads if of_key is None else of_key, keys)
+    _each_once(queries, f.y_strides)
+    spans = (
+        _span(queries, f.y_strides, f.wide),
+        _span(queries, f.q_strides, f.width),
+        _span(others, f.k_strides, f.width),
+        _span(others, f.v_strides, f.wide),
+    )
+    uses = [Use(size * span, i == 0, size) for i, (size, span) in enumerate(zip(sizes, spans, strict=True))]
+    return [*uses, _rooms(f)]
+
+
+def _mask(f: Fields, texts: int) -> list[Use]:
+    """Nothing, or a mask, which with texts is by places in them."""
+    if f.mask == MASK.number("none"):
+        return []
+    size = 1 if f.mask == MASK.number("bool") else 4
+    batch, rows = (1, f.keys) if texts else (f.batch, f.rows)
+    return [Use(size * _span((batch, f.heads, rows, f.keys), f.mask_strides), align=size)]
+
+
+def _starts(f: Fields, texts: int) -> list[Use]:
+    """Nothing, or where each text begins."""
+    return [Use(4 * (f.batch + 1), decides=True)] if texts else []
 
 
 def _recurrent(f: Fields, count: int) -> list[Use]:
@@ -315,6 +353,8 @@ USES: Mapping[str, Callable[[Fields, int], list[Use]]] = {
     "code_product": _code_product,
     "flash": _flash,
     "int8_attention": _int8_attention,
+    "dynamic_attention": _dynamic_attention,
+    "float_attention": _float_attention,
     "recurrent": _recurrent,
 }
 

@@ -1,8 +1,11 @@
 """What a plan may do is known before its first call: bytes of each tensor, and folders that were changed."""
 
+import os
 import runpy
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,32 @@ from nc.kernels.c_code import abi
 
 pytestmark = pytest.mark.needs_plans
 HERE = Path(__file__).parent
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_is_small_and_runs_alone(exported, tmp_path):
+    for name in (
+        "runner",
+        "nc/kernels/c_code",
+        "nc/kernels/tuning.py",
+        "nc/text",
+        "nc/_version.py",
+        "LICENSE",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (RUNNER.parent / name).is_dir() else shutil.copy
+        copy(RUNNER.parent / name, tmp_path / name)
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path]
+    subprocess.run(command, cwd=tmp_path / "runner", check=True, capture_output=True, timeout=500)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 5e6
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    *_, folder = exported("bert", "dynamic")
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-m", "nc_run", folder]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert "input_ids, attention_mask -> " in done.stdout, done.stderr
 
 
 def program(name, *words):

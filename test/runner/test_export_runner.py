@@ -132,6 +132,24 @@ def test_it_runs_without_torch_and_in_a_forked_process(package, exported):
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_the_command_line(package, exported, tmp_path):
+    *_, example, folder = exported("mlp", "static")
+    np.savez(tmp_path / "in.npz", input=example.numpy())
+
+    def command(*words):
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package)}
+        words = [sys.executable, "-m", "nc_run", *map(str, words)]
+        return subprocess.run(words, capture_output=True, text=True, env=env, timeout=300)
+
+    done = command(folder, tmp_path / "in.npz", tmp_path / "out.npz")
+    assert "input -> output_0" in done.stdout, done.stderr
+    assert np.load(tmp_path / "out.npz")["output_0"].shape == (16, 32)
+    for words in ([tmp_path / "none"], [folder, folder / "plan.json"], [folder, tmp_path / "out.npz"]):
+        done = command(*words)
+        assert done.returncode == 1
+        assert done.stderr.startswith("nc-run: ")
+
+
 def test_what_it_can_not_take_is_refused_with_the_operator(tmp_path):
     layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
     x = torch.rand(1, 3, 8, 8)
@@ -225,6 +243,9 @@ def test_folders_of_a_newer_version_and_for_another_machine(nc_run, exported, tm
     shutil.copytree(original, folder)
     rewritten(folder, schema=2)
     with pytest.raises(nc_run.errors.ArtefactSchemaError, match="newer"):
+        nc_run.load(folder)
+    rewritten(folder, schema=1, c_code="0" * 16)
+    with pytest.raises(nc_run.errors.ArtefactSchemaError, match="functions of nc"):
         nc_run.load(folder)
     document = json.loads((original / "plan.json").read_text())
     data = bytearray((original / "data.bin").read_bytes())

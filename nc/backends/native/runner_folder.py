@@ -77,6 +77,7 @@ def write(
         "format": FORMAT,
         "schema": SCHEMA,
         "nc": __version__,
+        "c_code": hashlib.sha256(abi.header().encode()).hexdigest()[:16],
         "inputs": [
             {"name": leaf.path, "dtype": _dtype(leaf.dtype, leaf.path)}
             for leaf in graph.signature.leaves
