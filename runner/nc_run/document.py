@@ -63,8 +63,26 @@ class Probe:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """An operator on integers of padded texts; `values`: of inputs, then of steps before."""
+
+    op: Literal["add", "sub", "mul", "ne", "eq", "to", "cumsum"]
+    values: list[int]
+    number: int | None
+    dtype: Literal["bool", "int32", "int64"]
+
+    def __post_init__(self) -> None:
+        """Check the number of arguments."""
+        count = len(self.values) + (self.number is not None)
+        _need(
+            self.values and count == (1 if self.op in ("to", "cumsum") else 2), "a step has other arguments"
+        )
+        _need(abs(self.number or 0) < 1 << 31, "a step has a larger number")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Texts:
-    """What a model of padded texts takes; see `texts`."""
+    """What a model of padded texts takes; see `texts`. `results`: values that are inputs of plans too."""
 
     mask: int | None
     firsts: bool
@@ -73,6 +91,8 @@ class Texts:
     together: bool
     from_begin: bool
     of_tokens: list[bool]
+    steps: list[Step]
+    results: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,13 +270,13 @@ class Document:
         _need(len(set(self.outputs)) == len(self.outputs), "outputs have the same name")
         names = [each.name for each in self.inputs]
         _need(len(set(names)) == len(names), "inputs have the same name")
-        more = 0 if self.texts is None else 3
+        more = 0 if self.texts is None else 3 + len(self.texts.results)
         for plan in self.plans:
             _need(len(plan.inputs) == len(names) + more, "a plan has other inputs")
             _need(len(plan.outputs) == len(self.outputs), "a plan has other outputs")
             wanted = [each.dtype for each in self.inputs]
             if self.texts is not None:
-                tokens = [_in_64_bits(dtype) for dtype in wanted]
+                tokens = [_in_64_bits(dtype) for dtype in wanted] + ["int64"] * len(self.texts.results)
                 _check_rows(plan, [*tokens, "int64", "int32", "int64"])
             else:
                 fixed = all(size == Affine(size.base) for each in plan.inputs for size in each.sizes)
@@ -271,6 +291,11 @@ class Document:
     def _check_texts(self, texts: Texts, count: int) -> None:
         _need(len(texts.of_tokens) == len(self.outputs), "it has other outputs for tokens")
         _need(texts.mask is None or 0 <= texts.mask < count, "there is no such mask")
+        for i, step in enumerate(texts.steps):
+            _need(all(0 <= value < count + i for value in step.values), "a step takes a value of a later one")
+        numbers = [each.dtype for each in self.inputs] + [step.dtype for step in texts.steps]
+        known = all(0 <= i < len(numbers) and _in_64_bits(numbers[i]) == "int64" for i in texts.results)
+        _need(known, "there is no such result of steps")
         _need(1 <= texts.longest < MOST and (texts.positions or 1) >= 1, "texts have other lengths")
         for plan in self.plans:
             for output, of_tokens in zip(plan.outputs, texts.of_tokens, strict=True):

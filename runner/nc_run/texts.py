@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,15 @@ from nc_run.document import Texts
 from nc_run.errors import InputError
 
 Arrays = Sequence[npt.NDArray[Any]]
+_FUNCTIONS: Mapping[str, Callable[..., npt.NDArray[Any]]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "eq": np.equal,
+    "to": np.asarray,
+    "cumsum": lambda x: np.cumsum(x, axis=1),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +29,8 @@ class Rows:
     """Texts as rows.
 
     Attributes:
-        inputs: of a plan: each input of the model, [1, rows], in 64 bits where it has integers; `places`,
+        inputs: of a plan: each input of the model, and each result of its steps, [1, rows], in 64 bits where
+            these have integers; `places`,
             int64 [rows], the place of each row in its text; `starts`, int32 [texts + 1], where each text
             begins; `firsts`, int64 [texts], the same without the last.
         flat: where each row is in [texts * length]; None: all are, in order.
@@ -60,14 +70,15 @@ def rows_of(form: Texts, names: Sequence[str], inputs: Arrays) -> Rows:
         _need(each.shape == tokens.shape, f"{name} has the sizes {each.shape}, and the tokens {tokens.shape}")
     most = min(form.longest, form.positions or form.longest)
     _need(0 < length <= most and texts, f"{texts} texts of {length} tokens; the model takes 1 to {most}")
+    extra = _results(form, inputs)
     if form.mask is None:
-        return _whole(inputs, texts, length)
+        return _whole([*inputs, *extra], texts, length)
     mask = inputs[form.mask]
     _need(((mask == 0) | (mask == 1)).all(), f"{names[form.mask]} has values other than 0 and 1")
     seen = mask != 0
     counts = seen.sum(1)
     if counts.min() == length:
-        return _whole(inputs, texts, length)
+        return _whole([*inputs, *extra], texts, length)
     _need(counts.all(), f"{names[form.mask]}: a text has no token")
     _need(not form.firsts or seen[:, 0].all(), f"{names[form.mask]} hides the first token of a text")
     flat = np.flatnonzero(seen)
@@ -81,8 +92,18 @@ def rows_of(form: Texts, names: Sequence[str], inputs: Arrays) -> Rows:
         _need(
             together, f"{names[form.mask]}: real tokens of a text don't follow each other from its begin on"
         )
-    given = [_in_64_bits(each).reshape(-1)[flat][None] for each in inputs]
+    given = [_in_64_bits(each).reshape(-1)[flat][None] for each in (*inputs, *extra)]
     return Rows((*given, places, starts, firsts), flat, texts, length)
+
+
+def _results(form: Texts, inputs: Arrays) -> Arrays:
+    """Return the results of the steps, [texts, length] each."""
+    values = list(inputs)
+    for step in form.steps:
+        numbers = [] if step.number is None else [np.int64(step.number)]
+        given = [_in_64_bits(values[i]) for i in step.values]
+        values.append(_FUNCTIONS[step.op](*given, *numbers).astype(step.dtype))
+    return [values[i] for i in form.results]
 
 
 def _need(condition: object, why: str) -> None:

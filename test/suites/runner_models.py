@@ -23,6 +23,20 @@ def mlp():
     return torch.nn.Sequential(*layers).eval(), torch.rand(16, 64)
 
 
+class Sentence(torch.nn.Module):
+    """An encoder with the pooling of sentence-transformers: means over real tokens, of length 1."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, input_ids, attention_mask):
+        values = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        real = attention_mask[..., None].float()
+        means = (values * real).sum(1) / real.sum(1).clamp(min=1e-9)
+        return torch.nn.functional.normalize(means, p=2, dim=1)
+
+
 class Recurrent(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -48,16 +62,23 @@ MODELS = {
     "bert": lambda: (transformers.BertModel(transformers.BertConfig(**SMALL)).eval(), texts(3, 24)),
     # the shape of all-MiniLM-L6-v2, but for vocabulary and layers
     "minilm": lambda: (
-        transformers.BertModel(
-            transformers.BertConfig(
-                vocab_size=100,
-                hidden_size=384,
-                num_hidden_layers=2,
-                num_attention_heads=12,
-                intermediate_size=1536,
-                max_position_embeddings=512,
+        Sentence(
+            transformers.BertModel(
+                transformers.BertConfig(
+                    vocab_size=100,
+                    hidden_size=384,
+                    num_hidden_layers=2,
+                    num_attention_heads=12,
+                    intermediate_size=1536,
+                    max_position_embeddings=512,
+                )
             )
         ).eval(),
+        texts(3, 24),
+    ),
+    # its positions are computed from ids
+    "roberta": lambda: (
+        transformers.RobertaModel(transformers.RobertaConfig(**SMALL, pad_token_id=0)).eval(),
         texts(3, 24),
     ),
     "distilbert": lambda: (

@@ -19,6 +19,7 @@ from nc.backends.native.plans.execution_plan import ExecutionPlan, FunctionCall
 from nc.backends.native.plans.family import FamilyInstance, FamilyKernels, PlanFamily, family_of
 from nc.backends.native.plans.operands import PackedWeights
 from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.prelude import Prelude, with_prelude
 from nc.backends.rewrites.ragged.rewrite import Ragged, ragged
 from nc.backends.verify import verify_outputs
 from nc.errors import BackendError, InputError, UnsupportedError
@@ -93,11 +94,13 @@ class ModelOfC:
         plans: one for each number of threads.
         runs: what runs each of them here.
         form: of padded texts; None: inputs have the sizes of the example.
+        prelude: what is computed of padded texts before.
     """
 
     plans: Sequence[PlanOfC]
     runs: Sequence[Run]
     form: Ragged | None
+    prelude: Prelude
 
 
 def model_of_c(graph: QDQGraph, counts: Sequence[int], verify: str) -> ModelOfC:
@@ -115,13 +118,13 @@ def model_of_c(graph: QDQGraph, counts: Sequence[int], verify: str) -> ModelOfC:
     """
     form = ragged(graph.module, graph.signature)
     if isinstance(form, Ragged):
-        _check_form(form, graph.example)
+        form, prelude = with_prelude(form)
         example = example_of(form, graph.example)
         if verify != "off":
             check(graph, form, example)
         module, samples = form.module, samples_of(form, example)
     else:
-        form, module, samples = None, graph.module, None
+        form, prelude, module, samples = None, Prelude((), ()), graph.module, None
         example = tuple(tensor.contiguous() for tensor in graph.example)
     weights, of_c = PackedWeights(), lowered(module, example, True)[0]
     plans = [only_c(of_c, weights, example, count, samples) for count in counts]
@@ -133,17 +136,7 @@ def model_of_c(graph: QDQGraph, counts: Sequence[int], verify: str) -> ModelOfC:
         with torch.no_grad():
             for run in runs:
                 verify_outputs(graph, run(graph.example), verify, "nc-run")
-    return ModelOfC(plans, runs, form)
-
-
-def _check_form(form: Ragged, example: Sequence[torch.Tensor]) -> None:
-    """Raise UnsupportedError where rows need more than tokens and a mask."""
-    if form.picked or form.beforehand(example):
-        msg = (
-            "nc-run can't take this model: it computes integers of tokens, such as positions, from other "
-            "tokens of their text, or picks tokens by their values."
-        )
-        raise UnsupportedError(msg)
+    return ModelOfC(plans, runs, form, prelude)
 
 
 def _runs(plan: PlanOfC, samples: SampleInputs | None) -> Run:

@@ -22,6 +22,7 @@ from nc.backends.native.only_c import PlanOfC, model_of_c
 from nc.backends.native.plans.affine import Affine
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.family import FamilyCall, FamilyTensor
+from nc.backends.native.prelude import Prelude
 from nc.backends.rewrites.ragged.rewrite import Ragged
 from nc.errors import BackendError, UnsupportedError
 from nc.graph.output_names import output_names
@@ -84,7 +85,7 @@ def write(
             if leaf.used
         ],
         "outputs": output_names(graph.signature),
-        "texts": None if model.form is None else _texts(model.form),
+        "texts": None if model.form is None else _texts(model.form, model.prelude),
         "plans": [_plan(plan, data) for plan in model.plans],
         "probes": [
             {
@@ -149,10 +150,15 @@ def _dtype(dtype: torch.dtype | None, name: str) -> str:
     return _DTYPES[dtype]
 
 
-def _texts(form: Ragged) -> dict[str, Any]:
+def _texts(form: Ragged, prelude: Prelude) -> dict[str, Any]:
     """Return what nc_run/texts.py has to know of padded texts."""
     names = ("mask", "firsts", "longest", "positions", "together", "from_begin")
-    return {name: getattr(form, name) for name in names} | {"of_tokens": list(form.of_tokens)}
+    steps = [
+        {"op": step.op, "values": step.values, "number": step.number, "dtype": _dtype(step.dtype, "a step")}
+        for step in prelude.steps
+    ]
+    found = {name: getattr(form, name) for name in names}
+    return found | {"of_tokens": form.of_tokens, "steps": steps, "results": prelude.results}
 
 
 def _plan(plan: PlanOfC, data: _Data) -> dict[str, Any]:

@@ -18,9 +18,7 @@ from nc.backends.native.plans.ways import PlannedOperator
 @functools.cache
 def table(*, one_token: bool = False) -> Mapping[Any, PlannedOperator]:
     """Return what plans know of each operator of torch, for graphs of one token or for all others."""
-    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    rows = [row for module in modules for row in getattr(module, "OPERATORS", ())]
+    rows = [row for row in _rows() if not row.only_c]
     general = _by_target(row for row in rows if not row.of_one_token)
     if not one_token:
         return general
@@ -34,14 +32,18 @@ def table(*, one_token: bool = False) -> Mapping[Any, PlannedOperator]:
 def of_c() -> Mapping[Any, PlannedOperator]:
     """Return the same for plans that call C only: of operators of all graphs, the ways of one token too."""
     general, small = table(), table(one_token=True)
-    return {
-        target: dataclasses.replace(row, ways={**_named("", general.get(target)), **_named(" of few", row)})
-        for target, row in small.items()
-    }
+    found = _by_target(row for row in _rows() if row.only_c)
+    for target, row in small.items():
+        ways = dict(general[target].ways) if target in general else {}
+        ways |= {f"{name} of few": way for name, way in row.ways.items() if way not in ways.values()}
+        found[target] = dataclasses.replace(row, ways=ways)
+    return found
 
 
-def _named(end: str, row: PlannedOperator | None) -> dict[str, Any]:
-    return {} if row is None else {f"{name}{end}": way for name, way in row.ways.items()}
+def _rows() -> list[PlannedOperator]:
+    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return [row for module in modules for row in getattr(module, "OPERATORS", ())]
 
 
 def _by_target(rows: Iterable[PlannedOperator]) -> dict[Any, PlannedOperator]:

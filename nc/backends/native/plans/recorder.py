@@ -490,6 +490,8 @@ class Recorder:
             return self.first_possible(ways)
         except Refused as refused:
             msg = f"there is no primitive for {node.name} ({node.target}) here: {refused}"
+            if self.only_c:
+                msg = f"no function in C computes {operator_name(node)}: {refused}"
             raise BackendError(msg) from None
         finally:
             self._takes_reference = False

@@ -66,6 +66,7 @@ class PlannedOperator:
         only_here: torch's operator of it computes in fp32, so that only these ways run it in int8.
         weight: its argument that is the codes of a weight which its ways pack; "" where there is none.
         of_one_token: these ways take the place of others in graphs of one token, whose tensors are small.
+        only_c: these ways are for plans that call C alone; elsewhere torch is better.
     """
 
     targets: tuple[Any, ...]
@@ -76,3 +77,4 @@ class PlannedOperator:
     only_here: bool = False
     weight: str = ""
     of_one_token: bool = False
+    only_c: bool = False

@@ -63,6 +63,7 @@ class Ragged:
         padded: the one over padded texts that computes the same, where that is not the given one.
         beforehand: flat inputs → integers of tokens that depend on other tokens, [texts, length], then places
             of picked tokens, [texts].
+        apart: the graph of those values; None: there are none.
         mask: number of the flat input that masks tokens; None: no token is masked.
         of_tokens: for each output, whether it has a row for each token; else it has one for each text.
         firsts: outputs read the first token of each text, which must be a real one.
@@ -77,6 +78,7 @@ class Ragged:
     module: fx.GraphModule
     padded: fx.GraphModule | None
     beforehand: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    apart: fx.GraphModule | None
     mask: int | None
     of_tokens: tuple[bool, ...]
     firsts: bool
@@ -150,14 +152,15 @@ def _rewritten(module: fx.GraphModule, signature: Signature) -> Ragged:
     of_tokens = tuple(isinstance(value, TokenOrigin) and value.has_tokens for value in outputs)
     before = [node for node in read.origins.beforehand if node in _live(read.module, read.found, read.ones)]
     picked = list(dict.fromkeys(read.origins.picks.values()))
-    beforehand = functools.partial(_beforehand, *_apart(read.module, read.inputs, [*before, *picked]))
+    apart, count = _apart(read.module, read.inputs, [*before, *picked])
     padded = copy_module(read.module, lazy=True)[0] if read.distances else None
     _change(read, before)
     tables = [each for each in read.meanings.values() if each.table is not None]
     return Ragged(
         module=read.module,
         padded=padded,
-        beforehand=beforehand,
+        beforehand=functools.partial(_beforehand, apart, count),
+        apart=apart,
         mask=None if read.mask is None else list(read.inputs).index(read.mask),
         of_tokens=of_tokens,
         firsts=bool(read.origins.firsts),
