@@ -73,6 +73,22 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        name="runner-bytes",
+        guarantee="nc-run knows all bytes that a function reads",
+        file="../runner/nc_run/uses.py",
+        text="    factor = Use(4 * f.width, optional=True)",
+        fault="    factor = Use(2 * f.width, optional=True)",
+        tests=("runner_checks",),
+    ),
+    Mutation(
+        name="runner-inside",
+        guarantee="tensors of a plan of nc-run are inside of memory",
+        file="../runner/nc_run/plan_memory.py",
+        text="fits = end <= self._sizes[self._root(place)] and aligned_by",
+        fault="fits = aligned_by",
+        tests=("runner_checks",),
+    ),
+    Mutation(
         "readers-on-paths-not-taken",
         "a norm is left alone if others read it on a path that calibration did not take",
         "algorithms/transforms/paths.py",

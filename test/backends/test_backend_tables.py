@@ -70,7 +70,7 @@ def test_a_format_is_looked_up_in_the_tables(own, tmp_path):
     q = quantized(MLP().eval(), torch.randn(2, 16), None, "reference")
     nc.export_model(q, tmp_path / "a", "numbers")  # from_graph: a model of any backend
     assert (tmp_path / "a").read_bytes() == b"own"
-    assert set(export_formats()) == {"torchscript", "pt2", "openvino", "onnx", "numbers", "secret"}
+    assert set(export_formats()) == {"torchscript", "pt2", "runner", "openvino", "onnx", "numbers", "secret"}
     with pytest.raises(
         UnsupportedError,
         match="Backend 'reference' has no form 'secret'; load or convert with backend=\"own\"",
@@ -78,7 +78,7 @@ def test_a_format_is_looked_up_in_the_tables(own, tmp_path):
         nc.export_model(q, tmp_path / "b", "secret")
     with pytest.raises(
         UnsupportedError,
-        match="No backend writes the format 'tflite'; there are 'torchscript', 'pt2', 'openvino', 'numbers', 'secret', 'onnx'",
+        match="No backend writes the format 'tflite'; there are 'torchscript', 'pt2', 'runner', 'openvino', 'numbers', 'secret', 'onnx'",
     ):
         nc.export_model(q, tmp_path / "b", "tflite")
     assert not (tmp_path / "b").exists()

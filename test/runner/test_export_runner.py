@@ -237,6 +237,13 @@ def rewritten(folder, **values):
     (folder / "checksums.json").write_text(json.dumps(sums))
 
 
+def test_a_cpu_without_the_instruction_sets(nc_run, exported, monkeypatch):
+    *_, folder = exported("mlp", "dynamic")
+    monkeypatch.setattr(nc_run.model.library, "_flags", lambda: frozenset({"avx2", "fma"}))
+    with pytest.raises(nc_run.errors.BackendUnavailableError, match="this CPU lacks f16c"):
+        nc_run.load(folder)
+
+
 def test_folders_of_a_newer_version_and_for_another_machine(nc_run, exported, tmp_path):
     *_, original = exported("mlp", "dynamic")
     folder = tmp_path / "m"

@@ -39,7 +39,7 @@ _INTEGERS = (torch.bool, torch.int32, torch.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class IntegerStep:
     """One operator.
 
     Attributes:
@@ -59,7 +59,7 @@ class Step:
 class Prelude:
     """Steps on padded texts, and the numbers of the values that are inputs of the graph over rows."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[IntegerStep, ...]
     results: tuple[int, ...]
 
     def compute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def with_prelude(form: Ragged) -> tuple[Ragged, Prelude]:
     module, _ = copy_module(form.module, lazy=True)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     given = [node for node in form.apart.graph.nodes if node.op == "placeholder"]
-    steps: list[Step] = []
+    steps: list[IntegerStep] = []
     found = _translated(form.apart, dict(zip(given, range(len(given)), strict=True)), steps, len(given))
     leaves: Sequence[Any] = returned(form.apart)
     missing = [leaf for leaf in leaves if leaf not in found]
@@ -103,13 +103,7 @@ def with_prelude(form: Ragged) -> tuple[Ragged, Prelude]:
         if node not in placeholders[: len(given)] and any(user not in known for user in node.users)
     ]
     for node in read:
-        if node.meta["val"].dtype is not torch.int64:
-            msg = f"nc-run can't take this model: {node} is {node.meta['val'].dtype}, and not int64."
-            raise UnsupportedError(msg)
-        with module.graph.inserting_before(placeholders[-3]):
-            new = module.graph.placeholder(f"{node.name}_of_tokens")
-        new.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in known)
+        _read_as_input(module, node, placeholders[-3], known)
     for node in reversed(known):  # none is read any more, but tokens
         if node not in placeholders[: len(given)]:
             module.graph.erase_node(node)
@@ -118,8 +112,21 @@ def with_prelude(form: Ragged) -> tuple[Ragged, Prelude]:
     return dataclasses.replace(form, module=module, beforehand=prelude.compute), prelude
 
 
+def _read_as_input(
+    module: fx.GraphModule, node: fx.Node, place: fx.Node, known: Mapping[fx.Node, int]
+) -> None:
+    """Let what is not `known` read a node as a new input, before that at a place."""
+    if node.meta["val"].dtype is not torch.int64:
+        msg = f"nc-run can't take this model: {node} is {node.meta['val'].dtype}, and not int64."
+        raise UnsupportedError(msg)
+    with module.graph.inserting_before(place):
+        new = module.graph.placeholder(f"{node.name}_of_tokens")
+    new.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in known)
+
+
 def _translated(
-    module: fx.GraphModule, known: Mapping[fx.Node, int], steps: list[Step], inputs: int
+    module: fx.GraphModule, known: Mapping[fx.Node, int], steps: list[IntegerStep], inputs: int
 ) -> dict[fx.Node, int]:
     """Append steps for all nodes of a graph that are some; return numbers of their values, and `known`."""
     found = dict(known)
@@ -131,7 +138,7 @@ def _translated(
     return found
 
 
-def _step(node: fx.Node, known: Mapping[fx.Node, int]) -> Step | None:
+def _step(node: fx.Node, known: Mapping[fx.Node, int]) -> IntegerStep | None:
     """Return what a node does as a step; None if steps do not compute it."""
     value = node.meta.get("val")
     sources = node.all_input_nodes
@@ -140,9 +147,9 @@ def _step(node: fx.Node, known: Mapping[fx.Node, int]) -> Step | None:
         return None
     a = schema_arguments(node)
     if node.target in _CONVERSIONS:
-        return Step("to", (known[a["self"]],), None, value.dtype)
+        return IntegerStep("to", (known[a["self"]],), None, value.dtype)
     if node.target is _aten.cumsum.default and a["dim"] in (1, -1):
-        return Step("cumsum", (known[a["self"]],), None, value.dtype)
+        return IntegerStep("cumsum", (known[a["self"]],), None, value.dtype)
     other: Any = a.get("other")
     number = other if type(other) is int else None
     if node.target not in _OF_TWO or a.get("alpha", 1) != 1 or not isinstance(a["self"], fx.Node):
@@ -150,4 +157,4 @@ def _step(node: fx.Node, known: Mapping[fx.Node, int]) -> Step | None:
     if number is None and not isinstance(other, fx.Node):
         return None
     values = (known[a["self"]],) if number is not None else (known[a["self"]], known[other])
-    return Step(_OF_TWO[node.target], values, number, value.dtype)
+    return IntegerStep(_OF_TWO[node.target], values, number, value.dtype)
