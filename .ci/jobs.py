@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import runpy
 import shutil
 import sys
@@ -282,7 +283,7 @@ def _mutations(tree: Tree) -> list[Job]:
         # not by make, which hides exit codes; the whole suite would take longer than a job may
         command = (f"{folder}/bin/python", MUTATIONS, row.name, "--targeted")
         tests = tuple(path for name in row.tests for path in tests_named(tree, name))
-        own = (f"nc/{row.file}", row.key)
+        own = (os.path.normpath(f"nc/{row.file}"), row.key)
         found.append(Job(f"mutations:{row.name}", command, own, row.environment, tests=tests, inside="test/"))
     return found
 

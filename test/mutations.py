@@ -73,20 +73,20 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
-        name="runner-bytes",
-        guarantee="nc-run knows all bytes that a function reads",
-        file="../runner/nc_run/uses.py",
-        text="    factor = Use(4 * f.width, optional=True)",
-        fault="    factor = Use(2 * f.width, optional=True)",
-        tests=("runner_checks",),
+        "runner-bytes",
+        "nc-run knows all bytes that a function reads",
+        "../runner/nc_run/uses.py",
+        "    factor = Use(4 * f.width, optional=True)",
+        "    factor = Use(2 * f.width, optional=True)",
+        ("runner_checks",),
     ),
     Mutation(
-        name="runner-inside",
-        guarantee="tensors of a plan of nc-run are inside of memory",
-        file="../runner/nc_run/plan_memory.py",
-        text="fits = end <= self._sizes[self._root(place)] and aligned_by",
-        fault="fits = aligned_by",
-        tests=("runner_checks",),
+        "runner-inside",
+        "tensors of a plan of nc-run are inside of memory",
+        "../runner/nc_run/plan_memory.py",
+        "fits = end <= self._sizes[self._root(place)] and aligned_by",
+        "fits = aligned_by",
+        ("runner_checks",),
     ),
     Mutation(
         "readers-on-paths-not-taken",
