@@ -1,6 +1,6 @@
 """Word errors and times of Whisper base with trained weights: transformers in fp32, nc, and CTranslate2.
 
-    .venv-ragged/bin/python benchmarks/speech.py [--count 60] [--long 3] [--results results/low-bit-speed.jsonl]
+    .venv-ragged/bin/python benchmarks/speech.py [--count 60] [--long 3] [--results RESULTS]
 
 `make setup-ragged` installs the weights and a voice (Piper), which reads sentences of the Lee corpus, so that
 the words are known. `nc` has the encoder in int8 with a range for each row, and a decoder of int8 weights, as

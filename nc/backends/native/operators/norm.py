@@ -280,16 +280,16 @@ def _kept_dim(node: fx.Node) -> int | None:
     return dims[0] % rank if len(dims) == 1 and rank else None
 
 
-def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
-    """Return the tensor and the number that a sum adds; None and 0 if `add` is not such a sum."""
-    left, right = (
-        Binary.of(add).sides if op_name(add) == "add" and Binary.of(add).alpha == 1 else (None, None)
-    )
+def _number_apart(node: fx.Node) -> tuple[fx.Node | None, float]:
+    """Return the tensor and the number that a node adds; another node adds 0, and of no tensor is None."""
+    if op_name(node) != "add":
+        return node, 0.0
+    left, right = Binary.of(node).sides if Binary.of(node).alpha == 1 else (None, None)
     if isinstance(right, fx.Node):
         left, right = right, left
-    return (
-        (left, float(right)) if isinstance(left, fx.Node) and isinstance(right, int | float) else (None, 0.0)
-    )
+    if isinstance(left, fx.Node) and isinstance(right, int | float):
+        return left, float(right)
+    return None, 0.0
 
 
 def is_fp32(node: fx.Node) -> bool:
