@@ -1,6 +1,6 @@
 """Packaging of nc_run as nc-run: Python, and the C code of nc compiled for all instruction sets.
 
-Build it inside of the repository (`pip wheel --no-deps runner`): modules and C sources of nc go with it. A
+Build it inside of the repository (`pip wheel --no-deps ./runner`): modules and C sources of nc go with it. A
 wheel is for this platform, whatever the Python.
 """
 
