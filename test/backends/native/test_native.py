@@ -173,7 +173,7 @@ def test_biases_that_the_call_does_not_take_are_added_as_before(bias):
 def names_of(q):
     """Names of the operators that the lowered graph calls."""
     seen = inspect.getclosurevars(q.engine.report).nonlocals
-    module, _ = seen["lowered"](seen["running"].products)
+    module, _ = seen["made"](seen["running"].products)
     return [op_name(n) for n in module.graph.nodes]
 
 
