@@ -16,6 +16,7 @@ WRITERS = {
     "nc/backends/profile_process.py": "in a temporary folder",
     "nc/backends/base.py": "in the temporary folder of an export",
     "nc/backends/native/package.py": "in the temporary folder of an export",
+    "nc/backends/native/runner_folder.py": "in the temporary folder of an export",
     "nc/interchange/gguf_writer.py": "into the file of the mechanism",
     "nc/hf/checksums.py": "into the file of the mechanism",
     "nc/hf/export.py": "into the folder of the mechanism",
