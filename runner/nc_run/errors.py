@@ -22,7 +22,7 @@ class ArtefactSchemaError(ArtefactError):
 
 
 class InputError(RunnerError, ValueError):
-    """Inputs of a call that do not fit the model."""
+    """Inputs of a call that do not fit the model, or an argument that has no such value."""
 
 
 class BackendError(RunnerError, RuntimeError):

@@ -57,12 +57,16 @@ def load(
         most_bytes: of memory beside the constants, for each thread that calls the model.
 
     Raises:
+        InputError: there is no such number of threads.
         ArtefactMissingError: a file is not there.
         ArtefactCorruptError: a file is damaged, or a plan would use memory that it does not have.
         ArtefactSchemaError: a newer nc wrote it.
         BackendUnavailableError: this CPU lacks an instruction set that it needs.
         VerificationError: it computes something else than where it was exported.
     """
+    if threads is not None and (type(threads) is not int or threads < 1):
+        msg = f"Expected threads to be None or a number from 1 on, but got {threads!r}."
+        raise InputError(msg)
     path = Path(folder)
     raw = _bytes(path / PLAN)
     data = _mapped(path / DATA)
@@ -291,7 +295,7 @@ class Model:
 
 
 def _grown(wanted: int, had: int) -> int:
-    """Return a size of memory: by half more at least, as what there is has to be made anew."""
+    """Return a size of memory: by half more at least, because all of it is made anew."""
     return had if wanted <= had else max(wanted, had * 3 // 2)
 
 

@@ -80,6 +80,12 @@ def test_a_text_has_the_same_bits_in_any_batch_and_on_any_threads(nc_run, export
         assert torch.equal(alone[0], together[i])
 
 
+@pytest.mark.parametrize("threads", [0, -1, 1.0, "2", True])
+def test_a_number_of_threads_that_is_none(nc_run, exported, threads):
+    with pytest.raises(nc_run.errors.InputError, match="Expected threads"):
+        nc_run.load(exported("mlp", "dynamic")[-1], threads=threads)
+
+
 def test_threads_call_one_model_at_once(nc_run, exported):
     *_, example, folder = exported("bert", "dynamic")
     runner = nc_run.load(folder)
