@@ -88,10 +88,9 @@ def with_prelude(form: Ragged) -> tuple[Ragged, Prelude]:
     leaves: Sequence[Any] = returned(form.apart)
     missing = [leaf for leaf in leaves if leaf not in found]
     if missing or form.picked:
-        msg = (
-            "nc-run can't take this model: it picks tokens by their values, or computes "
-            f"{', '.join(map(str, missing)) or 'places'} of them from other tokens."
-        )
+        names = ", ".join(map(str, missing))
+        why = "it picks tokens by their values" if form.picked else f"no step of nc-run computes {names}"
+        msg = f"nc-run can't take this model: {why}."
         raise UnsupportedError(msg)
     extras = placeholders[len(given) : len(placeholders) - 3]
     known = dict(zip(placeholders, range(len(given)), strict=False))
